@@ -1,0 +1,43 @@
+"""Errors that users see.  Each message is one sentence or two: what, where, expected, got, what to do next."""
+
+from __future__ import annotations
+
+
+class QSyncError(Exception):
+    """Base class of every error QSync raises on purpose; the ``qsync`` command prints it and exits with 1."""
+
+
+class ArtifactError(QSyncError):
+    """An artifact file or byte string can not be read: truncated, altered, of another kind or schema."""
+
+
+class PlanError(QSyncError):
+    """A plan does not fit what it is applied to (another model, group or version), or none can be found."""
+
+
+class InfeasibleError(PlanError):
+    """No precision plan satisfies the constraints; the message names the constraint and what would do."""
+
+
+class ClusterError(QSyncError):
+    """A cluster description is wrong or asks for what a device can not do."""
+
+
+class TraceError(QSyncError):
+    """A model can not be exported into a graph."""
+
+
+class ObservationError(QSyncError):
+    """Statistics of a training run can not be used (NaN or infinite values, missing operators)."""
+
+
+class BackendError(QSyncError):
+    """No kernel backend can run what was asked, or the one that was named can not."""
+
+
+class PluginError(QSyncError):
+    """A plugin is broken or conflicts with another."""
+
+
+class CompatibilityError(QSyncError):
+    """Installed QSync packages, or the ranks of a job, are of versions that do not work together."""

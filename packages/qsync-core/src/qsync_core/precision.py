@@ -1,0 +1,122 @@
+"""The precision lattice: which number formats operators can run in, and how they promote.
+
+The order is ``int8 < float8_e4m3fn < {float16, bfloat16} < float32``.  float16 and bfloat16 are not comparable: neither
+represents the other's values, so their join is float32 (as in ``torch.promote_types``).
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import reduce
+
+
+class Precision(enum.StrEnum):
+    """A number format.  The value is the name that torch, plans and people use."""
+
+    INT8 = "int8"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes an element takes in memory."""
+        return _NBYTES[self]
+
+    @property
+    def is_fixed_point(self) -> bool:
+        """True for int8: values are ``scale * integer``."""
+        return self is Precision.INT8
+
+    @property
+    def needs_scale(self) -> bool:
+        """True for the 8-bit formats: casting to them needs the tensor's range first."""
+        return self in (Precision.INT8, Precision.FLOAT8_E4M3FN)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Stored mantissa bits k of a floating-point format (DESIGN 6.1: 10 for float16, not the paper's 9).
+
+        Raises:
+            ValueError: for int8, which has no mantissa.
+        """
+        if self.is_fixed_point:
+            raise ValueError("int8 is a fixed-point format and has no mantissa")
+        return _MANTISSA_BITS[self]
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; below it the spacing of values stays constant (subnormals)."""
+        if self.is_fixed_point:
+            raise ValueError("int8 is a fixed-point format and has no exponent")
+        return _MIN_EXPONENT[self]
+
+
+_NBYTES = {
+    Precision.INT8: 1,
+    Precision.FLOAT8_E4M3FN: 1,
+    Precision.BFLOAT16: 2,
+    Precision.FLOAT16: 2,
+    Precision.FLOAT32: 4,
+}
+_MANTISSA_BITS = {
+    Precision.FLOAT8_E4M3FN: 3,
+    Precision.BFLOAT16: 7,
+    Precision.FLOAT16: 10,
+    Precision.FLOAT32: 23,
+}
+_MIN_EXPONENT = {
+    Precision.FLOAT8_E4M3FN: -6,
+    Precision.BFLOAT16: -126,
+    Precision.FLOAT16: -14,
+    Precision.FLOAT32: -126,
+}
+_LEVEL = {
+    Precision.INT8: 0,
+    Precision.FLOAT8_E4M3FN: 1,
+    Precision.BFLOAT16: 2,
+    Precision.FLOAT16: 2,
+    Precision.FLOAT32: 3,
+}
+
+
+def join(a: Precision, b: Precision) -> Precision:
+    """The narrowest format that is at least as wide as both (the lattice's least upper bound)."""
+    if a is b:
+        return a
+    if _LEVEL[a] == _LEVEL[b]:
+        return Precision.FLOAT32
+    return a if _LEVEL[a] > _LEVEL[b] else b
+
+
+def promote(*precisions: Precision) -> Precision:
+    """The format a precision-dependent operator runs in, given the formats of its inputs (DESIGN section 5).
+
+    Raises:
+        ValueError: when called without arguments.
+    """
+    if not precisions:
+        raise ValueError("promote() needs at least one precision")
+    return reduce(join, precisions)
+
+
+class Rounding(enum.StrEnum):
+    """How a cast to an 8-bit format picks between the two neighbouring values.
+
+    Float casts of the hardware (float32 to bfloat16 and so on) are always ``NEAREST``.
+    """
+
+    STOCHASTIC = "stochastic"
+    NEAREST = "nearest"
+    FLOOR = "floor"
+
+
+class Granularity(enum.StrEnum):
+    """How many scales a quantized tensor has."""
+
+    PER_TENSOR = "tensor"
+    PER_CHANNEL = "channel"
+    """One scale per output channel (dimension 0 of a linear or convolution weight)."""
+    PER_ROW = "row"
+    """One scale per row of the flattened 2-d activation."""

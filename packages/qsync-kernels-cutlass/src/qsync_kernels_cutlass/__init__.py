@@ -1,0 +1,5 @@
+"""CUTLASS kernel backend for QSync."""
+
+from importlib.metadata import version as _version
+
+__version__ = _version("qsync-kernels-cutlass")

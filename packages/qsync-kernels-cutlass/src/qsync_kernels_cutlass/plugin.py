@@ -1,0 +1,1 @@
+"""Hook implementations of qsync-kernels-cutlass; importing this module does not import torch."""

@@ -1,0 +1,1 @@
+"""Hook implementations of qsync-kernels-triton; importing this module does not import torch."""

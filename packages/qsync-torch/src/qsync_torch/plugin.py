@@ -1,0 +1,1 @@
+"""Hook implementations of qsync-torch; importing this module does not import torch."""
