@@ -1,0 +1,57 @@
+"""Names of the observed terms: what collectors (qsync-torch) write and indicators (qsync-planner) read (DESIGN 6.1).
+
+Notation: an adjustable operator computes ``y = v · x`` from its activation input ``v`` and its weight ``x`` (the paper's letters;
+``lossvar`` below writes x and w for the two operands as DESIGN does).  ``L`` is the loss, all gradients are those of the loss of
+the observed batch without any loss scaling.  All values are finite float64 numbers, one per observed iteration.
+
+Collector ``lossvar``, one series per (adjustable operator, variant that is not the base precision's):
+
+===============  ====================================================================================================
+``x_var_grad``   Σ_j σ²_j · (∂L/∂x_j)² over the elements of the activation copy in ``variant.compute``
+``w_var_grad``   the same over the weight copy, with the variant's weight granularity
+``y_var_grad``   the same over the output where ``variant.output`` is a 16-bit format; optional, absent means 0
+===============  ====================================================================================================
+
+σ²_j is the variance of the rounding of element j: s²·f·(1−f) for stochastic rounding, f being the residual in units of the
+spacing s; s²/12 for nearest (0 where the format holds every value exactly); for floor s²/12 plus the squared mean error s²/4.
+For int8 s is the scale; for floats s = 2^(e−k) with the element's own exponent e, not below the format's smallest.
+
+Collector ``paper``, one series per adjustable operator, ``variant=None`` unless said otherwise:
+
+==================  =================================================================================================
+``v_sq_norm``       ‖v‖², squared Euclidean norm of the activation input
+``x_sq_norm``       ‖x‖² of the weight
+``gv_sq_norm``      ‖∇v‖² of the gradient that enters the operator's backward (with respect to its *output*)
+``v_numel``         D_v, elements of the activation input in the observed (half) batch
+``x_numel``         D_x, elements of the weight
+``gv_numel``        D_∇v, elements of that gradient
+``v_exponent``      e_v = floor(log2(max |v|)), the effective exponent; the smallest normal float32 exponent for an all-zero tensor
+``x_exponent``      e_x, likewise of the weight
+``gv_exponent``     e_∇v, likewise of the gradient
+``v_scale_sq``      per (operator, variant with fixed-point ``compute``): q_v², mean over elements of the squared scale
+``x_scale_sq``      likewise q_x² (per output channel: the mean over channels of the squared scales)
+==================  =================================================================================================
+
+γ is not observed: it follows from the loss of the PrecisionDag.  The quantized norms ‖v̂‖² need no term either: for an unbiased
+quantizer E‖v̂‖² = ‖v‖² + Var[v̂], the second summand being Proposition 2.
+"""
+
+from __future__ import annotations
+
+LOSSVAR = "lossvar"
+X_VAR_GRAD = "x_var_grad"
+W_VAR_GRAD = "w_var_grad"
+Y_VAR_GRAD = "y_var_grad"
+
+PAPER = "paper"
+V_SQ_NORM = "v_sq_norm"
+X_SQ_NORM = "x_sq_norm"
+GV_SQ_NORM = "gv_sq_norm"
+V_NUMEL = "v_numel"
+X_NUMEL = "x_numel"
+GV_NUMEL = "gv_numel"
+V_EXPONENT = "v_exponent"
+X_EXPONENT = "x_exponent"
+GV_EXPONENT = "gv_exponent"
+V_SCALE_SQ = "v_scale_sq"
+X_SCALE_SQ = "x_scale_sq"
