@@ -23,6 +23,10 @@ class ClusterError(QSyncError):
     """A cluster description is wrong or asks for what a device can not do."""
 
 
+class JobError(QSyncError):
+    """A job description names a model, file, function or option that does not exist or does not give a job."""
+
+
 class TraceError(QSyncError):
     """A model can not be exported into a graph."""
 
