@@ -119,8 +119,14 @@ class Operator:
     @property
     def cost_key(self) -> tuple[object, ...]:
         """What two operators must share to cost the same; ``profile`` measures each distinct key once per variant."""
-        return (self.kind, self.input_shapes, self.output_shape, self.weight_shape, len(self.parameters),
-                tuple(sorted(self.attributes.items())))
+        return (
+            self.kind,
+            self.input_shapes,
+            self.output_shape,
+            self.weight_shape,
+            len(self.parameters),
+            tuple(sorted(self.attributes.items())),
+        )
 
 
 @attrs.frozen

@@ -16,8 +16,6 @@ from qsync_core.op_id import OpId
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.variant import Variant
 
-_INT = attrs.field(validator=checks.non_negative_int)
-
 
 class DeviceKind(enum.StrEnum):
     """Whether kernels run while the CPU goes on (cuda) or the CPU runs them itself (cpu)."""
@@ -61,10 +59,10 @@ class OpCost:
         spread: interquartile range of the measured total over its median.
     """
 
-    forward_dispatch_ns: int = _INT
-    forward_compute_ns: int = _INT
-    backward_dispatch_ns: int = _INT
-    backward_compute_ns: int = _INT
+    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
     saves_inputs: tuple[int, ...] = ()
     saves_output: bool = False
     saved_own_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
@@ -93,7 +91,7 @@ class CastModel:
     """
 
     key: CastKey
-    dispatch_ns: int = _INT
+    dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
     intercept_ns: float = attrs.field(validator=checks.finite)
     ns_per_element: float = attrs.field(validator=checks.finite)
     r2: float = attrs.field(validator=checks.finite)
@@ -113,7 +111,7 @@ class CollectiveModel:
     a CPU, where the collective's threads run on the same cores).
     """
 
-    world_size: int = _INT
+    world_size: int = attrs.field(validator=checks.non_negative_int)
     backend: str
     alpha_ns: float = attrs.field(validator=checks.finite)
     beta_ns_per_byte: float = attrs.field(validator=checks.finite)
@@ -138,14 +136,14 @@ class StepMeasurement:
     """
 
     variant: Variant
-    iteration_ns: int = _INT
-    forward_dispatch_ns: int = _INT
-    forward_compute_ns: int = _INT
-    backward_dispatch_ns: int = _INT
-    backward_compute_ns: int = _INT
-    optimizer_dispatch_ns: int = _INT
-    optimizer_compute_ns: int = _INT
-    peak_bytes: int = _INT
+    iteration_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    peak_bytes: int = attrs.field(validator=checks.non_negative_int)
     spread: float = attrs.field(default=0.0, validator=checks.finite)
 
 
@@ -174,8 +172,8 @@ class Profile:
     costs: tuple[OpCost, ...]
     cost_index: Mapping[OpId, Mapping[Variant, int]]
     casts: tuple[CastModel, ...]
-    optimizer_dispatch_ns: int = _INT
-    optimizer_compute_ns: int = _INT
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
     optimizer_state_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
     input_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
     collective: CollectiveModel | None = None

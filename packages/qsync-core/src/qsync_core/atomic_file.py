@@ -1,0 +1,38 @@
+"""Writing a file so that readers see the old content or the new one, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``data`` to a new file beside ``path``, flush it to the disk and rename it into place.
+
+    A failure leaves whatever stood at ``path`` as it was, and no temporary file behind.
+
+    Raises:
+        OSError: when the directory does not exist, is not writable, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    # os.open instead of tempfile: the file gets the permissions that the user's umask gives any other file.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    # The rename itself reaches the disk with the directory; where directories can not be opened it is the system's business.
+    with contextlib.suppress(OSError):
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
