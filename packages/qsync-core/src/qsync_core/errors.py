@@ -45,3 +45,7 @@ class PluginError(QSyncError):
 
 class CompatibilityError(QSyncError):
     """Installed QSync packages, or the ranks of a job, are of versions that do not work together."""
+
+
+class NumericsError(QSyncError):
+    """A tensor holds NaN or infinite values where a quantizer needs its range."""

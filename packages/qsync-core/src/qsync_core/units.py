@@ -1,0 +1,51 @@
+"""Sizes as people write them: ``15 GiB``, ``800MB``, ``1024``."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES_BY_UNIT = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes meant by a number with an optional unit; decimal units (MB) count in thousands, binary ones (MiB) in 1024s.
+
+    Raises:
+        ValueError: when it is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _BYTES_BY_UNIT.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"not a size: {text[:40]!r}; write a number and a unit, for example '15 GiB' or '800 MB'")
+    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_bytes(nbytes: int) -> str:
+    """A size for people, in binary units with three significant digits: ``1.21 GiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:,.3g} TiB" if abs(value) < 1000 else f"{value:,.0f} TiB"
+
+
+def format_ns(duration_ns: float) -> str:
+    """A duration for people: microseconds below a millisecond, milliseconds below ten seconds, else seconds."""
+    if abs(duration_ns) < 1e6:
+        return f"{duration_ns / 1e3:,.1f} µs"
+    if abs(duration_ns) < 1e10:
+        return f"{duration_ns / 1e6:,.2f} ms"
+    return f"{duration_ns / 1e9:,.1f} s"
