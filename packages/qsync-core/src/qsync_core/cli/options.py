@@ -1,0 +1,56 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Command = Callable[..., Any]
+
+
+class _GroupPath(click.ParamType[Any]):
+    """``GROUP=PATH``."""
+
+    name = "GROUP=PATH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
+        """Split at the first ``=``."""
+        if isinstance(value, tuple):
+            return value
+        group, separator, path = str(value).partition("=")
+        if not (separator and group and path):
+            self.fail(f"write GROUP=PATH, for example infer=t4.qsync; got {value!r}", param, ctx)
+        return group, Path(path)
+
+
+def _to_dict(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, Path], ...]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for group, path in value:
+        if group in found:
+            raise click.BadParameter(f"group {group!r} is given twice", ctx, param)
+        found[group] = path
+    return found
+
+
+profiles_option = click.option(
+    "--profile",
+    "profiles",
+    type=_GroupPath(),
+    multiple=True,
+    callback=_to_dict,
+    help="Profile of a device group, once per group of the cluster.",
+)
+"""``--profile GROUP=PATH``, repeated; the command's parameter is ``profiles: dict[str, Path]``."""
+
+
+def artifact_argument(name: str) -> Callable[[Command], Command]:
+    """An argument that names an artifact file (read with :func:`qsync_core.artifact.load`, which reports what is wrong)."""
+    return click.argument(name, type=click.Path(path_type=Path))
+
+
+def output_option(what: str) -> Callable[[Command], Command]:
+    """``-o/--output PATH``; the command's parameter is ``output: Path``."""
+    return click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help=f"Where to write the {what}.")

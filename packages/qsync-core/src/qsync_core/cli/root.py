@@ -1,0 +1,80 @@
+"""The root command: core's subcommands, the plugins', and errors as one sentence."""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property
+from typing import Any
+
+import click
+
+from qsync_core.cli.backends import backends
+from qsync_core.cli.doctor import doctor
+from qsync_core.cli.show import show
+from qsync_core.errors import QSyncError
+from qsync_core.registry import Registry
+
+
+class QSyncGroup(click.Group):
+    """A group whose further commands come from plugins, loaded when first needed."""
+
+    @cached_property
+    def registry(self) -> Registry:
+        """The installed plugins."""
+        return Registry.load()
+
+    @cached_property
+    def _plugin_commands(self) -> dict[str, click.Command]:
+        commands = self.registry.commands(taken=self.commands)
+        for name, reason in self.registry.disabled.items():
+            click.echo(f"warning: plugin {name} is disabled: {reason}", err=True)
+        return commands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return sorted({*self.commands, *self._plugin_commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, None where there is none."""
+        return self.commands.get(cmd_name) or self._plugin_commands.get(cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; a missing one that an uninstalled package provides is named with that package."""
+        package = _PROVIDER.get(args[0]) if args else None
+        if package and self.get_command(ctx, args[0]) is None:
+            disabled = self.registry.disabled.get(package)
+            if disabled:
+                problem = f"is disabled: {disabled}"
+            elif package in self.registry.plugins:
+                problem = "does not offer it in the installed version; upgrade it"
+            else:
+                problem = f"is not installed; run: pip install {package}"
+            raise click.UsageError(f"the command {args[0]!r} belongs to {package}, which {problem}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run; a QSyncError becomes one line on standard error and exit status 1."""
+        try:
+            return super().main(*args, **extra)
+        except QSyncError as error:
+            if not extra.get("standalone_mode", True):
+                raise
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            sys.exit(1)
+
+
+_PROVIDER = {
+    **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),
+    **dict.fromkeys(("trace", "profile", "observe", "tune", "demo"), "qsync-torch"),
+}
+
+
+@click.group(cls=QSyncGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="qsync-core", prog_name="qsync")
+def cli() -> None:
+    """Train on unequal GPUs: lower the precision of only as many operators as it takes."""
+
+
+cli.add_command(doctor)
+cli.add_command(backends)
+cli.add_command(show)

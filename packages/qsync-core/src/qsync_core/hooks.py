@@ -1,0 +1,112 @@
+"""The hooks that a plugin may implement (entry-point group ``qsync``); ``docs/hooks.md`` shows the smallest example of each.
+
+A plugin is a module or object with functions marked ``@hookimpl``.  Every hook is optional.  A hook that raises disables the plugin
+that implements it, by name, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+
+from qsync_core.backend import KernelBackend, KernelRequest
+
+if TYPE_CHECKING:
+    import click
+
+    from qsync_core.doctor import DoctorLine
+
+ENTRY_POINT_GROUP = "qsync"
+
+hookspec = pluggy.HookspecMarker("qsync")
+hookimpl = pluggy.HookimplMarker("qsync")
+
+
+@attrs.frozen
+class Candidate:
+    """A backend that can run a request: its name, and what tuning measured for its best configuration (None: not tuned)."""
+
+    backend: str
+    config: str = ""
+    latency_ns: int | None = None
+
+
+@hookspec
+def qsync_register_backends() -> list[KernelBackend]:  # type: ignore[empty-body]
+    """Offer kernel backends.
+
+    When called: once, when the registry is first asked for backends.
+    Parameters: none.
+    Returns: backends, each with a name that no other has.
+    Must not: import torch, compile, or touch a device; ``KernelBackend.build`` is the place for that.
+    """
+
+
+@hookspec(firstresult=True)
+def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]) -> str | None:
+    """Choose the backend of a request that names none.
+
+    When called: each time such a request is made.
+    Parameters: the request; the backends that can run it, by name, at least one.
+    Returns: the name of one of them, or None to leave the choice to the next plugin; the first answer counts.  Without any, the
+        lowest tuned latency wins, then the name.
+    Must not: build or run kernels.
+    """
+
+
+@hookspec
+def qsync_register_commands(cli: click.Group) -> None:
+    """Add subcommands to ``qsync``.
+
+    When called: once, when the command line starts.
+    Parameters: a click group; what is added to it becomes ``qsync NAME``.
+    Returns: nothing.
+    Must not: import torch or other slow modules (import them inside the command), or use the name of an existing command.
+    """
+
+
+@hookspec
+def qsync_register_indicators() -> list[Any]:  # type: ignore[empty-body]
+    """Offer sensitivity indicators.
+
+    When called: when qsync-planner looks for an indicator by name.
+    Parameters: none.
+    Returns: objects with the interface ``qsync_planner.indicators.Indicator``.
+    Must not: import torch: an indicator is arithmetic on Observations.
+    """
+
+
+@hookspec
+def qsync_register_collectors() -> list[Any]:  # type: ignore[empty-body]
+    """Offer collectors, which write what indicators need into Observations.
+
+    When called: when ``qsync observe`` starts.
+    Parameters: none.
+    Returns: objects with the interface ``qsync_torch.observing.Collector``.
+    Must not: change the model they observe.
+    """
+
+
+@hookspec
+def qsync_register_operators() -> list[Any]:  # type: ignore[empty-body]
+    """Offer further precision-adjustable operators.
+
+    When called: when qsync-torch first traces or applies.
+    Parameters: none.
+    Returns: objects with the interface ``qsync_torch.operators.AdjustableOperator``.
+    Must not: replace linear or conv2d.
+    """
+
+
+@hookspec
+def qsync_doctor() -> list[DoctorLine]:  # type: ignore[empty-body]
+    """Say what this machine can do, as far as the plugin knows.
+
+    When called: by ``qsync doctor``.
+    Parameters: none.
+    Returns: lines, in the order in which to print them.
+    Must not: raise where something is missing; that is a line with status ``warning``.
+    """

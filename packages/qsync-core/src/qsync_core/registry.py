@@ -1,0 +1,256 @@
+"""The plugin registry: finds plugins, keeps broken ones from hurting the others, and answers requests for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+
+from qsync_core import compat, hooks
+from qsync_core.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.doctor import DoctorLine
+from qsync_core.errors import BackendError, CompatibilityError, PluginError
+
+if TYPE_CHECKING:
+    import click
+
+    from qsync_core.tuning import TuningStore
+
+
+class _DefaultSelection:
+    """Core's own answer to ``qsync_select_backend``, asked last."""
+
+    @staticmethod
+    @hooks.hookimpl(trylast=True)
+    def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
+        """The lowest tuned latency, then the name; a tuned candidate goes before one that never ran."""
+        return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
+
+
+@attrs.define
+class Registry:
+    """Plugins by name.
+
+    Attributes:
+        disabled: plugins that do not take part, by name, with the reason.
+    """
+
+    disabled: dict[str, str] = attrs.field(factory=dict, init=False)
+    _manager: pluggy.PluginManager = attrs.field(factory=lambda: pluggy.PluginManager("qsync"), init=False)
+    _backends: list[KernelBackend] | None = attrs.field(default=None, init=False)
+    _distributions: dict[str, str] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._manager.add_hookspecs(hooks)
+        self._manager.register(_DefaultSelection(), "qsync-core")
+
+    @classmethod
+    def load(cls, entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
+        """A registry with every installed plugin.
+
+        Plugins that can not be imported, or whose hooks do not fit, are listed in ``disabled``.
+
+        Args:
+            entry_points: the plugins; None takes the installed ones (entry-point group ``qsync``).
+
+        Raises:
+            CompatibilityError: when the installed QSync packages are of different series.
+            PluginError: when two plugins have one name.
+        """
+        compat.check_installed()
+        registry = cls()
+        if entry_points is None:
+            entry_points = metadata.entry_points(group=hooks.ENTRY_POINT_GROUP)
+        for entry_point in sorted(entry_points, key=lambda found: found.name):
+            registry._load_one(entry_point)
+        return registry
+
+    def _load_one(self, entry_point: metadata.EntryPoint) -> None:
+        name = entry_point.name
+        origin = entry_point.dist.name if entry_point.dist else entry_point.value
+        if name in self._distributions:
+            raise PluginError(
+                f"two plugins are called {name!r}: one of {self._distributions[name]}, one of {origin}; uninstall one of them"
+            )
+        self._distributions[name] = origin
+        try:
+            plugin = entry_point.load()
+        except (Exception, SystemExit) as error:  # somebody else's code: whatever it raises must not stop the others
+            self._disable(name, f"its import failed with {_describe(error)}")
+            return
+        self.register(plugin, name)
+
+    def register(self, plugin: Any, name: str) -> None:
+        """Add a plugin object; one whose hooks do not fit the specifications is disabled.
+
+        Raises:
+            PluginError: when the name is taken.
+        """
+        if self._manager.has_plugin(name):
+            raise PluginError(f"two plugins are called {name!r}; give one of them another name")
+        try:
+            self._manager.register(plugin, name)
+            for function in self._hook_names(plugin):
+                if not hasattr(hooks, function):
+                    raise PluginError(f"there is no hook {function!r}; see docs/hooks.md")
+        except (pluggy.PluginValidationError, PluginError, ValueError) as error:
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self._disable(name, f"its hooks do not fit: {_one_line(error)}")
+
+    def _hook_names(self, plugin: Any) -> list[str]:
+        return [n for n in dir(plugin) if n.startswith("qsync_") and self._manager.parse_hookimpl_opts(plugin, n) is not None]
+
+    def _disable(self, name: str, reason: str) -> None:
+        self.disabled[name] = reason
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+        if self._backends is not None:
+            self._backends = None
+
+    @property
+    def plugins(self) -> list[str]:
+        """Names of the plugins that take part, in alphabetical order."""
+        return sorted(name for name, _ in self._manager.list_name_plugin() if name != "qsync-core")
+
+    def _call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """Call a hook plugin by plugin, in order of their names; one that raises is disabled."""
+        results = []
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
+        for implementation in sorted(implementations, key=lambda found: found.plugin_name):
+            try:
+                result = implementation.function(*(arguments[name] for name in implementation.argnames))
+            except (Exception, SystemExit) as error:  # as above
+                self._disable(implementation.plugin_name, f"its {hook} failed with {_describe(error)}")
+                continue
+            results.append((implementation.plugin_name, result))
+        return results
+
+    def collect(self, hook: str) -> list[Any]:
+        """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names."""
+        found: list[Any] = []
+        for name, offered in self._call_each(hook):
+            if isinstance(offered, (list, tuple)):
+                found.extend(offered)
+            else:
+                self._disable(name, f"its {hook} must return a list, got {type(offered).__name__}")
+        return found
+
+    def commands(self, taken: Iterable[str] = ()) -> dict[str, click.Command]:
+        """Subcommands of all plugins by name; a plugin that uses a name of ``taken`` or of an earlier plugin is disabled."""
+        import click
+
+        found: dict[str, click.Command] = {}
+        for implementation in sorted(self._manager.hook.qsync_register_commands.get_hookimpls(), key=lambda i: i.plugin_name):
+            group = click.Group()
+            name = implementation.plugin_name
+            try:
+                implementation.function(*([group] if implementation.argnames else []))
+            except (Exception, SystemExit) as error:  # as above
+                self._disable(name, f"its qsync_register_commands failed with {_describe(error)}")
+                continue
+            clash = sorted((set(found) | set(taken)) & set(group.commands))
+            if clash:
+                self._disable(name, f"it registers the command {clash[0]!r}, which exists already")
+                continue
+            found.update(group.commands)
+        return found
+
+    def doctor_lines(self) -> list[DoctorLine]:
+        """Findings of all plugins."""
+        return [line for line in self.collect("qsync_doctor") if isinstance(line, DoctorLine)]
+
+    def backends(self) -> list[KernelBackend]:
+        """Every usable kernel backend, in order of their names.
+
+        Raises:
+            PluginError: when two have one name, because plans name the backend that they want.
+        """
+        if self._backends is None:
+            owners: dict[str, str] = {}
+            found: list[KernelBackend] = []
+            for plugin, offered in self._call_each("qsync_register_backends"):
+                for backend in offered or ():
+                    name = str(getattr(backend, "name", None))
+                    problem = _backend_problem(backend)
+                    if problem:
+                        self.disabled[f"{plugin} (backend {name})"] = problem
+                        continue
+                    if name in owners:
+                        raise PluginError(
+                            f"plugins {owners[name]} and {plugin} both offer a backend {name!r}; uninstall one of them"
+                        )
+                    owners[name] = plugin
+                    found.append(backend)
+            self._backends = sorted(found, key=lambda backend: backend.name)
+        return self._backends
+
+    def select(
+        self, request: KernelRequest, backend_name: str | None = None, *, store: TuningStore | None = None
+    ) -> tuple[KernelBackend, KernelConfig]:
+        """The backend and configuration for a request.
+
+        Args:
+            request: what is to run.
+            backend_name: the backend that a plan names; no other is taken in its place.  None lets the plugins choose.
+            store: tuning records of this machine; without it a backend's first candidate configuration is taken.
+
+        Raises:
+            BackendError: with every backend's reasons, when none (or not the named one) can run it.
+        """
+        backends = {backend.name: backend for backend in self.backends()}
+        if backend_name is not None:
+            if backend_name not in backends:
+                raise BackendError(
+                    f"there is no kernel backend {backend_name!r} here; installed are {', '.join(backends) or 'none'}"
+                    + "".join(f"; plugin {name} is disabled: {reason}" for name, reason in self.disabled.items())
+                )
+            backends = {backend_name: backends[backend_name]}
+        reasons = {name: backend.unsupported_reasons(request) for name, backend in backends.items()}
+        candidates: dict[str, tuple[hooks.Candidate, KernelConfig]] = {}
+        for name, backend in backends.items():
+            if reasons[name]:
+                continue
+            configs = backend.candidate_configs(request)
+            record = store.find(name, request) if store is not None else None
+            config = next((c for c in configs if record is not None and c.text == record.config), None)
+            latency_ns = record.latency_ns if record is not None and config is not None else None
+            config = config or configs[0]
+            candidates[name] = (hooks.Candidate(name, config.text, latency_ns), config)
+        if not candidates:
+            raise BackendError(_refusal(request, reasons))
+        chosen = self._manager.hook.qsync_select_backend(
+            request=request, candidates=tuple(candidate for candidate, _ in candidates.values())
+        )
+        if chosen not in candidates:
+            raise BackendError(f"a plugin chose the backend {chosen!r} for {request.op}; it can only be {', '.join(candidates)}")
+        return backends[chosen], candidates[chosen][1]
+
+
+def _backend_problem(backend: Any) -> str | None:
+    if not isinstance(backend, KernelBackend) or not isinstance(backend.name, str):
+        return f"a {type(backend).__name__} is not a KernelBackend"
+    if backend.api_version != BACKEND_API_VERSION:
+        return f"its backend API version is {backend.api_version}, this qsync-core has {BACKEND_API_VERSION}"
+    return None
+
+
+def _refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:
+    what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)} on {request.device_kind}"
+    if not reasons:
+        return f"no kernel backend is installed that could run {what}; install qsync-torch for the reference backend"
+    said = "; ".join(f"{name}: {', '.join(why)}" for name, why in sorted(reasons.items()))
+    return f"no kernel backend can run {what} ({said})"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, CompatibilityError):
+        return _one_line(error)
+    return f"{type(error).__name__}: {_one_line(error)}"
