@@ -1,0 +1,107 @@
+"""Where measured figures go: ``docs/results/<topic>.json``, one row per id, each with what it takes to measure it again.
+
+The file's ``machine``, ``versions``, ``commit`` and ``command`` are those of the latest run; each row keeps those of the run that it
+comes from, because runs are merged by row.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qsync_core.atomic_file import write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+_FIELDS = ("id", "what", "value", "unit", "spread", "target")
+_VERSIONS = ("qsync-core", "qsync-planner", "qsync-torch", "torch", "numpy", "transformers", "triton", "msgpack", "cattrs")
+
+
+def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, directory: Path = RESULTS) -> Path:
+    """Merge rows into a results file by their ids; other rows stay as they are.
+
+    Args:
+        topic: name of the file without ``.json``.
+        rows: mappings with ``id``, ``what``, ``value`` and ``unit``, and, where there are any, ``spread`` (of the value, in its unit or
+            as text that says which), ``target`` (text: ``≤ 0.10``, ``reported``) and ``device`` (what it ran on, if not the CPU).
+        command: the command line that measures them.
+        directory: where results are kept.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: when a row lacks a field, has an unknown one, or a value that JSON can not hold.
+    """
+    run = {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}
+    path = directory / f"{topic}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / f".{topic}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        merged = {row["id"]: row for row in stored["rows"]}
+        for row in rows:
+            merged[row["id"]] = _complete(row) | {name: run[name] for name in ("machine", "commit", "command")}
+        ordered = [merged[key] for key in sorted(merged, key=_natural)]
+        text = json.dumps(run | {"rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
+        write_atomically(path, (text + "\n").encode())
+    (directory / f".{topic}.lock").unlink(missing_ok=True)
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """CPU, number of cores this process may use, and memory."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = found[1] if found else cpu
+    except OSError:
+        pass  # not Linux
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1), "system": platform.system()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that matter; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checked-out commit, with ``+changes`` where tracked files differ from it; ``unknown`` outside a repository."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "packages"], cwd=ROOT, check=False).returncode != 0
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in ("id", "what", "value", "unit") if name not in row]
+    unknown = sorted(set(row) - {*_FIELDS, "device"})
+    if missing or unknown:
+        raise ValueError(f"row {row.get('id')!r} lacks {missing} or has unknown fields {unknown}")
+    if isinstance(row["value"], float) and not math.isfinite(row["value"]):
+        raise ValueError(f"row {row['id']!r} has the value {row['value']!r}")
+    return {name: row.get(name) for name in _FIELDS} | ({"device": row["device"]} if "device" in row else {})
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """S2 before S10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", key)]
