@@ -1,7 +1,7 @@
 """Where measured figures go: ``docs/results/<topic>.json``, one row per id, each with what it takes to measure it again.
 
-The file's ``machine``, ``versions``, ``commit`` and ``command`` are those of the latest run; each row keeps those of the run that it
-comes from, because runs are merged by row.
+The file's ``machine``, ``versions``, ``commit`` and ``command`` are those of the latest run.  Runs are merged row by row, so a row of an
+earlier run carries its own wherever they differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
 
     Args:
         topic: name of the file without ``.json``.
-        rows: mappings with ``id``, ``what``, ``value`` and ``unit``, and, where there are any, ``spread`` (of the value, in its unit or
-            as text that says which), ``target`` (text: ``≤ 0.10``, ``reported``) and ``device`` (what it ran on, if not the CPU).
+        rows: mappings with ``id``, ``what``, ``value`` and ``unit``, and, where there are any, ``spread`` (of the value, in its
+            unit, or as text that says which), ``target`` (text: ``≤ 0.10``, ``reported``) and ``device`` (if not the CPU).
         command: the command line that measures them.
         directory: where results are kept.
 
@@ -46,16 +46,18 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
     run = {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}
     path = directory / f"{topic}.json"
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / f".{topic}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-        merged = {row["id"]: row for row in stored["rows"]}
-        for row in rows:
-            merged[row["id"]] = _complete(row) | {name: run[name] for name in ("machine", "commit", "command")}
-        ordered = [merged[key] for key in sorted(merged, key=_natural)]
+        earlier = {name: stored[name] for name in run if name in stored}
+        merged = {row["id"]: earlier | row for row in stored["rows"]}
+        merged |= {row["id"]: run | _complete(row) for row in rows}
+        ordered = [_without(merged[key], run) for key in sorted(merged, key=_natural)]
         text = json.dumps(run | {"rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
         write_atomically(path, (text + "\n").encode())
-    (directory / f".{topic}.lock").unlink(missing_ok=True)
+    finally:
+        os.close(handle)
     return path
 
 
@@ -100,6 +102,12 @@ def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(row["value"], float) and not math.isfinite(row["value"]):
         raise ValueError(f"row {row['id']!r} has the value {row['value']!r}")
     return {name: row.get(name) for name in _FIELDS} | ({"device": row["device"]} if "device" in row else {})
+
+
+def _without(row: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's figures first, then of its run only what differs from the latest."""
+    figures = {name: value for name, value in row.items() if name not in run}
+    return figures | {name: row[name] for name in run if name in row and row[name] != run[name]}
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:
