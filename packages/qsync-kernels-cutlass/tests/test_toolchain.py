@@ -1,0 +1,82 @@
+"""Finding the compiler and the headers, with stand-ins for both; no CUDA is needed."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from qsync_core.doctor import Status
+from qsync_kernels_cutlass import plugin, toolchain
+
+VERSION_H = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 1\n"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_installed(monkeypatch, tmp_path):
+    """A machine with neither compiler nor headers, whatever this one has."""
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain, "USUAL_PLACES", ())
+
+
+def install_nvcc(tmp_path, script):
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    return nvcc
+
+
+def install_headers(folder, version=VERSION_H):
+    (folder / "include" / "cutlass").mkdir(parents=True)
+    (folder / "include" / "cutlass" / "cutlass.h").write_text("")
+    if version is not None:
+        (folder / "include" / "cutlass" / "version.h").write_text(version)
+
+
+def lines():
+    return {line.topic: line for line in plugin.qsync_doctor()}
+
+
+def test_a_machine_without_either_is_told_what_to_install():
+    assert lines()["nvcc"].finding == "not found"
+    assert "CUDA_HOME" in lines()["nvcc"].advice
+    assert lines()["cutlass headers"].finding == "not found"
+    assert "qsync-kernels-cutlass[cutlass]" in lines()["cutlass headers"].advice
+
+
+def test_the_release_of_the_compiler_is_reported(tmp_path):
+    nvcc = install_nvcc(tmp_path, "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    line = lines()["nvcc"]
+    assert (line.finding, line.status) == (f"release 13.0 at {nvcc}", Status.OK)
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo nonsense", "echo 'release 13.0'; exit 3"])
+def test_a_compiler_that_does_not_answer_is_a_warning(tmp_path, script):
+    install_nvcc(tmp_path, script)
+    line = lines()["nvcc"]
+    assert line.status is Status.WARNING
+    assert "does not report a version" in line.finding
+
+
+def test_headers_are_found_where_the_variable_points(tmp_path, monkeypatch):
+    install_headers(tmp_path / "checkout")
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "checkout"))
+    assert lines()["cutlass headers"].finding == f"version 4.2.1 at {tmp_path / 'checkout' / 'include'}"
+
+
+def test_headers_are_found_inside_the_installed_package(tmp_path, monkeypatch):
+    class Spec:
+        submodule_search_locations = (str(tmp_path / "cutlass_library"),)
+
+    install_headers(tmp_path / "cutlass_library" / "source", version=None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: Spec if name == "cutlass_library" else None)
+    assert lines()["cutlass headers"].finding.startswith("version unknown at ")
+
+
+def test_a_variable_that_points_elsewhere_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    assert lines()["cutlass headers"].finding == "not found"

@@ -1,0 +1,55 @@
+"""The plugin as the registry sees it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from qsync_core.backend import KernelRequest, Op
+from qsync_core.errors import BackendError
+from qsync_core.precision import Precision
+from qsync_core.registry import Registry
+from qsync_core.variant import Variant
+from qsync_kernels_triton import plugin
+
+
+@pytest.fixture
+def registry():
+    registry = Registry()
+    registry.register(plugin, "qsync-kernels-triton")
+    return registry
+
+
+def test_the_registry_takes_the_backend(registry):
+    assert registry.disabled == {}
+    assert [backend.name for backend in registry.backends()] == ["triton"]
+
+
+def test_it_is_never_selected_on_a_cpu(registry):
+    request = KernelRequest(Op.QUANTIZE, Variant.of(Precision.INT8), ((8, 8),), device_kind="cpu")
+    with pytest.raises(BackendError, match="triton: its kernels run on CUDA devices, and this request is for a cpu device"):
+        registry.select(request)
+
+
+def test_the_doctor_names_the_version_or_what_to_install(registry, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (line,) = registry.doctor_lines()
+    assert (line.topic, line.status) == ("triton", "info")
+    assert "qsync-kernels-triton[triton]" in line.advice
+
+
+def test_importing_the_kernels_never_asks_cuda_for_anything():
+    pytest.importorskip("triton")
+    code = """
+import torch
+def refuse(*args, **kwargs):
+    raise RuntimeError("CUDA was asked while importing")
+for name in ("_lazy_init", "init", "is_available", "device_count", "current_device", "get_device_capability"):
+    setattr(torch.cuda, name, refuse)
+import qsync_kernels_triton.plugin, qsync_kernels_triton.quantize
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
