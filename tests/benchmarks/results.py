@@ -1,6 +1,6 @@
 """Where measured figures go: ``docs/results/<topic>.json``, one row per id, each with what it takes to measure it again.
 
-The file's ``machine``, ``versions``, ``commit`` and ``command`` are those of the latest run.  Runs are merged row by row, so a row of an
+The file itself names machine, versions, commit and command of the latest run.  Runs are merged row by row, so a row of an
 earlier run carries its own wherever they differ.
 """
 
