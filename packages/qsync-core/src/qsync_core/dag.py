@@ -74,6 +74,7 @@ class Operator:
         depth: longest path from a graph input, counted in operators.
         not_applicable: empty where ``apply_`` can change this operator; else the reason why not.
         variant: the variant it now has.
+        no_grad_inputs: positions of the inputs that need no gradient (images, whatever is detached): backward skips them.
     """
 
     op_id: OpId
@@ -90,10 +91,15 @@ class Operator:
     depth: int = attrs.field(default=0, validator=checks.non_negative_int)
     not_applicable: str = ""
     variant: Variant = attrs.field(factory=lambda: Variant.plain(Precision.FLOAT32))
+    no_grad_inputs: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if len(self.inputs) != len(self.input_shapes):
             raise ValueError(f"{self.op_id}: {len(self.inputs)} inputs but {len(self.input_shapes)} input shapes")
+        if any(type(index) is not int or not 0 <= index < len(self.inputs) for index in self.no_grad_inputs):
+            raise ValueError(
+                f"{self.op_id}: no_grad_inputs {self.no_grad_inputs!r} must be positions of its {len(self.inputs)} inputs"
+            )
         for dims in self.input_shapes:
             checks.shape(self, attrs.fields(Operator).input_shapes, dims)
 

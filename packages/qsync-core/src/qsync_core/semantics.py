@@ -78,6 +78,7 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
       gradient to the gradient format and the input's gradient to the activation's format.  Equal formats cost nothing.
     * dependent and guarded: every activation that is narrower than the widest is cast to it, and its gradient back.
     * fixed: activations are cast to float32, and their gradients back.
+    * an input that needs no gradient (``no_grad_inputs``) has none to cast.
 
     Casts of activations are shared among consumers (see :class:`Cast`); for 8-bit targets only the forward one is, because each
     consumer computes its own gradient of the activation.
@@ -98,7 +99,7 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
             found.append(Cast(CastSite.WEIGHT, key, operator.weight_numel))
         if variant.output is not gradient:
             found.append(Cast(CastSite.GRAD_OUTPUT, CastKey(variant.output, gradient), operator.output_numel))
-        if source is not variant.grad_input:
+        if source is not variant.grad_input and 0 not in operator.no_grad_inputs:
             key = CastKey(variant.grad_input, source)
             found.append(Cast(CastSite.GRAD_INPUT, key, operator.input_numel(0), shared=not target.needs_scale))
         return tuple(found)
@@ -107,5 +108,6 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
         if source is not target:
             numel = operator.input_numel(index)
             found.append(Cast(CastSite.INPUT, CastKey(source, target), numel, index, shared=True))
-            found.append(Cast(CastSite.GRAD_INPUT, CastKey(target, source), numel, index, shared=True))
+            if index not in operator.no_grad_inputs:
+                found.append(Cast(CastSite.GRAD_INPUT, CastKey(target, source), numel, index, shared=True))
     return tuple(found)

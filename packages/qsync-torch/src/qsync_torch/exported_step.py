@@ -1,0 +1,134 @@
+"""Export of one training step (model and loss) into an ATen graph, without running it on real data.
+
+``torch.export`` replaces parameters and inputs by fake tensors: nothing is copied or computed, so that a model of any size is
+exported in the memory it already has.  Operators carry the module that made them in ``nn_module_stack``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch.export.graph_signature import InputKind
+
+from qsync_core.errors import TraceError
+from qsync_torch.export_failure import explain_export_failure
+from qsync_torch.job import Batch, Job
+
+MODEL_PREFIX = "model"
+"""Attribute of the exported wrapper that holds the user's model; stripped from every name."""
+
+
+@attrs.frozen
+class Operand:
+    """What a placeholder of the exported graph stands for.
+
+    ``kind`` is ``parameter``, ``buffer``, ``constant`` or ``input``; ``name`` is the FQN of a parameter (its first name in
+    ``named_parameters``, so that tied weights have one), the FQN of a buffer, or the name of the argument.
+    """
+
+    kind: str
+    name: str
+
+
+@attrs.frozen(eq=False)
+class ExportedStep:
+    """The graph of a training step and what its placeholders are."""
+
+    program: torch.export.ExportedProgram
+    operands: dict[str, Operand]
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The ATen graph; its output is the loss."""
+        return self.program.graph_module
+
+
+class _Step(torch.nn.Module):
+    """Model and loss in one module.  The loss hides in a tuple, so that one which is a module does not add names."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        self._loss = (job.loss,)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        return self._loss[0](self.model(*args, **kwargs), Batch(args, kwargs, target))
+
+
+def export_step(job: Job, batch: Batch) -> ExportedStep:
+    """Export the job's forward pass and loss in training mode.
+
+    Raises:
+        TraceError: naming the line of the model that can not be exported, and what to do about it.
+    """
+    with _training(job.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
+        except Exception as error:
+            raise TraceError(explain_export_failure(job.name, error)) from error
+    if len(program.graph_signature.user_outputs) != 1:
+        raise TraceError(f"the loss of {job.name} must be one tensor, got {len(program.graph_signature.user_outputs)} values")
+    return ExportedStep(program, _operands(job, batch, program))
+
+
+@contextmanager
+def _training(model: torch.nn.Module) -> Iterator[None]:
+    """Training mode for a model that is wholly in evaluation mode; submodules that somebody froze stay as they are."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:
+            model.train()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _operands(job: Job, batch: Batch, program: torch.export.ExportedProgram) -> dict[str, Operand]:
+    first_name = {id(parameter): name for name, parameter in job.model.named_parameters()}
+    by_name = dict(job.model.named_parameters(remove_duplicate=False))
+    arguments = iter(_argument_names(job.model, batch))
+    operands: dict[str, Operand] = {}
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix(MODEL_PREFIX + ".")
+        match spec.kind:
+            case InputKind.PARAMETER:
+                operands[spec.arg.name] = Operand("parameter", first_name[id(by_name[name])])
+            case InputKind.BUFFER:
+                operands[spec.arg.name] = Operand("buffer", name)
+            case InputKind.USER_INPUT:
+                operands[spec.arg.name] = Operand("input", next(arguments))
+            case _:
+                operands[spec.arg.name] = Operand("constant", name)
+    return operands
+
+
+def _argument_names(model: torch.nn.Module, batch: Batch) -> list[str]:
+    """Names of the leaves of (args, kwargs, target) in the order in which export flattens them."""
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = []
+    for path, _ in torch.utils._pytree.tree_leaves_with_path((batch.args, batch.kwargs, batch.target)):
+        root, *keys = [_key_text(key) for key in path]
+        if root == "0" and keys and int(keys[0]) < len(positional):
+            keys[0] = positional[int(keys[0])]
+        elif root == "0":
+            keys.insert(0, "args")
+        elif root == "2":
+            keys.insert(0, "target")
+        names.append(".".join(keys))
+    return names
+
+
+def _key_text(key: Any) -> str:
+    return str(next(getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)))
