@@ -1,0 +1,172 @@
+"""``allocate``: the precision of every operator on every device group (DESIGN 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from qsync_core.artifact import digest
+from qsync_core.cluster import Cluster
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import PlanError
+from qsync_core.plan import PrecisionPlan, Role
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+from qsync_planner.allocator.batch_scaling import BatchProfile
+from qsync_planner.allocator.dynamic_batch import balance_batches
+from qsync_planner.allocator.full import solve_full
+from qsync_planner.allocator.greedy import solve_greedy
+from qsync_planner.allocator.problem import Problem, build_problem
+from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.solution import Solution, group_plans
+from qsync_planner.allocator.uniform import UniformStart, move_to_uniform, solve_uniform, time_limit_ns
+from qsync_planner.matching import check_profiles, check_sensitivity
+from qsync_planner.replay import Replayer
+from qsync_planner.verdict import judge
+from qsync_planner.wording import bytes_text
+
+SOLVERS = ("greedy", "uniform", "full", "dynamic-batch")
+"""``greedy`` plans; the others are the baselines it is compared with."""
+
+
+def allocate(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity | None,
+    *,
+    solver: str = "greedy",
+    tolerance: float = 0.0,
+    batch_profiles: Mapping[str, BatchProfile] | None = None,
+) -> PrecisionPlan:
+    """Find a plan.  The same inputs give the same bytes.
+
+    Args:
+        dag: the model.
+        cluster: device groups; any number of either role.
+        profiles: costs by group name.
+        sensitivity: Ω; may be None for the baselines, whose objective is then 0.
+        solver: one of :data:`SOLVERS`.
+        tolerance: share by which the plan may be slower than uniform precision; 0 means not at all.
+        batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
+
+    Raises:
+        InfeasibleError: no plan fits a group's memory; names the smallest feasible budget.
+        PlanError: an unknown solver, or artifacts that do not belong together.
+        ClusterError: a group without a profile, or one of another device.
+    """
+    _check_arguments(cluster, sensitivity, solver, tolerance, batch_profiles or {})
+    check_profiles(dag, cluster, profiles)
+    if sensitivity is not None:
+        check_sensitivity(sensitivity, dag)
+    problem = build_problem(dag, cluster, profiles, sensitivity)
+    state = SearchState(problem, Replayer(dag, cluster, profiles))
+    full = Solution.of(state)
+    balanced = balance_batches(problem, state.replayer, full, batch_profiles or {})
+    solution = None
+    if solver == "full":
+        solution = solve_full(problem, full)
+    elif solver == "dynamic-batch":
+        solution = balanced.require_fitting()
+    starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
+    uniform = Solution.of(state)
+    limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
+    if solver == "uniform":
+        solution = solve_uniform(problem, uniform, starts)
+    elif solver == "greedy":
+        solution = solve_greedy(state, starts, limit_ns)
+    assert solution is not None
+    baselines = {
+        "dynamic-batch": balanced.solution.prediction.iteration_ns,
+        "full": full.prediction.iteration_ns,
+        "uniform": uniform.prediction.iteration_ns,
+    }
+    notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
+    return _plan(problem, solution, sensitivity, solver, limit_ns, baselines, notes)
+
+
+def _check_arguments(
+    cluster: Cluster,
+    sensitivity: Sensitivity | None,
+    solver: str,
+    tolerance: float,
+    batch_profiles: Mapping[str, BatchProfile],
+) -> None:
+    if solver not in SOLVERS:
+        raise PlanError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
+    if not math.isfinite(tolerance) or tolerance < 0:
+        raise PlanError(f"the tolerance must be a finite number ≥ 0 (0.05 allows 5% more time), got {tolerance!r}")
+    if sensitivity is None and solver == "greedy":
+        raise PlanError("the greedy solver needs a sensitivity; make one with 'qsync indicate'")
+    names = [group.name for group in cluster.groups]
+    for name in batch_profiles:
+        if name not in names:
+            raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
+
+
+def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:
+    """What a baseline's time leaves out: that it could not run for lack of memory."""
+    notes = []
+    for group in problem.groups:
+        peak = full.prediction.groups[group.name].peak_bytes
+        if not group.fits(peak):
+            notes.append(
+                f"full precision does not fit group {group.name}: {bytes_text(peak)} of {bytes_text(group.group.memory_bytes)}"
+            )
+    if does_not_fit and solver != "dynamic-batch":
+        notes.append(f"the dynamic-batch baseline is not possible: {does_not_fit}")
+    return notes
+
+
+def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[str]:
+    """Which rung T comes from."""
+    notes = []
+    for group in problem.groups:
+        index = starts[group.name].ladder_index
+        if index is None:
+            notes.append(f"no single rung fits group {group.name}; the leanest mixed plan stands in for uniform precision")
+        else:
+            notes.append(f"uniform precision of group {group.name} is {group.group.ladder[index].label}")
+    return notes
+
+
+def _plan(
+    problem: Problem,
+    solution: Solution,
+    sensitivity: Sensitivity | None,
+    solver: str,
+    limit_ns: int,
+    baselines: Mapping[str, int],
+    notes: tuple[str, ...],
+) -> PrecisionPlan:
+    dag, cluster = problem.dag, problem.cluster
+    groups = group_plans(problem, solution)
+    variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in groups}
+    period = solution.prediction.iteration_ns
+    local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}
+    training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
+    scaling = any(group.needs_loss_scaling for group in groups)
+    if scaling:
+        notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
+    digests = {"cluster": digest(cluster), "dag": digest(dag)}
+    digests |= {f"profile:{name}": digest(profile) for name, profile in sorted(problem.profiles.items())}
+    if sensitivity is not None:
+        digests["sensitivity"] = digest(sensitivity)
+    return PrecisionPlan(
+        model=dag.model,
+        dag_digest=digests["dag"],
+        operator_ids=tuple(operator.op_id for operator in dag.adjustable),
+        input_digests=digests,
+        solver=solver,
+        indicator=sensitivity.indicator if sensitivity is not None else "",
+        time_limit_ns=limit_ns,
+        predicted_iteration_ns=period,
+        objective=problem.objective(solution.rungs),
+        bound=None,
+        groups=groups,
+        rank0_group=(training or [cluster.groups[0].name])[0],
+        verdict=judge(dag, cluster, problem.profiles, variants, period, local_batches),
+        baselines=baselines,
+        local_batches=local_batches,
+        notes=notes,
+    )

@@ -1,0 +1,148 @@
+"""What the allocator decides: units of operators, the rungs each may take, and what each rung costs in Ω (DESIGN 7).
+
+minimise Σ over inference devices and operators of Ω_o(b)  subject to  memory_i ≤ budget_i  and  iteration time ≤ T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import attrs
+
+from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import Role
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.variant import Variant
+
+
+@attrs.frozen
+class Unit:
+    """Operators that share one variant (calls of one module), and what the plan may pick for them on one device group.
+
+    Attributes:
+        name: the ``variant_group`` they have in common.
+        operators: their names, in order of execution.
+        rungs: variants of the group's ladder that were measured for all of them, lowest first.
+        omega: Σ Ω over the operators, one entry per rung, on one device.
+    """
+
+    name: str
+    operators: tuple[OpId, ...]
+    rungs: tuple[Variant, ...]
+    omega: tuple[float, ...]
+
+    @property
+    def top(self) -> int:
+        """Index of the highest rung, the base precision."""
+        return len(self.rungs) - 1
+
+
+@attrs.frozen
+class GroupProblem:
+    """The decisions on one inference group."""
+
+    group: DeviceGroup
+    units: tuple[Unit, ...]
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self.group.name
+
+    def fits(self, peak_bytes: int) -> bool:
+        """Whether a peak is within the memory budget (0: no limit)."""
+        return self.group.memory_bytes == 0 or peak_bytes <= self.group.memory_bytes
+
+    def omega(self, rungs: Sequence[int]) -> float:
+        """Σ Ω of one device of the group."""
+        return sum(unit.omega[rung] for unit, rung in zip(self.units, rungs, strict=True))
+
+    def uniform(self, ladder_index: int) -> tuple[int, ...]:
+        """Every unit at one rung of the ladder; where it was not measured, at the next higher one that was."""
+        wanted = self.group.ladder[ladder_index:]
+        return tuple(next(unit.rungs.index(variant) for variant in wanted if variant in unit.rungs) for unit in self.units)
+
+    def variants(self, rungs: Sequence[int]) -> dict[OpId, Variant]:
+        """The assignment as the replayer takes it."""
+        return {op_id: unit.rungs[rung] for unit, rung in zip(self.units, rungs, strict=True) for op_id in unit.operators}
+
+
+@attrs.frozen
+class Problem:
+    """A model, a cluster and its profiles, with the decisions on each inference group."""
+
+    dag: PrecisionDag
+    cluster: Cluster
+    profiles: Mapping[str, Profile]
+    groups: tuple[GroupProblem, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, GroupProblem]:
+        """The inference groups by name."""
+        return {group.name: group for group in self.groups}
+
+    def objective(self, rungs: Mapping[str, Sequence[int]]) -> float:
+        """Σ Ω over all inference devices: a group of n ranks counts n times (paper, eq. 1)."""
+        return sum(group.group.count * group.omega(rungs[group.name]) for group in self.groups)
+
+
+def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity | None) -> Problem:
+    """Collect the decisions.
+
+    Args:
+        sensitivity: Ω; None where no solver needs it (all Ω are then 0).
+
+    Raises:
+        PlanError: when an operator's base precision was not measured, or an Ω is missing.
+    """
+    groups = tuple(
+        GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity))
+        for group in cluster.groups
+        if group.role is Role.INFER
+    )
+    for group in cluster.groups:
+        if group.role is Role.TRAIN:
+            _check_base_measured(dag, group, profiles[group.name])
+    return Problem(dag, cluster, profiles, groups)
+
+
+def _units(dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity: Sensitivity | None) -> tuple[Unit, ...]:
+    members: dict[str, list[OpId]] = {}
+    for operator in dag.adjustable:
+        members.setdefault(operator.variant_group or operator.op_id.fqn, []).append(operator.op_id)
+    _check_base_measured(dag, group, profile)
+    units = []
+    for name, op_ids in members.items():
+        rungs = tuple(v for v in group.ladder if all(v in profile.cost_index[op_id] for op_id in op_ids))
+        omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
+        units.append(Unit(name, tuple(op_ids), rungs, omega))
+    return tuple(units)
+
+
+def _check_base_measured(dag: PrecisionDag, group: DeviceGroup, profile: Profile) -> None:
+    base = Variant.plain(group.base)
+    for operator in dag.adjustable:
+        if base not in profile.cost_index.get(operator.op_id, {}):
+            raise PlanError(
+                f"the profile of group {group.name!r} has no cost of {operator.op_id} at {base.label}, the group's base precision; "
+                "run 'qsync profile' with that precision on its ladder"
+            )
+
+
+def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group: DeviceGroup) -> float:
+    if sensitivity is None:
+        return 0.0
+    value = sensitivity.omega.get(op_id, {}).get(variant)
+    if value is not None:
+        return value
+    if variant == Variant.plain(group.base):
+        return 0.0
+    raise PlanError(
+        f"the sensitivity by {sensitivity.indicator!r} has no Ω of {op_id} at {variant.label} ({variant}), which is on the ladder "
+        f"of group {group.name!r}; run 'qsync observe' and 'qsync indicate' with that group's ladder"
+    )

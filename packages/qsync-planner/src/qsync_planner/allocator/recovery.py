@@ -1,0 +1,107 @@
+"""Recovery: raise operators towards the base precision, the largest drop of Ω first, while time and memory allow.
+
+One max-heap per inference group holds Ω(b) − Ω(next higher b) (paper, Allocator).  The largest is tried; it is kept if the replayed plan still fits,
+and its next step is pushed.  Two things go beyond the paper: a step that is refused does not hide the rungs above it (int8 with a
+float32 output may be slower *and* larger than float16), and since a later step can make room for an earlier refusal, sweeps are
+repeated until one changes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import attrs
+
+from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.replay import Prediction
+
+
+@attrs.frozen
+class Step:
+    """A step that was kept: what it added to the group's busy time, and what the group had left below the limit afterwards."""
+
+    rung: int
+    added_ns: int
+    slack_ns: int
+
+
+@attrs.frozen
+class Refusal:
+    """A step that was not kept, judged against the plan as it stood: by how much it would break each limit (0: it would not)."""
+
+    rung: int
+    over_time_ns: int
+    over_memory_bytes: int
+    gains: bool
+
+
+@attrs.define
+class History:
+    """What happened to one unit: the rung it started from, the steps kept, and the refusals of the last sweep."""
+
+    start: int
+    steps: list[Step] = attrs.field(factory=list)
+    refusals: list[Refusal] = attrs.field(factory=list)
+
+
+def recover(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
+    """Raise the plan of every inference group as far as ``limit_ns`` and the memory budgets allow.
+
+    Expects a plan that keeps both; leaves one that does.  Returns the history of every unit, by group.
+    """
+    history = {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
+    while _sweep(state, limit_ns, history):
+        pass
+    return history
+
+
+def _sweep(state: SearchState, limit_ns: int, history: dict[str, tuple[History, ...]]) -> bool:
+    """Try every step once, group by group in turn; returns whether any was kept."""
+    heaps: dict[str, list[tuple[float, int, int]]] = {}
+    for group in state.problem.groups:
+        heaps[group.name] = []
+        for index, rung in enumerate(state.rungs(group.name)):
+            history[group.name][index].refusals.clear()
+            _push(state, heaps[group.name], group.name, index, rung + 1)
+    kept = False
+    while any(heaps.values()):
+        for name, heap in heaps.items():
+            if heap:
+                negative_gain, index, rung = heapq.heappop(heap)
+                kept |= _step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
+                _push(state, heap, name, index, rung + 1)
+    return kept
+
+
+def _push(state: SearchState, heap: list[tuple[float, int, int]], group: str, index: int, rung: int) -> None:
+    """Offer a rung of a unit, keyed by how far it lowers Ω from where the unit now is."""
+    unit = state.problem.by_name[group].units[index]
+    if rung <= unit.top:
+        gain = unit.omega[state.rungs(group)[index]] - unit.omega[rung]
+        heapq.heappush(heap, (-gain, index, rung))
+
+
+def _step(state: SearchState, group: str, index: int, rung: int, gain: float, limit_ns: int, history: History) -> bool:
+    if gain <= 0:
+        history.refusals.append(Refusal(rung, 0, 0, gains=False))
+        return False
+    problem = state.problem.by_name[group]
+    before = state.prediction.groups[group].busy_ns
+    prediction = state.try_moves(group, {index: rung})
+    over_time = max(0, prediction.iteration_ns - limit_ns)
+    over_memory = 0
+    if not problem.fits(prediction.groups[group].peak_bytes):
+        over_memory = prediction.groups[group].peak_bytes - problem.group.memory_bytes
+    if over_time or over_memory:
+        state.reject()
+        history.refusals.append(Refusal(rung, over_time, over_memory, gains=True))
+        return False
+    state.accept()
+    history.refusals.clear()
+    history.steps.append(Step(rung, prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)))
+    return True
+
+
+def slack_ns(prediction: Prediction, group: str, limit_ns: int) -> int:
+    """Time that a rank of the group has left: how far the period it alone would impose is below the limit."""
+    return limit_ns - prediction.groups[group].period_ns

@@ -1,0 +1,64 @@
+"""Uniform precision (UP), the baseline whose period is the time limit T (paper, section Predictor; DESIGN 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_planner.allocator.infeasible import infeasible
+from qsync_planner.allocator.memory_repair import move_to_least_memory
+from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.solution import Solution
+
+
+@attrs.frozen
+class UniformStart:
+    """UP of one group: the rung of every unit, and the ladder index they came from (None: no single rung fits the memory)."""
+
+    rungs: tuple[int, ...]
+    ladder_index: int | None
+
+
+def move_to_uniform(state: SearchState, group: str) -> UniformStart:
+    """Set a group to the first rung below base whose peak fits the budget, going down the ladder.
+
+    A ladder that is the base precision alone stays there.  Where no single rung fits, the smallest mixed plan that was found stands
+    in for it.
+
+    Raises:
+        InfeasibleError: when not even that fits; names the smallest budget for which a plan was found.
+    """
+    problem = state.problem.by_name[group]
+    last = len(problem.group.ladder) - 1
+    for ladder_index in range(max(0, last - 1), -1, -1):
+        rungs = problem.uniform(ladder_index)
+        peak = state.move_to(group, rungs).groups[group].peak_bytes
+        if problem.fits(peak):
+            return UniformStart(rungs, ladder_index)
+    smallest = move_to_least_memory(state, group)
+    if not problem.fits(smallest):
+        raise infeasible(problem, smallest)
+    return UniformStart(state.rungs(group), None)
+
+
+def time_limit_ns(period_ns: int, tolerance: float) -> int:
+    """T = period × (1 + tolerance), rounded down to a nanosecond."""
+    return period_ns + int(period_ns * tolerance)
+
+
+def solve_uniform(problem: Problem, uniform: Solution, starts: Mapping[str, UniformStart]) -> Solution:
+    """The uniform plan itself, as a baseline to run."""
+    reasons = {}
+    for group in problem.groups:
+        index = starts[group.name].ladder_index
+        if index is None:
+            why = "no single rung fits the memory; part of the leanest mixed plan"
+        else:
+            why = f"uniform precision, {group.group.ladder[index].label} is the first rung below the base precision that fits"
+            if index == len(group.group.ladder) - 1:
+                why = "the ladder has no rung below the base precision"
+        rungs = zip(group.units, uniform.rungs[group.name], strict=True)
+        reasons[group.name] = tuple(f"{unit.rungs[rung].label}: {why}" for unit, rung in rungs)
+    return attrs.evolve(uniform, reasons=reasons)

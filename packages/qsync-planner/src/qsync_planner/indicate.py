@@ -1,0 +1,82 @@
+"""``indicate``: Observations → Sensitivity (DESIGN sections 2 and 6.1).  Pure arithmetic; needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from qsync_core.artifact import digest
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import ObservationError
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.variant import Variant
+from qsync_planner.indicators import Indicator, get_indicator
+from qsync_planner.indicators.series import check_values
+from qsync_planner.matching import check_observations
+
+
+def indicate(
+    observations: Observations | None,
+    dag: PrecisionDag,
+    variants: Iterable[Variant] = (),
+    indicator: str | Indicator = "lossvar",
+) -> Sensitivity:
+    """Ω of every adjustable operator in every variant.
+
+    Args:
+        observations: numbers over the first updates; may be None for an indicator that needs none (``random``).
+        dag: the model that they belong to.
+        variants: what to rate; empty means every variant that the observations mention.
+        indicator: a name, or an indicator object.
+
+    Raises:
+        ObservationError: for NaN or infinite values (names operator, term and iteration), missing terms, observations of another
+            model, an unknown indicator, or no variants at all.
+    """
+    chosen = get_indicator(indicator) if isinstance(indicator, str) else indicator
+    if observations is None:
+        if chosen.collectors:
+            raise ObservationError(
+                f"indicator {chosen.name!r} needs observations by the collectors {', '.join(chosen.collectors)}; "
+                "make them with 'qsync observe'"
+            )
+    else:
+        check_observations(observations, dag)
+        check_values(observations)
+    rated = list(dict.fromkeys(variants)) or _observed_variants(observations)
+    if not rated:
+        raise ObservationError(
+            f"no variants to rate with indicator {chosen.name!r}: the observations mention none; "
+            "name a cluster whose ladders say which are wanted"
+        )
+    rated.sort(key=str)
+    omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
+    _check_omega(chosen.name, omega, dag, rated)
+    return Sensitivity(
+        model=dag.model,
+        dag_digest=digest(dag),
+        observations_digest=digest(observations) if observations is not None else "",
+        indicator=chosen.name,
+        omega=omega,
+        notes=tuple(chosen.notes(dag, observations)),
+    )
+
+
+def _observed_variants(observations: Observations | None) -> list[Variant]:
+    if observations is None:
+        return []
+    return list(dict.fromkeys(series.variant for series in observations.series if series.variant is not None))
+
+
+def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: PrecisionDag, variants: Iterable[Variant]) -> None:
+    """Hold an indicator (a plugin's included) to its contract, so that a fault is blamed on it and not on the allocator."""
+    for operator in dag.adjustable:
+        for variant in variants:
+            value = omega.get(operator.op_id, {}).get(variant)
+            if value is None or not math.isfinite(value) or value < 0:
+                got = "nothing" if value is None else repr(value)
+                raise ObservationError(
+                    f"indicator {name!r} gave {got} for {operator.op_id} at {variant.label}; Ω must be a finite number ≥ 0"
+                )

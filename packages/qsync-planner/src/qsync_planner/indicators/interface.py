@@ -1,0 +1,46 @@
+"""The interface that every indicator, built in or third-party, implements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+
+Omega = Mapping[OpId, Mapping[Variant, float]]
+"""Ω per adjustable operator and variant: finite, not negative, 0 for the base precision."""
+
+
+@runtime_checkable
+class Indicator(Protocol):
+    """Arithmetic from Observations to Ω.  Constructing one must be cheap and must not import torch.
+
+    Attributes:
+        name: how commands and Sensitivity artifacts call it; unique among installed indicators.
+        collectors: collectors whose terms it reads; empty where it needs no observations.
+        summary: one line for ``qsync indicate --list``.
+    """
+
+    name: str
+    collectors: tuple[str, ...]
+    summary: str
+
+    def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """Ω of every adjustable operator of ``dag`` in every one of ``variants``.
+
+        Args:
+            dag: the model.
+            variants: what to rate, without repetitions; includes the base precision's where a ladder does.
+            observations: finite numbers over the first updates; None only where ``collectors`` is empty.
+
+        Raises:
+            ObservationError: when a term it needs is missing or can not be used.
+        """
+        ...
+
+    def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
+        """What a reader of the Sensitivity must know: how values were averaged, which assumption was made."""
+        ...

@@ -1,0 +1,85 @@
+"""Reading observed series and averaging them over iterations, with errors that name operator, term and iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qsync_core.errors import ObservationError
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+
+
+def check_values(observations: Observations) -> None:
+    """Refuse observations that hold NaN or infinite values, or none at all.
+
+    Raises:
+        ObservationError: naming the first such operator, variant, term and iteration.
+    """
+    if not observations.iterations:
+        raise ObservationError(
+            f"the observations of {observations.model} hold no iterations (stopped: {observations.stopped}); "
+            "run 'qsync observe' for at least one update"
+        )
+    for series in observations.series:
+        for iteration, value in zip(observations.iterations, series.values, strict=True):
+            if not math.isfinite(value):
+                owner = "the whole model" if series.op_id is None else str(series.op_id)
+                at = "" if series.variant is None else f" at {series.variant.label}"
+                raise ObservationError(
+                    f"{series.collector}.{series.term} of {owner}{at} is {value} in iteration {iteration}; the observed training "
+                    "diverged or overflowed there: lower the learning rate, check the batch, and observe again"
+                )
+
+
+def require(
+    observations: Observations, collector: str, term: str, op_id: OpId, variant: Variant | None = None
+) -> tuple[float, ...]:
+    """The values of one series, one per observed iteration.
+
+    Raises:
+        ObservationError: when nobody wrote it, naming operator, term and what to run.
+    """
+    try:
+        return observations.values(collector, term, op_id, variant)
+    except KeyError:
+        at = "" if variant is None else f" at {variant.label} ({variant})"
+        raise ObservationError(
+            f"the observations lack {collector}.{term} of {op_id}{at}; run 'qsync observe' again with collector {collector!r} "
+            "and every variant of the cluster's ladders"
+        ) from None
+
+
+def non_negative(values: Sequence[float], iterations: Sequence[int], what: str) -> Sequence[float]:
+    """Check a series of squares and variances.
+
+    Raises:
+        ObservationError: naming ``what`` and the iteration of the first negative value.
+    """
+    for iteration, value in zip(iterations, values, strict=True):
+        if value < 0:
+            raise ObservationError(
+                f"{what} is {value!r} in iteration {iteration}, but a sum of squares is never negative; observe again"
+            )
+    return values
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean over iterations; an iteration at 0 counts as "nothing happened", not as "everything is 0".
+
+    Gradients fall by orders of magnitude within the first updates.  The arithmetic mean is then the value of the first few of
+    them and ranks operators worse against the measured truth (Kendall τ .82 against .97: DESIGN 6.1), hence the geometric
+    one.  Exact zeros (an operator without gradient in some iteration) are left out of the logarithm and scale the result by the
+    share of iterations that are not zero.
+    """
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return 0.0
+    mean = math.exp(math.fsum(map(math.log, positive)) / len(positive))
+    return mean * (len(positive) / len(values))
+
+
+def arithmetic_mean(values: Sequence[float]) -> float:
+    """The plain mean (the paper's running mean over the first updates)."""
+    return math.fsum(values) / len(values)

@@ -1,0 +1,94 @@
+"""Do these artifacts belong together?  Checks that a profile, sensitivity, observations or plan is for the model at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from qsync_core.artifact import digest
+from qsync_core.cluster import Cluster
+from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import ObservationError, PlanError
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+
+
+def first_differences(expected: Iterable[OpId], got: Iterable[OpId], limit: int = 3) -> str:
+    """Name the first operators in which two models differ, or say that their names are all equal."""
+    expected_ids, got_ids = list(expected), list(got)
+    expected_set, got_set = set(expected_ids), set(got_ids)
+    missing = [str(op_id) for op_id in expected_ids if op_id not in got_set][:limit]
+    unknown = [str(op_id) for op_id in got_ids if op_id not in expected_set][:limit]
+    parts = []
+    if unknown:
+        parts.append(f"it has {', '.join(unknown)}, which this model lacks")
+    if missing:
+        parts.append(f"it lacks {', '.join(missing)}")
+    return "; ".join(parts) or "operator names are equal, so shapes, batch size, buckets or classes differ"
+
+
+def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
+    """Every group of the cluster has a profile of its device, and each profile is of this model.
+
+    Raises:
+        ClusterError: when a group has none, or one of another device.
+        PlanError: when a profile is of another graph; names the group and the first operators that differ.
+    """
+    check_profiles_match_cluster(cluster, profiles)
+    wanted = digest(dag)
+    for name, profile in profiles.items():
+        if profile.dag_digest != wanted:
+            expected = (o.op_id for o in dag.operators if o.is_adjustable or o.op_id in profile.cost_index)
+            raise PlanError(
+                f"the profile of group {name!r} was measured for another graph ({profile.model!r}, digest "
+                f"{profile.dag_digest[:12]}) than the one to plan ({dag.model!r}, digest {wanted[:12]}): "
+                f"{first_differences(expected, profile.cost_index)}; trace and profile the same job with the same batch size"
+            )
+
+
+def check_observations(observations: Observations, dag: PrecisionDag) -> None:
+    """The observations belong to this graph.
+
+    Raises:
+        ObservationError: naming the first operators that differ.
+    """
+    wanted = digest(dag)
+    if observations.dag_digest != wanted:
+        observed = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
+        raise ObservationError(
+            f"the observations are of another graph ({observations.model!r}, digest {observations.dag_digest[:12]}) than "
+            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), observed)}; "
+            "observe the job that was traced"
+        )
+
+
+def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
+    """The sensitivity belongs to this graph.
+
+    Raises:
+        PlanError: naming the first operators that differ.
+    """
+    wanted = digest(dag)
+    if sensitivity.dag_digest != wanted:
+        raise PlanError(
+            f"the sensitivity is of another graph ({sensitivity.model!r}, digest {sensitivity.dag_digest[:12]}) than "
+            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), sensitivity.omega)}; "
+            "run 'qsync observe' and 'qsync indicate' on the job that was traced"
+        )
+
+
+def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
+    """The plan is for this graph.
+
+    Raises:
+        PlanError: naming the first operators that differ.
+    """
+    wanted = digest(dag)
+    if plan.dag_digest != wanted:
+        raise PlanError(
+            f"the plan is for another graph ({plan.model!r}, digest {plan.dag_digest[:12]}) than "
+            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), plan.operator_ids)}; make a plan for this job with 'qsync plan'"
+        )

@@ -1,0 +1,112 @@
+"""The verdict: does the hybrid job beat the training groups alone, and which groups had better stay out (DESIGN 7)?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import Role, Verdict
+from qsync_core.profile import Profile
+from qsync_core.variant import Variant
+from qsync_planner.replay import Replayer
+from qsync_planner.wording import ms_text
+
+MAX_SUBSET_GROUPS = 4
+"""Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
+
+WORTH_IT = 1.005
+"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
+
+
+@attrs.frozen
+class _Job:
+    """A choice of groups: their names, its period, and its samples per second."""
+
+    inference: tuple[str, ...]
+    iteration_ns: int
+    samples_per_second: float
+
+
+def judge(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    variants: Mapping[str, Mapping[OpId, Variant]],
+    hybrid_ns: int,
+    local_batches: Mapping[str, int],
+) -> Verdict | None:
+    """Compare the hybrid job with the training groups alone, at the same batch per rank.
+
+    Args:
+        profiles: what the hybrid job was predicted with.
+        variants: the plan, by group.
+        hybrid_ns: the plan's predicted period.
+        local_batches: by group, where they differ from the traced batch size.
+
+    Returns:
+        None where there is no training group to compare with, or nothing but training groups.
+    """
+    training = [group for group in cluster.groups if group.role is Role.TRAIN]
+    inference = [group for group in cluster.groups if group.role is Role.INFER]
+    if not training or not inference:
+        return None
+    everyone = tuple(group.name for group in inference)
+    hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
+    hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
+    others = [_replay(dag, cluster, profiles, variants, training, subset) for subset in _subsets(everyone)]
+    alone = others[0]
+    speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
+    return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, _sentence(hybrid, alone, others, speedup))
+
+
+def _rate(samples: int, period_ns: int) -> float:
+    return samples * 1e9 / period_ns if period_ns else 0.0
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Choices of inference groups other than all of them, none first."""
+    if len(names) <= MAX_SUBSET_GROUPS:
+        return [subset for size in range(len(names)) for subset in itertools.combinations(names, size)]
+    return [(), *(tuple(name for name in names if name != left_out) for left_out in names)]
+
+
+def _replay(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    variants: Mapping[str, Mapping[OpId, Variant]],
+    training: Sequence[DeviceGroup],
+    inference: tuple[str, ...],
+) -> _Job:
+    """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
+    kept = {group.name for group in training} | set(inference)
+    groups = tuple(group for group in cluster.groups if group.name in kept)
+    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
+    smaller = attrs.evolve(cluster, groups=groups, links=links)
+    replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups})
+    period = replayer.replay({group.name: variants[group.name] for group in groups}).iteration_ns
+    return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
+
+
+def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float) -> str:
+    rates = (
+        f"{hybrid.samples_per_second:,.1f} samples/s ({ms_text(hybrid.iteration_ns)} a step) against "
+        f"{alone.samples_per_second:,.1f} ({ms_text(alone.iteration_ns)}) with the training groups alone"
+    )
+    best = max(others, key=lambda job: (job.samples_per_second, len(job.inference)))
+    who = " and ".join(hybrid.inference)
+    if best.samples_per_second > hybrid.samples_per_second and best.inference:
+        left_out = " and ".join(name for name in hybrid.inference if name not in best.inference)
+        return (
+            f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({ms_text(best.iteration_ns)} a step); "
+            f"the whole hybrid job makes {rates}"
+        )
+    if speedup >= WORTH_IT:
+        return f"use {who}: {100 * (speedup - 1):.1f}% more throughput, {rates}"
+    loss = f"{100 * (1 - speedup):.1f}% less throughput" if speedup < 1 else "no more throughput"
+    return f"leave {who} out: {loss}, {rates}"
