@@ -1,0 +1,109 @@
+"""Integer matrix products and convolutions on ATen: int8 operands, exact int32 accumulation (``torch._int_mm``).
+
+Shape suffixes: M rows, K the contracted dimension, N columns; B batch, C channels, O output channels, H and W as usual.
+
+Exactness: |q| <= 127, so a sum is exact while K * 127**2 < 2**31, that is K <= 133,144; a longer contraction is cut into pieces
+that are added in float64-free int64 by the caller's refusal: see :data:`MAX_CONTRACTION`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+MAX_CONTRACTION = (2**31 - 1) // 127**2
+"""Longest contraction whose int32 sum can not overflow."""
+_CUDA_MIN_ROWS = 17
+"""cuBLASLt's int8 product needs more than 16 rows, and K and N in multiples of 8; operands are padded with zeros to that."""
+_CUDA_MULTIPLE = 8
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    if x.shape == (rows, columns):
+        return x
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    """``a_MK @ b_NK.T`` of int8 matrices, exactly.
+
+    Returns:
+        int32 of shape (M, N); on CUDA a view into a padded matrix where the tensor cores ask for padding.
+    """
+    m, k = a_MK.shape
+    n = b_NK.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return torch.zeros((m, n), dtype=torch.int32, device=a_MK.device)
+    if a_MK.device.type != "cuda":
+        return torch._int_mm(a_MK, b_NK.t())
+    rows, inner, columns = max(m, _CUDA_MIN_ROWS), _round_up(k, _CUDA_MULTIPLE), _round_up(n, _CUDA_MULTIPLE)
+    product = torch._int_mm(_padded(a_MK, rows, inner).contiguous(), _padded(b_NK, columns, inner).contiguous().t())
+    return product[:m, :n]
+
+
+def conv_output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Length of a convolution's output along one dimension."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def im2col_channels_last(
+    x_BHWC: torch.Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
+) -> torch.Tensor:
+    """The patches of a dense channels-last image, one row per output position.
+
+    Returns:
+        (B * OH * OW, KH * KW * C); the image itself, uncopied, for a 1x1 kernel with stride 1 and without padding.
+    """
+    batch, height, width, channels = x_BHWC.shape
+    if kernel == (1, 1) and padding == (0, 0):
+        return x_BHWC[:, :: stride[0], :: stride[1]].reshape(-1, channels)
+    if padding != (0, 0):
+        x_BHWC = torch.nn.functional.pad(x_BHWC, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    out_h = conv_output_size(height, kernel[0], stride[0], padding[0], dilation[0])
+    out_w = conv_output_size(width, kernel[1], stride[1], padding[1], dilation[1])
+    sb, sh, sw, sc = x_BHWC.stride()
+    patches = x_BHWC.as_strided(
+        (batch, out_h, out_w, kernel[0], kernel[1], channels),
+        (sb, sh * stride[0], sw * stride[1], sh * dilation[0], sw * dilation[1], sc),
+        x_BHWC.storage_offset(),
+    )
+    return patches.reshape(batch * out_h * out_w, kernel[0] * kernel[1] * channels)
+
+
+def int8_conv2d(
+    x_BCHW: torch.Tensor,
+    w_OCHW: torch.Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> torch.Tensor:
+    """The convolution of int8 tensors, exactly, as products of channels-last patches, one product per group.
+
+    Returns:
+        int32 of shape (B * OH * OW, O): the output in channels-last order.
+    """
+    x_BHWC = x_BCHW.permute(0, 2, 3, 1)
+    w_OHWC = w_OCHW.permute(0, 2, 3, 1).contiguous()
+    out_channels, kernel_h, kernel_w, group_channels = w_OHWC.shape
+    w_OK = w_OHWC.view(out_channels, -1)
+    kernel = (kernel_h, kernel_w)
+    if groups == 1:
+        return int8_product(im2col_channels_last(x_BHWC.contiguous(), kernel, stride, padding, dilation), w_OK)
+    products = []
+    step = out_channels // groups
+    for group in range(groups):
+        part = x_BHWC[..., group * group_channels : (group + 1) * group_channels].contiguous()
+        patches = im2col_channels_last(part, kernel, stride, padding, dilation)
+        products.append(int8_product(patches, w_OK[group * step : (group + 1) * step]))
+    return torch.cat(products, dim=1)
+
+
+def contraction_length(weight_shape: tuple[int, ...]) -> int:
+    """K of the product that a linear or convolution weight takes part in."""
+    return math.prod(weight_shape[1:])

@@ -1,0 +1,175 @@
+"""The custom operators ``torch.ops.qsync.*``: functional, with fake implementations, so that ``torch.compile`` takes them whole.
+
+Each allocates its output and calls a backend's kernel on it.  Gradients are attached where the operators are put together (
+:mod:`qsync_torch.operators`), because an operator's backward reads the saved 8-bit copies and never the float activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qsync_core.backend import Op
+from qsync_torch.aten_kernels import Geometry
+from qsync_torch.binding import Binding, kernel_for, parse_binding
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.int8_product import conv_output_size
+from qsync_torch.quantization import quantizable, scale_count
+
+_LIBRARY = torch.library.Library("qsync", "DEF")
+_LIBRARY.define("quantize(Tensor x, str binding, SymInt seed, SymInt offset) -> (Tensor, Tensor)")
+_LIBRARY.define("linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
+_LIBRARY.define("linear_grad_input(Tensor grad, Tensor w, Tensor w_scale, str binding) -> Tensor")
+_LIBRARY.define("linear_grad_weight(Tensor grad, Tensor x, Tensor x_scale, str binding) -> Tensor")
+_LIBRARY.define("conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
+_LIBRARY.define("conv2d_grad_input(Tensor grad, Tensor w, Tensor w_scale, SymInt[] x_shape, str binding) -> Tensor")
+_LIBRARY.define("conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor")
+
+
+def _shape(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _quantize_out(x: torch.Tensor, binding: Binding) -> tuple[torch.Tensor, torch.Tensor]:
+    variant = binding.variant
+    q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
+    return q, torch.empty(scale_count(x.shape, variant.x_granularity), dtype=torch.float32, device=x.device)
+
+
+def _quantize(x: torch.Tensor, binding: str, seed: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parsed = parse_binding(binding)
+    x = quantizable(x, parsed.variant.x_granularity)
+    q, scale = _quantize_out(x, parsed)
+    kernel_for(Op.QUANTIZE, binding, (_shape(x),), x.device)(x, q, scale, seed, offset)
+    return q, scale
+
+
+def _quantize_fake(x: torch.Tensor, binding: str, seed: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parsed = parse_binding(binding)
+    return _quantize_out(quantizable(x, parsed.variant.x_granularity), parsed)
+
+
+def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
+    dtype = TORCH_DTYPE[parse_binding(binding).variant.output]
+    return torch.empty((*x.shape[:-1], w.shape[0]), dtype=dtype, device=x.device)
+
+
+def _linear_output(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+) -> torch.Tensor:
+    out = _linear_output_out(x, w, binding)
+    x_MK = x.reshape(-1, x.shape[-1])
+    kernel = kernel_for(Op.LINEAR_OUTPUT, binding, (_shape(x_MK), _shape(w)), x.device)
+    kernel(x_MK, x_scale, w, w_scale, bias, out.view(-1, w.shape[0]))
+    return out
+
+
+def _linear_output_fake(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+) -> torch.Tensor:
+    return _linear_output_out(x, w, binding)
+
+
+def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
+    dtype = TORCH_DTYPE[parse_binding(binding).variant.grad_input]
+    return torch.empty((*grad.shape[:-1], w.shape[1]), dtype=dtype, device=grad.device)
+
+
+def _linear_grad_input(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, binding: str) -> torch.Tensor:
+    out = _linear_grad_input_out(grad, w, binding)
+    grad_MN = grad.reshape(-1, w.shape[0])
+    kernel = kernel_for(Op.LINEAR_GRAD_INPUT, binding, (_shape(grad_MN), _shape(w)), grad.device)
+    kernel(grad_MN, w, w_scale, out.view(-1, w.shape[1]))
+    return out
+
+
+def _linear_grad_input_fake(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, binding: str) -> torch.Tensor:
+    return _linear_grad_input_out(grad, w, binding)
+
+
+def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, binding: str) -> torch.Tensor:
+    out = torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
+    grad_MN, x_MK = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    kernel = kernel_for(Op.LINEAR_GRAD_WEIGHT, binding, (_shape(grad_MN), _shape(x_MK)), grad.device)
+    kernel(grad_MN, x_MK, x_scale, out)
+    return out
+
+
+def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, binding: str) -> torch.Tensor:
+    return torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
+
+
+def _conv2d_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
+    parsed = parse_binding(binding)
+    g = Geometry.of(dict(parsed.attributes))
+    height, width = (conv_output_size(x.shape[2 + i], w.shape[2 + i], g.stride[i], g.padding[i], g.dilation[i]) for i in range(2))
+    shape = (x.shape[0], w.shape[0], height, width)
+    dtype = TORCH_DTYPE[parsed.variant.output]
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    """Channels-last ``y`` in the layout that ``F.conv2d`` would give: channels-last where an operand is, else contiguous."""
+    for x in operands:
+        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+            return y
+    return y.contiguous()
+
+
+def _conv2d_output(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+) -> torch.Tensor:
+    out = _conv2d_output_out(x, w, binding)
+    kernel_for(Op.CONV2D_OUTPUT, binding, (_shape(x), _shape(w)), x.device)(x, x_scale, w, w_scale, bias, out)
+    return _in_layout_of(out, x, w)
+
+
+def _conv2d_output_fake(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+) -> torch.Tensor:
+    return _in_layout_of(_conv2d_output_out(x, w, binding), x, w)
+
+
+def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str) -> torch.Tensor:
+    dtype = TORCH_DTYPE[parse_binding(binding).variant.grad_input]
+    return torch.empty(tuple(x_shape), dtype=dtype, device=grad.device, memory_format=torch.channels_last)
+
+
+def _conv2d_grad_input(
+    grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, x_shape: Sequence[int], binding: str
+) -> torch.Tensor:
+    out = _conv2d_grad_input_out(grad, x_shape, binding)
+    kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)(grad, w, w_scale, out)
+    return _in_layout_of(out, grad)
+
+
+def _conv2d_grad_input_fake(
+    grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, x_shape: Sequence[int], binding: str
+) -> torch.Tensor:
+    return _in_layout_of(_conv2d_grad_input_out(grad, x_shape, binding), grad)
+
+
+def _conv2d_grad_weight(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
+    out = torch.empty_like(w, dtype=torch.float32)
+    kernel_for(Op.CONV2D_GRAD_WEIGHT, binding, (_shape(grad), _shape(x)), grad.device)(grad, x, x_scale, out)
+    return out
+
+
+def _conv2d_grad_weight_fake(
+    grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: str
+) -> torch.Tensor:
+    return torch.empty_like(w, dtype=torch.float32)
+
+
+for _name, _implementation, _fake in (
+    ("quantize", _quantize, _quantize_fake),
+    ("linear_output", _linear_output, _linear_output_fake),
+    ("linear_grad_input", _linear_grad_input, _linear_grad_input_fake),
+    ("linear_grad_weight", _linear_grad_weight, _linear_grad_weight_fake),
+    ("conv2d_output", _conv2d_output, _conv2d_output_fake),
+    ("conv2d_grad_input", _conv2d_grad_input, _conv2d_grad_input_fake),
+    ("conv2d_grad_weight", _conv2d_grad_weight, _conv2d_grad_weight_fake),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qsync::{_name}", _fake, lib=_LIBRARY)

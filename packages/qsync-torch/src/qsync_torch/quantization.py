@@ -1,0 +1,178 @@
+"""Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
+
+Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros has scale 1
+(DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row
+of the flattened 2-d activation.  Zero points exist in the reference below only.
+
+Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
+
+NaN and infinity: on a CPU quantizing such a tensor raises :class:`~qsync_core.errors.NumericsError`.  On CUDA that test would
+make the CPU wait for the device at every operator, so there the scale becomes NaN or infinity and with it every output of the
+operator: the loss shows it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qsync_core.errors import NumericsError
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_torch.random_bits import DRAW_LEVELS, random_int16
+
+LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
+"""The value that the largest magnitude of a group is mapped to."""
+_BLOCK = 1 << 16
+"""Elements that are rounded at a time on a CPU: what stays in its second-level cache."""
+
+
+def scale_count(shape: tuple[int, ...] | torch.Size, granularity: Granularity) -> int:
+    """How many scales a tensor of that shape has."""
+    if granularity is Granularity.PER_TENSOR:
+        return 1
+    return shape[0] if granularity is Granularity.PER_CHANNEL else math.prod(shape[:-1])
+
+
+def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
+    """The scales shaped so that they broadcast against the tensor they belong to."""
+    if granularity is Granularity.PER_TENSOR:
+        return scale
+    if granularity is Granularity.PER_CHANNEL:
+        return scale.view(-1, *(1,) * (ndim - 1))
+    return scale.view(*shape[:-1], 1)
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
+    """``scale * q`` in ``dtype``; the product is computed in float32."""
+    value = q.to(torch.float32).mul_(scale_view(scale, q.ndim, granularity, q.shape))
+    return value.to(dtype)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """True where the elements fill one block of memory without gaps, in whatever order of dimensions."""
+    return torch.ops.aten.is_non_overlapping_and_dense(x)
+
+
+def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """A (groups, elements) view in memory order."""
+    groups = scale_count(x.shape, granularity)
+    return x.as_strided((groups, x.numel() // max(groups, 1)), (x.numel() // max(groups, 1), 1))
+
+
+def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """``x`` itself where its memory can be taken group by group, else a contiguous copy."""
+    if granularity is Granularity.PER_TENSOR:
+        return x if is_dense(x) else x.contiguous()
+    if granularity is Granularity.PER_CHANNEL:
+        outermost = x.ndim > 0 and is_dense(x) and (x.shape[0] == 1 or x.stride(0) == x.numel() // max(x.shape[0], 1))
+        return x if outermost else x.contiguous()
+    return x.contiguous()
+
+
+def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, out: torch.Tensor) -> None:
+    """Write the symmetric scales of ``x`` (see :func:`quantizable`) into ``out``; NaN and infinity stay what they are."""
+    if x.numel() == 0:
+        out.fill_(1.0)
+        return
+    groups = _grouped(x, granularity)
+    low, high = torch.aminmax(groups) if groups.shape[0] == 1 else torch.aminmax(groups, dim=1)
+    out.copy_(torch.maximum(low.neg(), high).reshape(-1)).div_(LARGEST[precision])
+    out.masked_fill_(out == 0, 1.0)
+
+
+def _round_int8(y: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Finish ``y = x / scale`` (to which a draw in (0, 1) was added where rounding is stochastic), in place."""
+    y = y.round_() if rounding is Rounding.NEAREST else y.floor_()
+    return y.clamp_(-127.0, 127.0)
+
+
+def _uniform(numel: int, seed: int, offset: int, start: int, device: torch.device) -> torch.Tensor:
+    """Float32 draws in (0, 1)."""
+    bits = random_int16(numel, seed, offset, start, device=device).to(torch.float32)
+    return bits.mul_(1.0 / DRAW_LEVELS).add_(0.5 + 0.5 / DRAW_LEVELS)
+
+
+def _quantize_int8_cpu(
+    x: torch.Tensor, scale: float, q: torch.Tensor, rounding: Rounding, seed: int, offset: int, base: int
+) -> None:
+    """Round flat ``x`` into flat ``q`` block by block; ``base`` is the index of its first element in the stream."""
+    inverse = 1.0 / scale
+    block = _BLOCK * torch.get_num_threads()
+    buffer = torch.empty(min(block, x.numel()), dtype=torch.float32)
+    for start in range(0, x.numel(), block):
+        part = x[start : start + block]
+        y = buffer[: part.numel()]
+        if rounding is Rounding.STOCHASTIC:
+            y.copy_(random_int16(part.numel(), seed, offset, base + start))
+            y.mul_(1.0 / DRAW_LEVELS).add_(0.5 + 0.5 / DRAW_LEVELS).add_(part, alpha=inverse)
+        elif part.dtype is torch.float32:
+            torch.div(part, scale, out=y)
+        else:
+            y.copy_(part).div_(scale)
+        q[start : start + block].copy_(_round_int8(y, rounding))
+
+
+def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
+    """Round to a multiple of the spacing that float8_e4m3fn has around each value (2**-9 among the subnormals)."""
+    exponent = torch.frexp(y).exponent - 1
+    spacing = torch.ldexp(torch.ones_like(y), exponent.clamp_(min=Precision.FLOAT8_E4M3FN.min_exponent) - 3)
+    y = y / spacing
+    if rounding is Rounding.NEAREST:
+        y = y.round()
+    else:
+        y = (y if draws is None else y + draws).floor()
+    return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
+
+
+def quantize_into(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    precision: Precision,
+    granularity: Granularity,
+    rounding: Rounding,
+    seed: int,
+    offset: int,
+) -> None:
+    """The ATen kernel behind :func:`qsync_torch.quantize.quantize`: writes ``q`` (strides of ``x``) and ``scale``."""
+    find_scale(x, precision, granularity, scale)
+    if x.numel() == 0:
+        return
+    if x.device.type == "cpu" and not bool(torch.isfinite(scale).all()):
+        raise NumericsError(
+            f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
+            "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
+        )
+    groups, rows = _grouped(x, granularity), _grouped(q, granularity)
+    if x.device.type == "cpu" and precision is Precision.INT8 and groups.shape[0] == 1:
+        _quantize_int8_cpu(groups[0], float(scale), rows[0], rounding, seed, offset, 0)
+        return
+    y = groups.to(torch.float32) / scale[:, None]
+    draws = None
+    if rounding is Rounding.STOCHASTIC:
+        draws = _uniform(x.numel(), seed, offset, 0, x.device).view_as(y)
+    if precision is Precision.INT8:
+        rows.copy_(_round_int8(y if draws is None else y.add_(draws), rounding))
+    else:
+        rows.copy_(_round_float8(y, rounding, draws))
+
+
+def quantize_reference_asymmetric(
+    x: torch.Tensor, granularity: Granularity = Granularity.PER_TENSOR
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric int8 in the reference only: ``x ~ scale * (q - zero_point)`` with the range [min, max] on -128..127.
+
+    Returns:
+        q (int8), scale (float32) and zero_point (int32), rounded to nearest; scales and zero points one per group.
+    """
+    x = quantizable(x, granularity)
+    groups = _grouped(x, granularity).to(torch.float32)
+    low = groups.amin(dim=1, keepdim=True).clamp(max=0.0)
+    high = groups.amax(dim=1, keepdim=True).clamp(min=0.0)
+    scale = (high - low) / 255.0
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    zero_point = (-128.0 - low / scale).round()
+    q = torch.empty_like(x, dtype=torch.int8)
+    _grouped(q, granularity).copy_((groups / scale + zero_point).round_().clamp_(-128.0, 127.0))
+    return q, scale.view(-1), zero_point.view(-1).to(torch.int32)
