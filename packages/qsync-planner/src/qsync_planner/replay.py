@@ -1,0 +1,316 @@
+"""The replayer: how long a job's training step takes, and how much memory, under any assignment of variants (DESIGN 6.2-6.4).
+
+It is a plain function of finished artifacts, and it is transactional for whoever searches: ``trial`` evaluates a change in time
+proportional to what it affects, ``rollback`` leaves nothing of it behind, and every answer equals the replay of the whole from
+scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.dag import PrecisionDag
+from qsync_core.dfg import GlobalDfg, LocalDfg
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.profile import Profile
+from qsync_core.timeline import Timeline
+from qsync_core.variant import Variant
+from qsync_planner.calibration import calibrated_model
+from qsync_planner.communication import collective_ns, compute_share
+from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.cost_model import CostModel
+from qsync_planner.memory import MemoryBefore, MemoryEstimate, MemoryLedger
+from qsync_planner.step_timing import StepShape, StepTimes, StepTiming, TimingBefore
+from qsync_planner.work import kernel
+
+Variants = Mapping[OpId, Variant]
+
+
+@attrs.frozen
+class GroupPrediction:
+    """One rank of a group, in nanoseconds and bytes.
+
+    Attributes:
+        busy_ns: forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more.
+        forward_ns, backward_ns, optimizer_ns: compute time of the phases; dispatch_ns: CPU time of the step.
+        period_ns: the job's period if this group were the only one that limits it.
+        slack_ns: how much longer the job's period is than that.
+        bucket_ready_ns: when each bucket's gradients are complete, from the start of the group's step.
+        peak_bytes: predicted peak memory.
+    """
+
+    busy_ns: int
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+    peak_bytes: int
+    slack_ns: int
+    dispatch_ns: int
+    period_ns: int
+    bucket_ready_ns: tuple[int, ...]
+
+
+@attrs.frozen
+class Prediction:
+    """The steady state of a job.
+
+    Attributes:
+        iteration_ns: the period of training steps.
+        groups: per group.
+        bucket_end_ns: when each bucket's collective ends, counted from the end of the last collective of the step before.
+    """
+
+    iteration_ns: int
+    groups: Mapping[str, GroupPrediction]
+    bucket_end_ns: tuple[int, ...]
+
+
+def uniform_variants(dag: PrecisionDag, group: DeviceGroup, rung: Variant) -> dict[OpId, Variant]:
+    """Every adjustable operator at one rung of the group's ladder.
+
+    Raises:
+        PlanError: when the rung is not on the ladder.
+    """
+    if rung not in group.ladder:
+        ladder = ", ".join(variant.label for variant in group.ladder)
+        raise PlanError(f"{rung.label} is not on the ladder of group {group.name!r}, which is: {ladder}")
+    return {operator.op_id: rung for operator in dag.adjustable}
+
+
+def base_variants(dag: PrecisionDag, group: DeviceGroup) -> dict[OpId, Variant]:
+    """Every adjustable operator at the group's base precision."""
+    return {operator.op_id: base_rung(group) for operator in dag.adjustable}
+
+
+def base_rung(group: DeviceGroup) -> Variant:
+    """The variant of the group's base precision: the last rung of its ladder."""
+    return group.ladder[-1] if group.ladder else Variant.of(group.base)
+
+
+class _GroupState:
+    """One group's mapper, times and memory, changed together."""
+
+    def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants) -> None:
+        self.mapper = CostMapper(replayer.dag, replayer.model(group.name), variants)
+        self.timing = StepTiming(self.mapper, replayer.shape(group.name), synchronises=group.sync_per_step)
+        self.memory = MemoryLedger(self.mapper, distributed=replayer.ranks > 1)
+        self.times: StepTimes = self.timing.times()
+        self.peak_bytes = self.memory.peak_bytes()
+        self._before: tuple[TimingBefore, MemoryBefore, StepTimes, int] | None = None
+
+    def update(self, variants: Variants) -> None:
+        """Change some operators, until ``commit`` or ``rollback``."""
+        change = self.mapper.update(variants)
+        self._before = (
+            self.timing.refresh(change.recosted),
+            self.memory.refresh(change.settled, change.producers),
+            self.times,
+            self.peak_bytes,
+        )
+        self.times = self.timing.times()
+        self.peak_bytes = self.memory.peak_bytes()
+
+    def commit(self) -> None:
+        """Keep the update."""
+        self.mapper.commit()
+        self._before = None
+
+    def rollback(self) -> None:
+        """Undo the update."""
+        self.mapper.rollback()
+        if self._before is not None:
+            timing, memory, self.times, self.peak_bytes = self._before
+            self.timing.restore(timing)
+            self.memory.restore(memory)
+            self._before = None
+
+
+class Replayer:
+    """Predicts iteration time and memory of a job.
+
+    Args:
+        dag: the model.
+        cluster: the device groups.
+        profiles: per group the profile of its device type.
+
+    Raises:
+        PlanError: when a group has no profile, or one of another model.
+        ClusterError: when nothing says how fast the groups communicate.
+    """
+
+    def __init__(self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
+        missing = [group.name for group in cluster.groups if group.name not in profiles]
+        if missing:
+            raise PlanError(
+                f"no profile is given for group {missing[0]!r} of cluster {cluster.name!r}; "
+                f"give one with --profile {missing[0]}=PATH"
+            )
+        self.dag = dag
+        self.cluster = cluster
+        self.profiles = dict(profiles)
+        self.ranks = sum(group.count for group in cluster.groups)
+        self._models: dict[tuple[int, Variant], CostModel] = {}
+        costs = [collective_ns(cluster, profiles, bucket.nbytes) for bucket in dag.buckets]
+        self._collective = {group.name: tuple(cost[group.name] for cost in costs) for group in cluster.groups}
+        self.collective_ns: tuple[int, ...] = tuple(max(cost.values()) for cost in costs)
+        self._shapes = {group.name: self._shape(group) for group in cluster.groups}
+        self._present: dict[str, _GroupState] | None = None
+        self._pending: _GroupState | None = None
+
+    def _shape(self, group: DeviceGroup) -> StepShape:
+        calibration = self.model(group.name).calibration
+        optimizer = kernel(calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
+        share = compute_share(self.profiles[group.name])
+        return StepShape.of(self.dag, self.collective_ns, share, optimizer)
+
+    def model(self, group: str) -> CostModel:
+        """The calibrated cost model of a group; groups of one profile and base share it."""
+        base = base_rung(self.cluster.group(group))
+        key = (id(self.profiles[group]), base)
+        if key not in self._models:
+            self._models[key] = calibrated_model(self.dag, self.profiles[group], base)
+        return self._models[key]
+
+    def shape(self, group: str) -> StepShape:
+        """The part of a group's step that no plan changes."""
+        return self._shapes[group]
+
+    def base_variants(self, group: str) -> dict[OpId, Variant]:
+        """Every adjustable operator of a group at its base precision."""
+        return base_variants(self.dag, self.cluster.group(group))
+
+    def available(self, group: str, op_id: OpId) -> tuple[Variant, ...]:
+        """The rungs of a group's ladder in which an operator was profiled, lowest first."""
+        model = self.model(group)
+        return tuple(variant for variant in self.cluster.group(group).ladder if model.has_cost(op_id, variant))
+
+    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+        unknown = sorted(set(variants) - {group.name for group in self.cluster.groups})
+        if unknown:
+            raise PlanError(f"cluster {self.cluster.name!r} has no group {unknown[0]!r}")
+        return {
+            group.name: _GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
+            for group in self.cluster.groups
+        }
+
+    @property
+    def _states(self) -> dict[str, _GroupState]:
+        """The state of trials; base precision everywhere until ``start``."""
+        if self._present is None:
+            self._present = self._states_of({})
+        return self._present
+
+    def replay(self, variants: Mapping[str, Variants]) -> Prediction:
+        """Predict from scratch; groups not named run at their base precision.  Does not touch the state of trials.
+
+        Raises:
+            PlanError: when variants do not fit the model or were not profiled.
+        """
+        return self._predict(self._states_of(variants))
+
+    def memory(self, group: str, variants: Variants) -> MemoryEstimate:
+        """Predicted memory of one rank of a group, in its parts."""
+        mapper = CostMapper(self.dag, self.model(group), variants)
+        return MemoryLedger(mapper, distributed=self.ranks > 1).estimate()
+
+    def start(self, variants: Mapping[str, Variants]) -> Prediction:
+        """Begin trials from these variants; groups not named start at their base precision."""
+        self._present = self._states_of(variants)
+        self._pending = None
+        return self._predict(self._present)
+
+    def current(self) -> Prediction:
+        """The prediction of the present state, a pending trial included."""
+        return self._predict(self._states)
+
+    def current_variants(self, group: str) -> dict[OpId, Variant]:
+        """Variants of the present state, a pending trial included."""
+        return self._states[group].mapper.variants()
+
+    def trial(self, group: str, variants: Variants) -> Prediction:
+        """Evaluate a change of some operators of one group; it stays pending until ``commit`` or ``rollback``.
+
+        Raises:
+            PlanError: when an operator is unknown or not adjustable, or was not profiled so; nothing is pending then.
+            RuntimeError: when another trial is pending.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a trial is pending: commit or roll back first")
+        state = self._states[group]
+        state.update(variants)
+        self._pending = state
+        return self._predict(self._states)
+
+    def commit(self) -> None:
+        """Keep the pending trial."""
+        if self._pending is not None:
+            self._pending.commit()
+        self._pending = None
+
+    def rollback(self) -> None:
+        """Forget the pending trial."""
+        if self._pending is not None:
+            self._pending.rollback()
+        self._pending = None
+
+    def _predict(self, states: Mapping[str, _GroupState]) -> Prediction:
+        tails = [0] * (len(self.collective_ns) + 1)
+        for bucket in reversed(range(len(self.collective_ns))):
+            tails[bucket] = tails[bucket + 1] + self.collective_ns[bucket]
+        alone: dict[str, int] = {}
+        for name, state in states.items():
+            times = state.times
+            waits = [ready + tail for ready, tail in zip(times.bucket_ready_ns, tails, strict=False)]
+            alone[name] = max(times.alone_ns, times.optimizer_ns + max(waits, default=0))
+        period = max(alone.values())
+        groups = {
+            name: GroupPrediction(
+                busy_ns=max(t.forward_ns + t.backward_ns + t.optimizer_ns, t.dispatch_ns),
+                forward_ns=t.forward_ns,
+                backward_ns=t.backward_ns,
+                optimizer_ns=t.optimizer_ns,
+                peak_bytes=state.peak_bytes,
+                slack_ns=period - alone[name],
+                dispatch_ns=t.dispatch_ns,
+                period_ns=alone[name],
+                bucket_ready_ns=t.bucket_ready_ns,
+            )
+            for name, state in states.items()
+            for t in (state.times,)
+        }
+        end, ends = 0, []
+        for bucket, duration in enumerate(self.collective_ns):
+            ready = max(g.optimizer_ns + g.bucket_ready_ns[bucket] for g in groups.values())
+            end = max(end, ready) + duration
+            ends.append(end)
+        return Prediction(period, groups, tuple(ends))
+
+    def global_dfg(self, variants: Mapping[str, Variants]) -> GlobalDfg:
+        """The job's data-flow graph; groups not named run at their base precision."""
+        # Imported here: trials never need the node-level graph.
+        from qsync_planner.dfg_builder import build_local_dfg
+
+        states = self._states_of(variants)
+        locals_: list[LocalDfg] = [
+            build_local_dfg(
+                group.name,
+                states[group.name].mapper,
+                self.shape(group.name),
+                self._collective[group.name],
+                sync_per_step=group.sync_per_step,
+            )
+            for group in self.cluster.groups
+        ]
+        return GlobalDfg(tuple(locals_), tuple(group.count for group in self.cluster.groups))
+
+    def timeline(self, variants: Mapping[str, Variants]) -> Timeline:
+        """The predicted intervals of one steady step, one rank shown per group."""
+        from qsync_planner.timeline_export import predicted_timeline
+
+        prediction = self.replay(variants)
+        peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
+        return predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
