@@ -90,5 +90,6 @@ def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
     if plan.dag_digest != wanted:
         raise PlanError(
             f"the plan is for another graph ({plan.model!r}, digest {plan.dag_digest[:12]}) than "
-            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), plan.operator_ids)}; make a plan for this job with 'qsync plan'"
+            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), plan.operator_ids)}; "
+            "make a plan for this job with 'qsync plan'"
         )

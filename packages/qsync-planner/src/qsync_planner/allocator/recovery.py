@@ -1,9 +1,9 @@
 """Recovery: raise operators towards the base precision, the largest drop of Ω first, while time and memory allow.
 
-One max-heap per inference group holds Ω(b) − Ω(next higher b) (paper, Allocator).  The largest is tried; it is kept if the replayed plan still fits,
-and its next step is pushed.  Two things go beyond the paper: a step that is refused does not hide the rungs above it (int8 with a
-float32 output may be slower *and* larger than float16), and since a later step can make room for an earlier refusal, sweeps are
-repeated until one changes nothing.
+One max-heap per inference group holds Ω(b) − Ω(next higher b) (paper, Allocator).  The largest is tried; it is kept if the replayed
+plan still fits, and its next step is pushed.  Two things go beyond the paper: a step that is refused does not hide the rungs above
+it (int8 with a float32 output may be slower *and* larger than float16), and since a later step can make room for an earlier
+refusal, sweeps are repeated until one changes nothing.
 """
 
 from __future__ import annotations
