@@ -1,5 +1,15 @@
-"""The QSync precision IR, artifacts, plugin registry and command line; no torch."""
+"""The QSync precision IR, artifacts, plugin registry and command line; no torch.
 
-from importlib.metadata import version as _version
+Import what you need from its modules (``qsync_core.artifact``, ``qsync_core.dag``, ``qsync_core.plan``, …); this one is empty, so
+importing it costs nothing.
+"""
 
-__version__ = _version("qsync-core")
+from __future__ import annotations
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version  # 40 ms, for those who ask
+
+        return version("qsync-core")
+    raise AttributeError(f"module 'qsync_core' has no attribute {name!r}")

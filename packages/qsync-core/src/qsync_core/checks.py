@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -20,9 +20,36 @@ def non_negative_int(instance: Any, attribute: attrs.Attribute[Any], value: Any)
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**62, got {value!r}")
 
 
+def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An integer in 1..2**62 (numbers of ranks, samples)."""
+    non_negative_int(instance, attribute, value)
+    if value == 0:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be at least 1, got 0")
+
+
+def optional(validator: Validator) -> Validator:
+    """None, or what the validator accepts."""
+
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None:
+            validator(instance, attribute, value)
+
+    return check
+
+
+def each(validator: Validator) -> Validator:
+    """A sequence whose every item, or a mapping whose every value, the validator accepts."""
+
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            validator(instance, attribute, item)
+
+    return check
+
+
 def finite(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     """A float that is neither NaN nor infinite."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be a finite number, got {value!r}")
 
 
@@ -39,5 +66,5 @@ def shape(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     for size in value:
         non_negative_int(instance, attribute, size)
         product *= size
-    if product > MAX_INT:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name} has too many elements: {value!r}")
+        if product > MAX_INT:
+            raise ValueError(f"{type(instance).__name__}.{attribute.name} has more than 2**62 elements: {value!r}")

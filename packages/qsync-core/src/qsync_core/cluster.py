@@ -54,7 +54,7 @@ class DeviceGroup:
 
     name: str
     device: str
-    count: int = attrs.field(validator=checks.non_negative_int)
+    count: int = attrs.field(validator=checks.positive_int)
     role: Role
     base: Precision
     ladder: tuple[Variant, ...]
@@ -79,6 +79,15 @@ class Cluster:
     name: str
     groups: tuple[DeviceGroup, ...]
     links: tuple[Link, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"the groups of a cluster have different names, got {names}")
+        for link in self.links:
+            for end in link.between:
+                if end not in names:
+                    raise ValueError(f"a link ends at {end!r}, but the groups are {names}")
 
     def group(self, name: str) -> DeviceGroup:
         """The group of that name.

@@ -15,13 +15,15 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
-from cattrs.preconf.msgpack import MsgpackConverter, make_converter
 
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
+
+if TYPE_CHECKING:
+    from cattrs.preconf.msgpack import MsgpackConverter
 
 MAX_STRING = 65_536
 """Longest string that an artifact may hold, in characters: names and reasons are a line or two."""
@@ -137,6 +139,9 @@ def _parse_string(parse: Callable[[str], Any]) -> Hook:
 
 
 def _make_converter() -> MsgpackConverter:
+    # Here, because importing cattrs takes a third of the time of importing all of core.
+    from cattrs.preconf.msgpack import make_converter
+
     converter = make_converter(detailed_validation=False)
 
     def register(kind: type, load: Hook, dump: Hook) -> None:

@@ -47,8 +47,8 @@ class DfgNode:
     phase: Phase
     resource: Resource
     duration_ns: int = attrs.field(validator=checks.non_negative_int)
-    deps: tuple[int, ...] = ()
-    bucket: int | None = None
+    deps: tuple[int, ...] = attrs.field(default=(), validator=checks.each(checks.non_negative_int))
+    bucket: int | None = attrs.field(default=None, validator=checks.optional(checks.non_negative_int))
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ class GlobalDfg:
     """
 
     groups: tuple[LocalDfg, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = attrs.field(validator=checks.each(checks.positive_int))
 
     def __attrs_post_init__(self) -> None:
         if len(self.groups) != len(self.ranks) or not self.groups:

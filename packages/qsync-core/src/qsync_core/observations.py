@@ -11,6 +11,7 @@ from functools import cached_property
 
 import attrs
 
+from qsync_core import checks
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
 
@@ -23,7 +24,8 @@ class Series:
         op_id: the operator; None for a number of the whole model (γ, the loss).
         variant: the variant the term is for; None where it does not depend on one (norms, exponents).
         collector: who wrote it; term: what it is (the collector documents its terms and their units).
-        values: one per entry of ``Observations.iterations``.
+        values: one per entry of ``Observations.iterations``.  They may be NaN or infinite in memory, so that whoever reads them can
+            name the operator; such observations are not stored.
     """
 
     op_id: OpId | None
@@ -48,8 +50,8 @@ class Observations:
 
     model: str
     dag_digest: str
-    iterations: tuple[int, ...]
-    batch_size: int
+    iterations: tuple[int, ...] = attrs.field(validator=checks.each(checks.non_negative_int))
+    batch_size: int = attrs.field(validator=checks.positive_int)
     stopped: str
     series: tuple[Series, ...]
     settings: Mapping[str, str] = attrs.field(factory=dict)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import attrs
+
+from qsync_core import checks
+
+MAX_FQN = 1024
+"""Longest name of an operator, in characters."""
+
+_CALL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 @functools.total_ordering
@@ -18,11 +26,12 @@ class OpId:
     """
 
     fqn: str = attrs.field(validator=attrs.validators.instance_of(str))
-    call: int = attrs.field(default=0, validator=[attrs.validators.instance_of(int), attrs.validators.ge(0)])
+    call: int = attrs.field(default=0, validator=checks.non_negative_int)
 
     def __attrs_post_init__(self) -> None:
-        if not self.fqn or "#" in self.fqn:
-            raise ValueError(f"an operator's FQN is a non-empty string without '#', got {self.fqn!r}")
+        if not self.fqn or "#" in self.fqn or not self.fqn.isprintable() or len(self.fqn) > MAX_FQN:
+            shown = self.fqn[:80]
+            raise ValueError(f"an operator's FQN is 1 to {MAX_FQN} printable characters without '#', got {shown!r}")
 
     @classmethod
     def parse(cls, text: str) -> OpId:
@@ -32,8 +41,8 @@ class OpId:
             ValueError: when the text is not of that form.
         """
         fqn, separator, call = text.partition("#")
-        if separator and not (call.isascii() and call.isdigit() and str(int(call)) == call):
-            raise ValueError(f"an operator is written 'fqn#call', for example 'layer1.0.conv1#0'; got {text!r}")
+        if separator and not _CALL.fullmatch(call):
+            raise ValueError(f"an operator is written 'fqn#call', for example 'layer1.0.conv1#0'; got {text[:80]!r}")
         return cls(fqn, int(call) if separator else 0)
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ class PrecisionPlan:
         predicted_iteration_ns: its own predicted period.
         objective: Σ Ω of the inference groups; bound: a proven lower bound of it, None where there is none.
         groups: one per device group of the cluster.
-        rank0_group: a training group; DDP broadcasts buffers from rank 0.
+        rank0_group: a training group; DDP broadcasts buffers from rank 0.  Empty where there is no training group.
         verdict: hybrid against the training groups alone; None where there is no training group.
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group (equal unless the solver is dynamic-batch).
@@ -102,18 +102,20 @@ class PrecisionPlan:
     time_limit_ns: int = attrs.field(validator=checks.non_negative_int)
     predicted_iteration_ns: int = attrs.field(validator=checks.non_negative_int)
     objective: float = attrs.field(validator=checks.finite)
-    bound: float | None
+    bound: float | None = attrs.field(validator=checks.optional(checks.finite))
     groups: tuple[GroupPlan, ...]
     rank0_group: str
     verdict: Verdict | None = None
-    baselines: Mapping[str, int] = attrs.field(factory=dict)
-    local_batches: Mapping[str, int] = attrs.field(factory=dict)
+    baselines: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+    local_batches: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     notes: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"a plan has one entry per group, got {names}")
+        if self.rank0_group and self.rank0_group not in names:
+            raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
 
     def group(self, name: str) -> GroupPlan:
         """The part of one group.

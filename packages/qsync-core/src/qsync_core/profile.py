@@ -63,7 +63,7 @@ class OpCost:
     forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
     backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
     backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    saves_inputs: tuple[int, ...] = ()
+    saves_inputs: tuple[int, ...] = attrs.field(default=(), validator=checks.each(checks.non_negative_int))
     saves_output: bool = False
     saved_own_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
     workspace_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
@@ -95,7 +95,7 @@ class CastModel:
     intercept_ns: float = attrs.field(validator=checks.finite)
     ns_per_element: float = attrs.field(validator=checks.finite)
     r2: float = attrs.field(validator=checks.finite)
-    samples: tuple[tuple[int, int], ...] = ()
+    samples: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
 
     def cost_ns(self, numel: int) -> int:
         """Device time of casting a tensor of ``numel`` elements, in nanoseconds."""
@@ -115,7 +115,7 @@ class CollectiveModel:
     backend: str
     alpha_ns: float = attrs.field(validator=checks.finite)
     beta_ns_per_byte: float = attrs.field(validator=checks.finite)
-    measured: tuple[tuple[int, int], ...] = ()
+    measured: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
     residuals_ns: tuple[int, ...] = ()
     compute_share: float = attrs.field(default=0.0, validator=checks.finite)
 

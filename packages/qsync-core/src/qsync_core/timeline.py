@@ -47,4 +47,11 @@ class Timeline:
     iteration_ns: int = attrs.field(validator=checks.non_negative_int)
     rank_group: Mapping[int, str]
     intervals: tuple[Interval, ...]
-    peak_bytes: Mapping[str, int] = attrs.field(factory=dict)
+    peak_bytes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+
+    def __attrs_post_init__(self) -> None:
+        for rank in self.rank_group:
+            checks.non_negative_int(self, attrs.fields(Timeline).rank_group, rank)
+        for interval in self.intervals:
+            if interval.rank not in self.rank_group:
+                raise ValueError(f"interval {interval.name!r} is of rank {interval.rank}, which belongs to no group")
