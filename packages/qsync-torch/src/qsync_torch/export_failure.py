@@ -20,7 +20,7 @@ _ADVICE = (
     ),
     (
         r"Invalid input for|unsupported input type|Unsupported.*input|register_dataclass|pytree",
-        "an argument is of a type that torch.export does not know: pass tensors, numbers, or lists, tuples and dictionaries of them",
+        "torch.export does not know the type of an argument: pass tensors, numbers, or lists, tuples and dictionaries of them",
     ),
 )
 

@@ -79,6 +79,6 @@ def run_fake(step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         recorder = _Recorder(step.graph_module)
         (loss,) = recorder.run(*values, enable_io_processing=False)[-1:]
-        if loss.requires_grad:
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
             loss.backward()
     return FakeRun(tuple(order), recorder.storage, frozenset(recorder.needs_grad))

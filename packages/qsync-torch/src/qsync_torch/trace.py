@@ -45,10 +45,11 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     walk = GraphWalk(step, run, job.model)
     walk.walk()
     kind, reduction = loss_kind(walk.drafts, walk.loss)
-    if walk.loss is None or walk.drafts[walk.loss].output_shape != ():
-        shape = () if walk.loss is None else walk.drafts[walk.loss].output_shape
+    shape = None if walk.loss is None else walk.drafts[walk.loss].output_shape
+    if shape != ():
+        got = "one that is not computed from it" if shape is None else f"a tensor of shape {shape}"
         raise TraceError(
-            f"the loss of {job.name} must be a scalar computed by the model, got a tensor of shape {shape}; reduce it with mean() or sum()"
+            f"the loss of {job.name} must be a scalar computed from the model's output, got {got}; use mean() or sum()"
         )
     return PrecisionDag(
         model=job.name,
