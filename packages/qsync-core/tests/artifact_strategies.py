@@ -1,0 +1,257 @@
+"""Hypothesis strategies for every kind of artifact: any valid object, small enough to be fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from qsync_core.checks import MAX_INT
+from qsync_core.cluster import Cluster, DeviceGroup, Link
+from qsync_core.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.observations import Observations, Series
+from qsync_core.op_id import OpId
+from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.profile import (
+    CastKey,
+    CastModel,
+    CollectiveModel,
+    DeviceKind,
+    DeviceType,
+    OpCost,
+    Profile,
+    StepMeasurement,
+)
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.timeline import Interval, Timeline
+from qsync_core.variant import Variant
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+names = st.text("abcdefghij", min_size=1, max_size=6)
+counts = st.one_of(st.integers(0, 300), st.integers(0, MAX_INT))
+positive = st.integers(1, MAX_INT)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+fractions = st.floats(0, 1, exclude_min=True)
+string_maps = st.dictionaries(texts, texts, max_size=3)
+digests = st.text("0123456789abcdef", max_size=8)
+
+precisions = st.sampled_from(Precision)
+floats_of_output = st.sampled_from([Precision.FLOAT32, Precision.FLOAT16, Precision.BFLOAT16])
+variants = st.builds(
+    Variant,
+    precisions,
+    floats_of_output,
+    precisions,
+    precisions,
+    precisions,
+    st.sampled_from(Granularity),
+    st.sampled_from(Granularity),
+    st.sampled_from(Rounding),
+    st.booleans(),
+)
+fqns = st.one_of(
+    st.text("abc._$0", min_size=1, max_size=12),
+    st.text(st.characters(codec="utf-8", exclude_characters="#"), min_size=1, max_size=8).filter(str.isprintable),
+)
+op_ids = st.builds(OpId, fqns, st.one_of(st.integers(0, 3), st.integers(0, 10**18 - 1)))
+shapes = st.one_of(st.just(()), st.lists(st.integers(0, 4096), max_size=4).map(tuple))
+
+
+def tuples(items: st.SearchStrategy[Any], max_size: int = 4, **more: Any) -> st.SearchStrategy[Any]:
+    return st.lists(items, max_size=max_size, **more).map(tuple)
+
+
+parameters = st.builds(Parameter, names, shapes, st.sampled_from(["float32", "int64"]), st.booleans())
+buckets = st.builds(Bucket, tuples(names), counts)
+
+
+@st.composite
+def dags(draw: st.DrawFn) -> PrecisionDag:
+    operators: list[Operator] = []
+    for op_id in draw(st.lists(op_ids, max_size=5, unique=True)):
+        inputs = draw(tuples(st.sampled_from([op.op_id for op in operators]), max_size=3)) if operators else ()
+        operators.append(
+            Operator(
+                op_id=op_id,
+                kind=draw(st.sampled_from(["linear", "conv2d", "add", "input"])),
+                op_class=draw(st.sampled_from(OpClass)),
+                inputs=inputs,
+                input_shapes=tuple(draw(shapes) for _ in inputs),
+                output_shape=draw(shapes),
+                parameters=draw(tuples(names)),
+                weight_shape=draw(shapes),
+                attributes=draw(string_maps),
+                flops=draw(counts),
+                variant_group=draw(texts),
+                depth=draw(counts),
+                not_applicable=draw(texts),
+                variant=draw(variants),
+            )
+        )
+    return PrecisionDag(
+        draw(texts), tuple(operators), draw(tuples(parameters)), draw(tuples(buckets)), draw(texts), draw(texts), draw(counts)
+    )
+
+
+devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
+op_costs = st.builds(
+    OpCost, counts, counts, counts, counts, tuples(st.integers(0, 5)), st.booleans(), counts, counts, texts, texts, finite
+)
+cast_keys = st.builds(CastKey, precisions, precisions, st.sampled_from(Granularity), st.sampled_from(Rounding))
+pairs = tuples(st.tuples(counts, counts))
+cast_models = st.builds(CastModel, cast_keys, counts, finite, finite, finite, pairs)
+collectives = st.builds(CollectiveModel, counts, texts, finite, finite, pairs, tuples(st.integers(-(2**60), 2**60)), finite)
+steps = st.builds(StepMeasurement, variants, *[counts] * 8, finite)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    costs = draw(st.lists(op_costs, min_size=1, max_size=4).map(tuple))
+    by_variant = st.dictionaries(variants, st.integers(0, len(costs) - 1), max_size=3)
+    return Profile(
+        device=draw(devices),
+        software=draw(string_maps),
+        model=draw(texts),
+        dag_digest=draw(digests),
+        costs=costs,
+        cost_index=draw(st.dictionaries(op_ids, by_variant, max_size=4)),
+        casts=draw(tuples(cast_models, unique_by=lambda model: model.key)),
+        optimizer_dispatch_ns=draw(counts),
+        optimizer_compute_ns=draw(counts),
+        optimizer_state_bytes=draw(counts),
+        input_bytes=draw(counts),
+        collective=draw(st.none() | collectives),
+        steps=draw(tuples(steps)),
+    )
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observations:
+    iterations = draw(tuples(counts))
+    values = st.lists(finite, min_size=len(iterations), max_size=len(iterations)).map(tuple)
+    series = st.builds(Series, st.none() | op_ids, st.none() | variants, texts, texts, values)
+    return Observations(
+        draw(texts), draw(digests), iterations, draw(positive), draw(texts), draw(tuples(series)), draw(string_maps)
+    )
+
+
+omegas = st.dictionaries(op_ids, st.dictionaries(variants, st.floats(0, 1e300), max_size=3), max_size=4)
+sensitivities = st.builds(Sensitivity, texts, digests, digests, texts, omegas, tuples(texts))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    group_names = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    groups = tuple(
+        DeviceGroup(
+            name=name,
+            device=draw(texts),
+            count=draw(positive),
+            role=draw(st.sampled_from(Role)),
+            base=draw(precisions),
+            ladder=draw(tuples(variants)),
+            memory_bytes=draw(counts),
+            share=draw(fractions),
+            sync_per_step=draw(st.booleans()),
+        )
+        for name in group_names
+    )
+    ends = st.tuples(st.sampled_from(group_names), st.sampled_from(group_names))
+    return Cluster(draw(texts), groups, draw(tuples(st.builds(Link, ends, finite, finite))))
+
+
+@st.composite
+def local_dfgs(draw: st.DrawFn, bucket_count: int | None = None) -> LocalDfg:
+    remaining = list(range(draw(st.integers(0, 3)) if bucket_count is None else bucket_count))
+    phases = draw(st.lists(st.sampled_from([p for p in Phase if p is not Phase.COMMUNICATION]), max_size=4))
+    order = draw(st.permutations([*phases, *[Phase.COMMUNICATION] * len(remaining)]))
+    nodes = []
+    for position, phase in enumerate(order):
+        deps = draw(tuples(st.integers(0, position - 1))) if position else ()
+        bucket = remaining.pop(0) if phase is Phase.COMMUNICATION else None
+        resource = draw(st.sampled_from(Resource))
+        nodes.append(DfgNode(position, draw(texts), draw(st.none() | op_ids), phase, resource, draw(counts), deps, bucket))
+    return LocalDfg(draw(texts), tuple(nodes), draw(st.booleans()), draw(st.booleans()))
+
+
+@st.composite
+def global_dfgs(draw: st.DrawFn) -> GlobalDfg:
+    bucket_count = draw(st.integers(0, 2))
+    groups = draw(st.lists(local_dfgs(bucket_count), min_size=1, max_size=3).map(tuple))
+    return GlobalDfg(groups, tuple(draw(positive) for _ in groups))
+
+
+assignments = st.builds(Assignment, variants, texts, texts, texts)
+verdicts = st.builds(Verdict, counts, counts, finite, texts)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> PrecisionPlan:
+    group_names = draw(st.lists(names, max_size=3, unique=True))
+    groups = tuple(
+        GroupPlan(
+            group=name,
+            role=draw(st.sampled_from(Role)),
+            count=draw(counts),
+            device=draw(devices),
+            base=draw(precisions),
+            assignments=draw(st.dictionaries(op_ids, assignments, max_size=3)),
+            memory_budget_bytes=draw(counts),
+            predicted_peak_bytes=draw(counts),
+            predicted_busy_ns=draw(counts),
+            needs_loss_scaling=draw(st.booleans()),
+        )
+        for name in group_names
+    )
+    return PrecisionPlan(
+        model=draw(texts),
+        dag_digest=draw(digests),
+        operator_ids=draw(tuples(op_ids)),
+        input_digests=draw(string_maps),
+        solver=draw(texts),
+        indicator=draw(texts),
+        time_limit_ns=draw(counts),
+        predicted_iteration_ns=draw(counts),
+        objective=draw(finite),
+        bound=draw(st.none() | finite),
+        groups=groups,
+        rank0_group=draw(st.sampled_from(["", *group_names])),
+        verdict=draw(st.none() | verdicts),
+        baselines=draw(st.dictionaries(texts, counts, max_size=2)),
+        local_batches=draw(st.dictionaries(texts, counts, max_size=2)),
+        notes=draw(tuples(texts)),
+    )
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    rank_group = draw(st.dictionaries(st.integers(0, 200), texts, min_size=1, max_size=3))
+    intervals = st.builds(
+        Interval,
+        texts,
+        st.none() | op_ids,
+        st.sampled_from(Phase),
+        st.sampled_from(Resource),
+        st.sampled_from(sorted(rank_group)),
+        counts,
+        counts,
+    )
+    source = draw(st.sampled_from(["predicted", "measured"]))
+    peaks = draw(st.dictionaries(texts, counts, max_size=2))
+    return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks)
+
+
+ARTIFACTS: dict[type, st.SearchStrategy[Any]] = {
+    PrecisionDag: dags(),
+    Profile: profiles(),
+    Observations: observations(),
+    Sensitivity: sensitivities,
+    Cluster: clusters(),
+    LocalDfg: local_dfgs(),
+    GlobalDfg: global_dfgs(),
+    PrecisionPlan: plans(),
+    Timeline: timelines(),
+}
+"""A strategy for every kind of artifact."""

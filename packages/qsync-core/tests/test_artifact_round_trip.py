@@ -1,0 +1,124 @@
+"""Every artifact survives being written and read, and equal artifacts give equal bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgpack
+import pytest
+from artifact_examples import examples
+from artifact_strategies import ARTIFACTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsync_core import artifact, schema
+from qsync_core.errors import ArtifactError
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.timeline import Timeline
+
+
+def test_every_kind_has_a_strategy_and_an_example() -> None:
+    assert set(ARTIFACTS) == set(schema.KINDS.values()) == set(examples(layers=1))
+
+
+@pytest.mark.parametrize("kind", ARTIFACTS, ids=lambda kind: kind.__name__)
+def test_round_trip(kind: type) -> None:
+    @settings(max_examples=60)
+    @given(ARTIFACTS[kind])
+    def check(value: Any) -> None:
+        data = artifact.to_bytes(value)
+        again = artifact.from_bytes(data, kind)
+        assert again == value
+        assert artifact.to_bytes(again) == data
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ARTIFACTS, ids=lambda kind: kind.__name__)
+def test_real_size_through_a_file(kind: type, tmp_path: Path) -> None:
+    value = examples()[kind]
+    path = tmp_path / "a.qsync"
+    artifact.save(value, path)
+    assert artifact.load(path) == value
+    assert artifact.load(path, kind) == value
+    assert artifact.digest(value) == path.read_bytes()[36:68].hex()
+
+
+@given(st.permutations(range(6)))
+def test_order_of_a_mapping_does_not_change_the_bytes(order: list[int]) -> None:
+    ranks = {rank: f"group {rank}" for rank in order}
+    plain = {rank: f"group {rank}" for rank in range(6)}
+    assert artifact.to_bytes(Timeline("predicted", "m", 1, ranks, ())) == artifact.to_bytes(
+        Timeline("predicted", "m", 1, plain, ())
+    )
+
+
+def test_digest_depends_on_kind_and_content() -> None:
+    digests = {artifact.digest(value) for value in examples(layers=1).values()}
+    assert len(digests) == len(schema.KINDS)
+    sensitivity = examples(layers=1)[Sensitivity]
+    assert artifact.digest(attrs.evolve(sensitivity, model="another")) not in digests
+
+
+def test_integers_are_floats_where_the_field_is_one() -> None:
+    sensitivity = examples(layers=1)[Sensitivity]
+    as_int = {op_id: dict.fromkeys(by_variant, 0) for op_id, by_variant in sensitivity.omega.items()}
+    as_float = {op_id: dict.fromkeys(by_variant, 0.0) for op_id, by_variant in sensitivity.omega.items()}
+    assert artifact.digest(attrs.evolve(sensitivity, omega=as_int)) == artifact.digest(attrs.evolve(sensitivity, omega=as_float))
+
+
+def test_file_gets_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0o027)
+    try:
+        artifact.save(examples(layers=1)[Timeline], tmp_path / "a.qsync")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "a.qsync").stat().st_mode) == 0o640
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.qsync"
+    old = examples(layers=1)[Timeline]
+    artifact.save(old, path)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(ArtifactError, match=r"can not write .*a\.qsync: No space left on device"):
+        artifact.save(attrs.evolve(old, model="new"), path)
+    monkeypatch.undo()
+    assert artifact.load(path) == old
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.qsync"]
+
+
+def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
+    sensitivity = examples(layers=1)[Sensitivity]
+    data = artifact.to_bytes(sensitivity)
+    plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
+    old_plain = {"model_name" if name == "model" else name: value for name, value in plain.items() if name != "notes"}
+    old = _with_header(msgpack.packb(old_plain), version=1)
+    monkeypatch.setitem(schema._VERSIONS, "Sensitivity", 3)
+
+    with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
+        artifact.from_bytes(old)
+    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
+    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, "notes": ["geometric mean"]})
+    assert artifact.from_bytes(old, Sensitivity) == sensitivity
+    with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
+        artifact.from_bytes(_with_header(msgpack.packb({}), version=1))
+    with pytest.raises(ArtifactError, match="expected the fields of a Sensitivity, got list"):
+        artifact.from_bytes(_with_header(msgpack.packb([]), version=1))
+
+
+def _with_header(content: bytes, *, version: int) -> bytes:
+    import hashlib
+
+    front = struct.pack(">8s16sIQ", artifact.MAGIC, b"Sensitivity", version, len(content))
+    return front + hashlib.sha256(front + content).digest() + content
