@@ -1,1 +1,20 @@
-"""Hook implementations of qsync-planner."""
+"""Hook implementations of qsync-planner: its subcommands of ``qsync``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qsync_core.hooks import hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+
+@hookimpl
+def qsync_register_commands(cli: click.Group) -> None:
+    """Add ``indicate``, ``plan`` and ``explain``, and the replayer's commands."""
+    from qsync_planner.cli_indicate import indicate
+    from qsync_planner.cli_plan import explain, plan
+
+    for command in (indicate, plan, explain):
+        cli.add_command(command)

@@ -12,9 +12,9 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.plan import Role, Verdict
 from qsync_core.profile import Profile
+from qsync_core.units import format_ns
 from qsync_core.variant import Variant
 from qsync_planner.replay import Replayer
-from qsync_planner.wording import ms_text
 
 MAX_SUBSET_GROUPS = 4
 """Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
@@ -95,15 +95,15 @@ def _replay(
 
 def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float) -> str:
     rates = (
-        f"{hybrid.samples_per_second:,.1f} samples/s ({ms_text(hybrid.iteration_ns)} a step) against "
-        f"{alone.samples_per_second:,.1f} ({ms_text(alone.iteration_ns)}) with the training groups alone"
+        f"{hybrid.samples_per_second:,.1f} samples/s ({format_ns(hybrid.iteration_ns)} a step) against "
+        f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with the training groups alone"
     )
     best = max(others, key=lambda job: (job.samples_per_second, len(job.inference)))
     who = " and ".join(hybrid.inference)
     if best.samples_per_second > hybrid.samples_per_second and best.inference:
         left_out = " and ".join(name for name in hybrid.inference if name not in best.inference)
         return (
-            f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({ms_text(best.iteration_ns)} a step); "
+            f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({format_ns(best.iteration_ns)} a step); "
             f"the whole hybrid job makes {rates}"
         )
     if speedup >= WORTH_IT:

@@ -12,6 +12,7 @@ from qsync_core.errors import PlanError
 from qsync_core.plan import PrecisionPlan, Role
 from qsync_core.profile import Profile
 from qsync_core.sensitivity import Sensitivity
+from qsync_core.units import format_bytes
 from qsync_planner.allocator.batch_scaling import BatchProfile
 from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.full import solve_full
@@ -23,7 +24,6 @@ from qsync_planner.allocator.uniform import UniformStart, move_to_uniform, solve
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 from qsync_planner.verdict import judge
-from qsync_planner.wording import bytes_text
 
 SOLVERS = ("greedy", "uniform", "full", "dynamic-batch")
 """``greedy`` plans; the others are the baselines it is compared with."""
@@ -111,7 +111,7 @@ def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit:
         peak = full.prediction.groups[group.name].peak_bytes
         if not group.fits(peak):
             notes.append(
-                f"full precision does not fit group {group.name}: {bytes_text(peak)} of {bytes_text(group.group.memory_bytes)}"
+                f"full precision does not fit group {group.name}: {format_bytes(peak)} of {format_bytes(group.group.memory_bytes)}"
             )
     if does_not_fit and solver != "dynamic-batch":
         notes.append(f"the dynamic-batch baseline is not possible: {does_not_fit}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from qsync_core.errors import InfeasibleError
+from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.wording import bytes_text
 
 
 def infeasible(problem: GroupProblem, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
     """The error for a group whose budget is below ``smallest_bytes``, which is a budget that would do."""
     group = problem.group
     return InfeasibleError(
-        f"{what} the memory of group {group.name!r}: its budget is {bytes_text(group.memory_bytes)} "
-        f"({group.memory_bytes:,} bytes) per rank, and the smallest feasible budget is {bytes_text(smallest_bytes)} "
+        f"{what} the memory of group {group.name!r}: its budget is {format_bytes(group.memory_bytes)} "
+        f"({group.memory_bytes:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest_bytes)} "
         f"({smallest_bytes:,} bytes); raise the group's 'memory' to that, use a smaller batch, or leave the group out"
     )

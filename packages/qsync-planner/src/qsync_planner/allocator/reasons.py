@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import Unit
 from qsync_planner.allocator.recovery import History, Refusal
-from qsync_planner.wording import added_time_text, bytes_text, time_text
+from qsync_planner.wording import added_time_text, time_text
 
 
 def reason(unit: Unit, rung: int, history: History) -> str:
     """The reason for one unit after recovery.
 
-    ``recovered to float32: +212 µs, slack 1,830 µs`` | ``kept int8: float16 would exceed memory by 38.0 MB`` |
+    ``recovered to float32: +212 µs, slack 1,830 µs`` | ``kept int8: float16 would exceed memory by 38.1 MiB`` |
     ``kept bfloat16: float32 would exceed the time limit by 1,204 µs``.  A unit that was raised part of the way has both halves.
     """
     label = unit.rungs[rung].label
@@ -33,7 +34,7 @@ def _refusal(unit: Unit, refusal: Refusal) -> str:
         return f"{label} would not lower its sensitivity"
     limits = []
     if refusal.over_memory_bytes:
-        limits.append(f"memory by {bytes_text(refusal.over_memory_bytes)}")
+        limits.append(f"memory by {format_bytes(refusal.over_memory_bytes)}")
     if refusal.over_time_ns:
         limits.append(f"the time limit by {time_text(refusal.over_time_ns)}")
     return f"{label} would exceed {' and '.join(limits)}"

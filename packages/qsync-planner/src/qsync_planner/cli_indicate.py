@@ -1,0 +1,81 @@
+"""``qsync indicate``.  Whatever is slow to import is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.cli.output import emit, json_option
+from qsync_planner.table import print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("observations", required=False, type=_PATH)
+@click.option("--dag", type=_PATH, help="PrecisionDag of the model.")
+@click.option("--indicator", default="lossvar", show_default=True, help="Which indicator; --list shows them.")
+@click.option("--cluster", type=_PATH, help="Rate the variants of this cluster's ladders instead of the observed ones.")
+@click.option("-o", "--output", type=_PATH, help="Where to write the Sensitivity.")
+@click.option("--list", "list_flag", is_flag=True, help="List the installed indicators and stop.")
+@json_option
+def indicate(
+    observations: Path | None,
+    dag: Path | None,
+    indicator: str,
+    cluster: Path | None,
+    output: Path | None,
+    list_flag: bool,
+    json_flag: bool,
+) -> None:
+    """Turn OBSERVATIONS into the sensitivity of every operator at every precision."""
+    from qsync_core.artifact import load, save
+    from qsync_core.cluster_file import read_cluster
+    from qsync_core.dag import PrecisionDag
+    from qsync_core.observations import Observations
+    from qsync_planner.indicate import indicate as compute
+    from qsync_planner.indicators import available_indicators
+
+    if list_flag:
+        found = available_indicators()
+        rows = [{"name": i.name, "collectors": list(i.collectors), "summary": i.summary} for i in found.values()]
+        emit(
+            json_flag,
+            {"indicators": rows},
+            lambda console: print_table(console, ["indicator", "what"], [[r["name"], r["summary"]] for r in rows]),
+        )
+        return
+    if dag is None or output is None:
+        raise click.UsageError(f"Missing option {'--dag' if dag is None else '-o'}.")
+    variants = [v for group in read_cluster(cluster).groups for v in group.ladder] if cluster else []
+    observed = load(observations, Observations) if observations else None
+    sensitivity = compute(observed, load(dag, PrecisionDag), variants, indicator)
+    save(sensitivity, output)
+    ranked = sorted(
+        ((value, str(op_id), variant.label) for op_id, by in sensitivity.omega.items() for variant, value in by.items()),
+        key=lambda row: (-row[0], row[1], row[2]),
+    )
+    data = {
+        "output": str(output),
+        "model": sensitivity.model,
+        "indicator": sensitivity.indicator,
+        "operators": len(sensitivity.omega),
+        "variants": sorted({variant for by in sensitivity.omega.values() for variant in map(str, by)}),
+        "notes": list(sensitivity.notes),
+        "omega": [{"operator": name, "label": label, "omega": value} for value, name, label in ranked],
+    }
+
+    def render(console: Console) -> None:
+        console.print(
+            f"{sensitivity.model}: Ω of {len(sensitivity.omega)} operators by {sensitivity.indicator} → {output}", markup=False
+        )
+        for note in sensitivity.notes:
+            console.print(f"  {note}", markup=False)
+        print_table(console, ["most sensitive", "at", "Ω"], [[name, label, f"{value:.4g}"] for value, name, label in ranked[:10]])
+
+    emit(json_flag, data, render)
