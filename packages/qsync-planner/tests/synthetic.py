@@ -67,6 +67,7 @@ class GraphBuilder:
             variant_group=fqn,
             depth=1 + max((self._by_id[i].depth for i in inputs), default=-1),
             not_applicable=not_applicable,
+            no_grad_inputs=tuple(k for k, i in enumerate(inputs) if self._by_id[i].kind == "input"),
         )
         self.operators.append(operator)
         self._by_id[operator.op_id] = operator

@@ -21,7 +21,7 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.errors import PlanError
 from qsync_core.profile import Profile, StepMeasurement
 from qsync_core.variant import Variant
-from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.cost_mapper import FORWARD_SITES, CostMapper
 from qsync_planner.cost_model import Calibration, Correction, CostModel, Scale
 from qsync_planner.memory import MemoryLedger
 from qsync_planner.work import sequence
@@ -147,7 +147,7 @@ def _cast_times(mapper: CostMapper) -> _Phases:
     times = [0, 0, 0, 0]
     for charged in mapper.charged:
         for priced in charged:
-            first = 0 if priced.cast.site in ("input", "weight") else 2
+            first = 0 if priced.cast.site in FORWARD_SITES else 2
             times[first] += priced.dispatch_ns
             times[first + 1] += priced.compute_ns
     return _Phases(*times)

@@ -26,6 +26,7 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.profile import Profile
+from qsync_core.semantics import CastSite
 from qsync_core.variant import Variant
 from qsync_planner.cost_mapper import CostMapper
 from qsync_planner.cost_model import CostModel
@@ -99,7 +100,7 @@ class MemoryLedger:
             reading = mapper.settled[reader]
             inputs = mapper.inputs[reader]
             for priced in reading.casts:
-                if priced.cast.site == "input" and inputs[priced.cast.input_index] == position:
+                if priced.cast.site is CastSite.INPUT and inputs[priced.cast.input_index] == position:
                     start, end, _ = copies.get(priced.share, (reader, 0, 0))
                     nbytes = priced.cast.numel * priced.cast.key.target.nbytes
                     copies[priced.share] = (start, max(end, reader), nbytes)
@@ -112,11 +113,18 @@ class MemoryLedger:
                     start, end, nbytes = copies[saved.share]
                     copies[saved.share] = (start, max(end, self._backward_of[reader]), nbytes)
         if operator.kind != "input":
-            last = max(readers, default=position)
-            intervals.append((position, max(last, kept_until) + 1, settled.output_bytes))
-            intervals.append((self._backward_of[last], self._backward_of[position] + 1, settled.output_bytes))
+            intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
+            differentiated = [reader for reader in readers if self._needs_gradient(reader, position)]
+            if differentiated or not readers:
+                first = self._backward_of[differentiated[-1] if differentiated else position]
+                intervals.append((first, self._backward_of[position] + 1, settled.output_bytes))
         intervals.extend((start, end + 1, nbytes) for start, end, nbytes in copies.values())
         return intervals
+
+    def _needs_gradient(self, reader: int, producer: int) -> bool:
+        """Whether the reader's backward makes a gradient of the producer's output."""
+        skipped = self._mapper.dag.operators[reader].no_grad_inputs
+        return any(source == producer and i not in skipped for i, source in enumerate(self._mapper.inputs[reader]))
 
     def _own_of(self, position: int) -> tuple[int, int, int, int]:
         """Own saved bytes, workspace, gradient copy, calibration."""

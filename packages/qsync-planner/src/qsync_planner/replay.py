@@ -16,6 +16,7 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.dfg import GlobalDfg, LocalDfg
 from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
 from qsync_core.profile import Profile
 from qsync_core.timeline import Timeline
 from qsync_core.variant import Variant
@@ -89,6 +90,21 @@ def base_variants(dag: PrecisionDag, group: DeviceGroup) -> dict[OpId, Variant]:
 def base_rung(group: DeviceGroup) -> Variant:
     """The variant of the group's base precision: the last rung of its ladder."""
     return group.ladder[-1] if group.ladder else Variant.of(group.base)
+
+
+def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId, Variant]]:
+    """The variants of a plan, per group of the cluster.
+
+    Raises:
+        PlanError: when the plan and the cluster have different groups.
+    """
+    planned, described = {group.group for group in plan.groups}, {group.name for group in cluster.groups}
+    if planned != described:
+        raise PlanError(
+            f"the plan is for groups {', '.join(sorted(planned))}, but cluster {cluster.name!r} has "
+            f"{', '.join(sorted(described))}; replay it with the cluster file it was made from"
+        )
+    return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
 
 
 class _GroupState:
