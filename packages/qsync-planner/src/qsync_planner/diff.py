@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
 from qsync_core.plan import GroupPlan, PrecisionPlan
 from qsync_planner.matching import first_differences
 
@@ -34,7 +36,7 @@ def diff_plans(before: PrecisionPlan, after: PrecisionPlan) -> dict[str, Any]:
         ),
         "groups_removed": sorted(old.keys() - new.keys()),
         "groups_added": sorted(new.keys() - old.keys()),
-        "groups": [_group_changes(old[name], new[name]) for name in old if name in new],
+        "groups": [_group_changes(old[name], new[name], before.operator_ids) for name in old if name in new],
     }
 
 
@@ -48,10 +50,10 @@ def _totals(before: PrecisionPlan, after: PrecisionPlan) -> list[tuple[str, Any,
     ]
 
 
-def _group_changes(before: GroupPlan, after: GroupPlan) -> dict[str, Any]:
+def _group_changes(before: GroupPlan, after: GroupPlan, operator_ids: Sequence[OpId]) -> dict[str, Any]:
     changes = []
-    for op_id, assignment in before.assignments.items():
-        other = after.assignments[op_id]
+    for op_id in operator_ids:
+        assignment, other = before.assignments[op_id], after.assignments[op_id]
         if (assignment.variant, assignment.backend, assignment.config) != (other.variant, other.backend, other.config):
             changes.append(
                 {

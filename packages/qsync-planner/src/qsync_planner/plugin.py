@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """Add ``indicate``, ``plan`` and ``explain``, and the replayer's commands."""
+    """Add ``indicate``, ``plan``, ``explain``, ``replay`` and ``verify``."""
     from qsync_planner.cli_indicate import indicate
     from qsync_planner.cli_plan import explain, plan
+    from qsync_planner.cli_replay import replay, verify
 
-    for command in (indicate, plan, explain):
+    for command in (indicate, plan, explain, replay, verify):
         cli.add_command(command)

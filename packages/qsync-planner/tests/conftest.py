@@ -1,0 +1,11 @@
+"""Makes the modules beside the tests (synthetic models, planning cases) importable, and pins hypothesis to what CI runs."""
+
+import sys
+from pathlib import Path
+
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+settings.register_profile("qsync-planner", deadline=None, derandomize=True)
+settings.load_profile("qsync-planner")
