@@ -1,0 +1,87 @@
+"""mkdocs hook: every ``docs/results/*.json`` becomes a page with its rows as a table.
+
+The files are written by ``tests/benchmarks`` (one row per id: id, what, value, unit, spread, target, and the machine, versions, commit
+and command where they differ from the file's).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+TITLES = {"spine": "The main job, end to end"}
+COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}
+PROVENANCE = ("device", "machine", "versions", "commit", "command")
+
+
+def title(path: Path) -> str:
+    """The page's title."""
+    return TITLES.get(path.stem, path.stem.replace("-", " ").replace("_", " ").capitalize())
+
+
+def results_page(path: Path) -> str:
+    """One results file as Markdown."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    rows = stored["rows"]
+    columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
+    lines = [f"# {title(path)}", "", f"From `docs/results/{path.name}`; times are medians unless the row says otherwise.", ""]
+    lines.append("| " + " | ".join(COLUMNS[name] for name in columns) + " |")
+    lines.append("|" + "---|" * len(columns))
+    lines += ["| " + " | ".join(_cell(row.get(name, "")) for name in columns) + " |" for row in rows]
+    lines += ["", "## How each was measured", ""]
+    for row in rows:
+        facts = {name: row.get(name, stored.get(name)) for name in PROVENANCE}
+        lines.append(f"**{row['id']}**: " + "; ".join(f"{name} {_fact(fact)}" for name, fact in facts.items() if fact))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        value = f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = f"{value:,}"
+    elif isinstance(value, (dict, list)):
+        value = json.dumps(value, ensure_ascii=False)
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items())
+    return f"`{value}`"
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add a page for every file, and the list of them."""
+    paths = sorted(RESULTS.glob("*.json"))
+    for path in paths:
+        files.append(File.generated(config, f"results/{path.stem}.md", content=results_page(path)))
+    listed = [f"- [{title(path)}]({path.stem}.md)" for path in paths] or ["None have been measured yet."]
+    introduction = [
+        "# Results", "",
+        "Measured figures, each with the machine, the versions and the command that measures it again. The files behind these pages",
+        "are `docs/results/*.json`; `tox run -e benchmark` writes those that need no GPU.", "",
+    ]  # fmt: skip
+    files.append(File.generated(config, "results/index.md", content="\n".join([*introduction, *listed, ""])))
+    return files
+
+
+def on_nav(nav: Any, *, config: Any, files: Files) -> Any:
+    """Put the pages under "Results"; they are in no navigation file, because they come and go with the JSON files."""
+    from mkdocs.structure.nav import Section
+    from mkdocs.structure.pages import Page
+
+    section = next(item for item in nav.items if isinstance(item, Section) and item.title == "Results")
+    for path in sorted(RESULTS.glob("*.json")):
+        file = files.get_file_from_path(f"results/{path.stem}.md")
+        assert file is not None
+        page = file.page or Page(title(path), file, config)
+        page.parent = section
+        section.children.append(page)
+        nav.pages.append(page)
+    return nav
