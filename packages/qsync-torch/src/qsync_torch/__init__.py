@@ -6,3 +6,24 @@ from qsync_core.compat import check_installed as _check_installed
 
 __version__ = _version("qsync-torch")
 _check_installed("qsync-torch")
+
+_PUBLIC = {
+    "Applied": "qsync_torch.apply",
+    "InStepGradScaler": "qsync_torch.loss_scaling",
+    "apply_": "qsync_torch.apply",
+    "check_ranks_agree": "qsync_torch.agreement",
+    "which_group": "qsync_torch.group",
+}
+"""Names that are imported on first use: importing this package (which plugin discovery does) must not import torch."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -8,8 +8,8 @@ All write into the output that the caller allocates (see ``docs/writing-a-backen
 * ``conv2d.*``: the same with (B, C, H, W) activations and (O, C / groups, KH, KW) weights; the outputs of the product and of
   grad_input are channels-last.
 
-Saved int8 copies are dequantized to the gradient's format.  An integer up to 127 is exact in bfloat16, so there the scale is applied to
-the smaller factor or to the product instead of rounding ``scale * q``; float16 would overflow that way and takes ``scale * q``.
+Saved int8 copies are dequantized to the gradient's format.  An integer up to 127 is exact in bfloat16, so there the scale is
+applied to the product instead of rounding ``scale * q``; float16 would overflow that way and takes ``scale * q``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
-Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros has scale 1
-(DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row
+Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros has
+scale 1 (DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row
 of the flattened 2-d activation.  Zero points exist in the reference below only.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
@@ -118,10 +118,9 @@ def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | Non
     exponent = torch.frexp(y).exponent - 1
     spacing = torch.ldexp(torch.ones_like(y), exponent.clamp_(min=Precision.FLOAT8_E4M3FN.min_exponent) - 3)
     y = y / spacing
-    if rounding is Rounding.NEAREST:
-        y = y.round()
-    else:
-        y = (y if draws is None else y + draws).floor()
+    if draws is not None:
+        y = y + draws
+    y = y.round() if rounding is Rounding.NEAREST else y.floor()
     return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
 
 

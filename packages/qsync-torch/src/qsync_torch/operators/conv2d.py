@@ -1,7 +1,7 @@
 """The 2-d convolution in any variant, with stride, padding, dilation and groups.
 
-Shapes: x (B, C, H, W), weight (O, C / groups, KH, KW), bias (O,), y (B, O, OH, OW).  Built like :mod:`qsync_torch.operators.linear`.
-A channels-last activation gives a channels-last output.
+Shapes: x (B, C, H, W), weight (O, C / groups, KH, KW), bias (O,), y (B, O, OH, OW).
+Built like :mod:`qsync_torch.operators.linear`.  A channels-last activation gives a channels-last output.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""``apply_``: make a model run as a precision plan says, in place and reversibly (DESIGN section 5).
+
+Parameters stay plain float32 under their old names; modules keep their identity; what changes is the ``forward`` that an instance
+has.  ``Applied.remove()`` takes that away again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.cast_cache import CastCache
+from qsync_torch.dtypes import LOW_FLOATS
+from qsync_torch.functional_calls import CallSite, CallSites
+from qsync_torch.interception import Interception
+from qsync_torch.lowered_call import LoweredCall, StepCounter
+from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, check_backends, locate, unplanned_modules
+
+_MARK = "_qsync_applied"
+_ABSENT: Any = object()
+
+
+class Applied:
+    """A plan in force on a model.  ``remove()`` restores the model exactly.
+
+    Attributes:
+        model: the model.
+        variants: what every named operator runs as.
+        group: the device group, where a plan was applied.
+    """
+
+    def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None) -> None:
+        self.model, self.variants, self.group = model, dict(variants), group
+        self.cache = CastCache()
+        self.sites = CallSites()
+        self._steps = StepCounter()
+        self._replaced: list[tuple[nn.Module, Any, Any]] = []
+
+    @property
+    def step(self) -> int:
+        """How many forwards the model has run; it picks the random numbers.  Set it when training resumes from a checkpoint."""
+        return self._steps.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._steps.step = value
+
+    def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Give an instance a forward; ``make`` gets the present one as a function of (module, ...)."""
+        earlier = module.__dict__.get("forward", _ABSENT)
+        if earlier is _ABSENT:
+            inner: Callable[..., Any] = type(module).forward
+        elif isinstance(earlier, types.MethodType):
+            inner = earlier.__func__
+        else:
+            inner = lambda _, *args, **kwargs: earlier(*args, **kwargs)  # noqa: E731
+        forward = types.MethodType(functools.wraps(inner)(make(inner)), module)
+        self._replaced.append((module, earlier, forward))
+        module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Take every change back.
+
+        Raises:
+            PlanError: when somebody else has replaced a forward since; take that back first.
+        """
+        for module, _, forward in reversed(_last_per_module(self._replaced)):
+            if module.__dict__.get("forward") is not forward:
+                raise PlanError(
+                    f"the forward of {type(module).__name__} was replaced after apply_; take that replacement back before remove()"
+                )
+        for module, earlier, _ in reversed(self._replaced):
+            if earlier is _ABSENT:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = earlier
+        self._replaced.clear()
+        self.cache.clear()
+        self.model.__dict__.pop(_MARK, None)
+
+
+def _last_per_module(replaced: list[tuple[nn.Module, Any, Any]]) -> list[tuple[nn.Module, Any, Any]]:
+    return list({id(entry[0]): entry for entry in replaced}.values())
+
+
+def apply_(
+    model: nn.Module,
+    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant],
+    *,
+    group: str | None = None,
+    backend: str | None = None,
+    seed: int = 0,
+) -> Applied:
+    """Make ``model`` run as planned, in place.
+
+    Call it before wrapping the model in DistributedDataParallel or ``torch.compile``.
+
+    Args:
+        model: any module; its parameters stay as they are.
+        plan: a plan, the path of one, or variants by operator.
+        group: which device group of the plan this process belongs to; found by :func:`qsync_torch.group.which_group` if omitted.
+        backend: run every operator on this kernel backend instead of the planned one.
+        seed: of the stochastic rounding; ranks draw different numbers from the same seed.
+
+    Returns:
+        A handle with ``remove()``.
+
+    Raises:
+        PlanError: when the plan is for another model, names an operator the model does not have, or the model has a plan already.
+        BackendError: when a backend is missing or refuses a variant, with all reasons.
+    """
+    if _MARK in model.__dict__:
+        raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
+    if isinstance(plan, (str, os.PathLike)):
+        from qsync_core.artifact import load
+
+        plan = load(Path(plan), PrecisionPlan)
+    whole_plan = isinstance(plan, PrecisionPlan)
+    if isinstance(plan, PrecisionPlan) and group is None:
+        from qsync_torch.group import which_group
+
+        group = which_group(plan)
+    assigned = assignments_of(plan, group, backend)
+    addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
+    check_backends(addressed, _device_of(model))
+    applied = Applied(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
+    _install(applied, addressed, _rank_seed(seed))
+    if whole_plan:
+        for fqn, module in unplanned_modules(model, addressed):
+            applied.replace_forward(module, functools.partial(_refuse, fqn))
+    model.__dict__[_MARK] = True
+    return applied
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _rank_seed(seed: int) -> int:
+    from qsync_torch.random_bits import stream_key
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
+    return stream_key(seed, rank)
+
+
+def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
+    """Replace the forwards of planned modules, of modules that make planned functional calls, and of the model itself."""
+    if all(entry.variant == Variant.plain(Precision.FLOAT32) for entry in addressed.entries.values()):
+        return
+
+    def lowered(op_id: OpId, entry: Assigned) -> LoweredCall:
+        return LoweredCall(op_id, entry.variant, entry.backend, entry.config, seed, applied._steps, applied.cache)
+
+    for op_id, module in addressed.modules:
+        applied.replace_forward(module, functools.partial(_lowered_module, lowered(op_id, addressed.entries[op_id])))
+    for owner, by_name in addressed.functional.items():
+        calls = {
+            name: {op_id.call: lowered(op_id, addressed.entries[op_id]) for op_id in op_ids} for name, op_ids in by_name.items()
+        }
+        site = CallSite(calls)
+        applied.sites.all.append(site)
+        module = applied.model.get_submodule(owner)
+        applied.replace_forward(module, functools.partial(_call_site, applied.sites, site))
+        for child in module.children():
+            applied.replace_forward(child, functools.partial(_call_site, applied.sites, None))
+    interception = Interception(applied.cache, applied.sites)
+    applied.replace_forward(applied.model, functools.partial(_whole_model, applied, interception))
+
+
+def _lowered_module(call: LoweredCall, inner: Callable[..., Any]) -> Callable[..., Any]:
+    if inner is nn.Linear.forward:
+        return lambda self, input: call.linear(input, self.weight, self.bias)
+    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def _call_site(sites: CallSites, site: CallSite | None, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sites.enter(site)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            sites.leave()
+
+    return forward
+
+
+def _whole_model(applied: Applied, interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A step: new random numbers, fresh counts and casts; outputs leave in float32, because the loss reads float32."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        applied._steps.step += 1
+        applied.sites.start_step()
+        try:
+            with interception:
+                output = inner(self, *args, **kwargs)
+        finally:
+            applied.cache.end_forward()
+        return tree_map_only(torch.Tensor, lambda y: y.to(torch.float32) if y.dtype in LOW_FLOATS else y, output)
+
+    return forward
+
+
+def _refuse(fqn: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            f"{fqn} runs but the plan does not name it, so the plan was made for another model; trace this model and plan again"
+        )
+
+    return forward

@@ -1,0 +1,92 @@
+"""Guarded operators and losses on low-precision activations: they compute inside in float32 (DESIGN section 5).
+
+* Norms and softmax take and return the activation's format.  ATen's own kernels accumulate in float32 there; what they do not all
+  take is a float32 weight beside a 16-bit activation (CUDA's layer, group and RMS norm): there the weight and bias are cast to the
+  activation's format, as a model in that format has them, and get float32 gradients back.
+* Losses are fixed operators: their floating-point inputs are cast to float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qsync_torch.dtypes import LOW_FLOATS
+
+_AFFINE = ("weight", "bias")
+
+
+def in_float32(value: Any) -> Any:
+    """``value`` with every 16-bit floating-point tensor in it cast to float32 (tensors, lists, tuples, dicts)."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float32) if value.dtype in LOW_FLOATS else value
+    if type(value) in (list, tuple):
+        return type(value)(in_float32(item) for item in value)
+    if type(value) is dict:
+        return {key: in_float32(item) for key, item in value.items()}
+    return value
+
+
+def call_in_float32(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fixed operator: float32 in, float32 out."""
+    return function(*in_float32(args), **in_float32(kwargs))
+
+
+def _like(x: torch.Tensor, value: Any) -> Any:
+    return value.to(x.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def call_norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Layer, group or RMS norm of a 16-bit activation with float32 weight and bias."""
+    x = args[0] if args else kwargs["input"]
+    if x.dtype not in LOW_FLOATS or not _needs_equal_dtypes(function, x):
+        return function(*args, **kwargs)
+    rest = tuple(_like(x, value) for value in args[1:])
+    return function(*args[:1], *rest, **{key: _like(x, value) if key in _AFFINE else value for key, value in kwargs.items()})
+
+
+def _needs_equal_dtypes(function: Callable[..., Any], x: torch.Tensor) -> bool:
+    mixed_on_cpu = function not in (F.rms_norm, torch.rms_norm)
+    return not (x.device.type == "cpu" and mixed_on_cpu)
+
+
+NORMS: tuple[Callable[..., Any], ...] = (
+    F.layer_norm,
+    F.group_norm,
+    F.rms_norm,
+    torch.layer_norm,
+    torch.group_norm,
+    torch.rms_norm,
+)
+"""Norms whose weight may need a cast; batch and instance norm take float32 weights and statistics beside 16-bit activations."""
+
+LOSSES: tuple[Callable[..., Any], ...] = tuple(
+    getattr(F, name)
+    for name in (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "triplet_margin_with_distance_loss",
+    )
+)
+"""Loss functions of ``torch.nn.functional``."""

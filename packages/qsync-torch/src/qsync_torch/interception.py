@@ -1,0 +1,165 @@
+"""What happens to torch functions while an applied model's forward runs: mixed formats, guarded operators, functional calls.
+
+Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
+Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward promotes
+their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls that a plan names by the calling module
+(:mod:`qsync_torch.functional_calls`).
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from qsync_core.precision import Granularity, Rounding, promote
+from qsync_core.profile import CastKey
+from qsync_torch.cast_cache import CastCache
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
+from qsync_torch.functional_calls import CallSites
+from qsync_torch.guarded import LOSSES, NORMS, call_in_float32, call_norm
+
+Function = Callable[..., Any]
+
+
+def _named(owner: object, *names: str) -> list[Function]:
+    return [getattr(owner, name) for name in names if hasattr(owner, name)]
+
+
+PROMOTED: frozenset[Function] = frozenset(
+    [
+        *_named(torch, "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
+        *_named(torch, "addmm", "addmv", "addbmm", "baddbmm", "chain_matmul"),
+        *_named(torch, "einsum", "tensordot", "bilinear", "cdist", "cross", "lerp", "addcmul", "addcdiv", "grid_sampler"),
+        *_named(torch, "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *_named(torch, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+        *_named(torch, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        *_named(torch._VF, "lstm", "gru", "rnn_tanh", "rnn_relu", "einsum", "tensordot", "cdist"),
+        *_named(F, "linear", "bilinear", "grid_sample", "scaled_dot_product_attention", "cosine_similarity", "prelu"),
+        *_named(torch.Tensor, "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
+        *_named(torch.Tensor, "addmm", "addmv", "addbmm", "baddbmm", "lerp", "addcmul", "addcdiv", "cross"),
+        *_named(torch.Tensor, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+    ]
+)  # fmt: skip
+"""Functions that take several tensors and refuse mixed floating-point dtypes."""
+
+WRITES: frozenset[Function] = frozenset(
+    _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
+)
+"""Writes into an existing tensor: what is written takes the format of what is written to."""
+
+IN_PLACE: dict[Function, Function] = {
+    torch.Tensor.__iadd__: operator.add,
+    torch.Tensor.__isub__: operator.sub,
+    torch.Tensor.__imul__: operator.mul,
+    torch.Tensor.__itruediv__: operator.truediv,
+}
+"""``x += y`` binds a new value to ``x``, so a wider ``y`` widens it like ``x + y`` does."""
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """The format that operands of these dtypes promote to; None where there is nothing to do.
+
+    Numbers in a 0-dimensional tensor do not count, as in PyTorch's own promotion.
+    """
+    found = {value.dtype for value in _tensors(values) if value.dtype in PRECISION and value.is_floating_point() and value.ndim}
+    if len(found) < 2:
+        return None
+    return TORCH_DTYPE[promote(*(PRECISION[dtype] for dtype in found))]
+
+
+class Interception(TorchFunctionMode):
+    """Active while an applied model's forward runs; see the module's text."""
+
+    def __init__(self, cache: CastCache, sites: CallSites) -> None:
+        super().__init__()
+        self._cache = cache
+        self._sites = sites
+        self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {
+            **dict.fromkeys(PROMOTED, self._promoted),
+            **dict.fromkeys(WRITES, self._written),
+            **dict.fromkeys(IN_PLACE, self._in_place),
+            **dict.fromkeys(NORMS, call_norm),
+            **dict.fromkeys(LOSSES, call_in_float32),
+            F.linear: self._functional_linear,
+            torch.conv2d: self._functional_conv2d,
+            F.multi_head_attention_forward: self._open,
+        }
+        self._opened: dict[Function, Function] = {}
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand a function to its handler, or run it as it is."""
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, args, kwargs or {})
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is dtype or value.dtype not in PRECISION or not value.is_floating_point():
+                return value
+            key = CastKey(PRECISION[value.dtype], PRECISION[dtype], Granularity.PER_TENSOR, Rounding.NEAREST)
+            return self._cache.cast(value, key, 0, lambda seed: value.to(dtype))
+        if type(value) in (list, tuple):
+            return type(value)(self._cast(item, dtype) for item in value)
+        return value
+
+    def _promoted(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = widest_dtype((*args, *kwargs.values()))
+        if dtype is None:
+            return func(*args, **kwargs)
+        return func(*self._cast(args, dtype), **{key: self._cast(value, dtype) for key, value in kwargs.items()})
+
+    def _written(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        if not target.is_floating_point() or target.dtype not in PRECISION:
+            return func(*args, **kwargs)
+        rest = (self._cast(value, target.dtype) for value in args[1:])
+        return func(target, *rest, **{key: self._cast(value, target.dtype) for key, value in kwargs.items()})
+
+    def _in_place(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        left, right = args
+        wider = isinstance(right, torch.Tensor) and left.dtype in LOW_FLOATS and widest_dtype(args) not in (None, left.dtype)
+        return IN_PLACE[func](left, right) if wider else func(*args, **kwargs)
+
+    def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned = self._sites.next_call("linear")
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        return planned.linear(*args, **kwargs)
+
+    def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned = self._sites.next_call("conv2d")
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        return planned.conv2d(*args, **kwargs)
+
+    def _open(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a Python function of PyTorch with this mode still active inside it.
+
+        Such a function first asks whether somebody overrides it and would call this mode for ever; a copy of it that never asks
+        is run instead.
+        """
+        opened = self._opened.get(func)
+        if opened is None:
+            module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
+            opened = types.FunctionType(func.__code__, module_globals, func.__name__, func.__defaults__, func.__closure__)
+            opened.__kwdefaults__ = func.__kwdefaults__
+            self._opened[func] = opened
+        with self:
+            return opened(*args, **kwargs)

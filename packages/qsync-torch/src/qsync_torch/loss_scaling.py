@@ -1,0 +1,48 @@
+"""Loss scaling in step: one scale on all ranks, and all ranks skip the same steps (DESIGN section 5).
+
+A rank whose operators run in float16 needs its loss scaled.  DistributedDataParallel averages gradients, so every rank, full
+precision ones included, must scale by the same number.  An overflow anywhere reaches all ranks through the all-reduce of the
+gradients; ``found_inf`` is all-reduced as well: ranks that disagreed once would drift apart
+for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class InStepGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose ranks agree on what is skipped, and so on the scale after every update.
+
+    Use it on all ranks of the job::
+
+        scaler = InStepGradScaler(device)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        process_group: the ranks that train together, all by default.
+        kwargs: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled`` as in PyTorch; they must be
+            equal on all ranks.
+    """
+
+    def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self._process_group = process_group
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args, **kwargs)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._process_group) == 1:
+            return found
+        if not found:  # a rank without gradients still takes part
+            found = {torch.device(self._device): torch.zeros(1, device=self._device)}
+        total = torch.stack([flag.to(next(iter(found))).reshape(()) for flag in found.values()]).amax()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._process_group)
+        for flag in found.values():
+            flag.fill_(1.0).mul_(total.to(flag.device))
+        return found

@@ -1,0 +1,150 @@
+"""Whether a plan fits a model: every operator it names is found, every backend it names can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+import torch
+from torch import nn
+
+from qsync_core.backend import Op
+from qsync_core.errors import BackendError, PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
+from qsync_core.variant import Variant
+from qsync_torch.binding import DEFAULT_BACKEND, Binding, reasons_against, request_for
+from qsync_torch.functional_calls import split_functional
+
+_NAMED = 3
+"""How many FQNs an error names."""
+_NOMINAL_ROWS = 64
+"""Rows of the activation in the requests with which backends are asked before the real shapes are known."""
+
+
+@attrs.frozen
+class Assigned:
+    """What one operator is to run as."""
+
+    variant: Variant
+    backend: str = DEFAULT_BACKEND
+    config: str = ""
+
+
+@attrs.frozen
+class Addressed:
+    """Operators found in a model: modules by their first call, and functional calls by owner and operator name."""
+
+    entries: Mapping[OpId, Assigned]
+    modules: tuple[tuple[OpId, nn.Module], ...]
+    functional: Mapping[str, Mapping[str, tuple[OpId, ...]]]
+
+
+def assignments_of(plan: PrecisionPlan | Mapping[OpId, Variant], group: str | None, backend: str | None) -> dict[OpId, Assigned]:
+    """Variant, backend and configuration per operator.
+
+    Raises:
+        PlanError: when the plan has no such group.
+    """
+    if not isinstance(plan, PrecisionPlan):
+        return {op_id: Assigned(variant, backend or DEFAULT_BACKEND) for op_id, variant in plan.items()}
+    try:
+        chosen = plan.group(str(group))
+    except KeyError:
+        known = ", ".join(entry.group for entry in plan.groups)
+        raise PlanError(f"the plan has no group {group!r}; its groups are {known}") from None
+    return {
+        op_id: Assigned(entry.variant, backend or entry.backend or DEFAULT_BACKEND, "" if backend else entry.config)
+        for op_id, entry in chosen.assignments.items()
+    }
+
+
+def is_own_forward(module: nn.Module) -> bool:
+    """True for an ``nn.Linear`` or ``nn.Conv2d`` that runs its own forward: an operator is named after it."""
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    return (
+        isinstance(module, nn.Conv2d)
+        and type(module).forward is nn.Conv2d.forward
+        and type(module)._conv_forward is nn.Conv2d._conv_forward
+        and module.padding_mode == "zeros"
+    )
+
+
+def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan_model: str | None) -> Addressed:
+    """Find every operator in the model.
+
+    Raises:
+        PlanError: naming the first FQNs that the model does not have, or calls of one module with different variants.
+    """
+    modules = dict(model.named_modules())
+    functional = split_functional(list(assigned), modules)
+    missing, found, by_owner = [], {}, {}
+    for op_id, entry in assigned.items():
+        module = modules.get(op_id.fqn)
+        if op_id in functional:
+            owner, name = functional[op_id]
+            by_owner.setdefault(owner, {}).setdefault(name, []).append(op_id)
+        elif module is None or not is_own_forward(module):
+            missing.append(op_id.fqn)
+        elif op_id.fqn in found and assigned[found[op_id.fqn]].variant != entry.variant:
+            raise PlanError(
+                f"calls of {op_id.fqn} are to run as {assigned[found[op_id.fqn]].variant.label} and as {entry.variant.label}; "
+                "calls that share a module share a variant"
+            )
+        else:
+            found.setdefault(op_id.fqn, op_id)
+    if missing:
+        raise PlanError(_other_model(model, missing, set(found), plan_model))
+    return Addressed(
+        dict(assigned),
+        tuple((op_id, modules[fqn]) for fqn, op_id in found.items()),
+        {owner: {name: tuple(sorted(ids)) for name, ids in names.items()} for owner, names in by_owner.items()},
+    )
+
+
+def _other_model(model: nn.Module, missing: list[str], found: set[str], plan_model: str | None) -> str:
+    unknown = list(dict.fromkeys(missing))
+    source = f"the plan was made for another model ({plan_model})" if plan_model else "the variants are for another model"
+    text = f"{source}: {type(model).__name__} has no linear or convolution {', '.join(unknown[:_NAMED])}"
+    if len(unknown) > _NAMED:
+        text += f" (and {len(unknown) - _NAMED} more)"
+    extra = [name for name, module in model.named_modules() if is_own_forward(module) and name not in found]
+    if extra:
+        text += f", and the plan does not know {', '.join(extra[:_NAMED])}"
+    return text + "; trace this model and plan again"
+
+
+def unplanned_modules(model: nn.Module, addressed: Addressed) -> Iterator[tuple[str, nn.Module]]:
+    """Linear and convolution modules that a whole plan does not name: they must not run (an auxiliary head may stand unused)."""
+    planned = {id(module) for _, module in addressed.modules}
+    for name, module in model.named_modules():
+        if is_own_forward(module) and id(module) not in planned and "forward" not in module.__dict__:
+            yield name, module
+
+
+def check_backends(addressed: Addressed, device: torch.device) -> None:
+    """Ask the backends about every planned module before anything is changed.
+
+    Raises:
+        BackendError: with every reason.
+    """
+    asked: set[tuple[object, ...]] = set()
+    for op_id, module in addressed.modules:
+        entry = addressed.entries[op_id]
+        shape = tuple(module.weight.shape)
+        linear = isinstance(module, nn.Linear)
+        if (entry, shape) in asked:
+            continue
+        asked.add((entry, shape))
+        attributes: tuple[tuple[str, str], ...] = ()
+        x_shape: tuple[int, ...] = (_NOMINAL_ROWS, shape[-1])
+        if isinstance(module, nn.Conv2d):
+            attributes = (("groups", str(module.groups)),)
+            x_shape = (1, shape[1] * module.groups, _NOMINAL_ROWS, _NOMINAL_ROWS)
+        binding = Binding(entry.variant, entry.backend, entry.config, attributes)
+        op = Op.LINEAR_OUTPUT if linear else Op.CONV2D_OUTPUT
+        if reasons := reasons_against(request_for(op, binding, (x_shape, shape), device), entry.backend):
+            raise BackendError(f"operator {op_id} can not run as {entry.variant.label}: " + "; ".join(reasons))
+    for names in {entry.backend for entry in addressed.entries.values()}:
+        reasons_against(request_for(Op.LINEAR_OUTPUT, Binding(Variant.parse("float32")), (), device), names)
