@@ -177,7 +177,8 @@ def _unpack(content: bytes, name: str) -> Any:
         walker.skip()
         if walker.tell() != len(content):
             raise ArtifactError(f"{name} holds {len(content) - walker.tell()} bytes after the end of its content")
-        plain = msgpack.unpackb(content, raw=False, strict_map_key=True, use_list=True)
+        # Artifacts use neither extensions nor bytes; refusing them here keeps the decoder's rarer paths out of reach.
+        plain = msgpack.unpackb(content, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, max_bin_len=0)
         # Repeated keys, numbers in longer forms than they need and the like do not survive being written again.
         canonical = msgpack.packb(plain, use_bin_type=True) == content
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -51,11 +51,16 @@ class CodecError(ValueError):
         """The same error seen from one level further out."""
         if isinstance(error, CodecError):
             return cls(error.problem, (where, *error.path))
-        return cls(str(error) or type(error).__name__, (where,))
+        return cls(_first_words(error), (where,))
 
 
 _CAUGHT = (ValueError, TypeError, AttributeError, OverflowError)
 """What constructing a value from wrong material raises; anything else is a defect of the codec and must surface."""
+
+
+def _first_words(error: Exception) -> str:
+    """What an exception says; attrs' validators put the sentence first and objects behind it."""
+    return str(error.args[0]) if error.args else type(error).__name__
 
 
 def _wrong_type(expected: str, value: Any) -> CodecError:
@@ -145,9 +150,8 @@ def _make_converter() -> MsgpackConverter:
     converter = make_converter(detailed_validation=False)
 
     def register(kind: type, load: Hook, dump: Hook) -> None:
-        # By identity: a hook registered for a class would also take its subclasses, and an enum of strings is a string.
-        converter.register_structure_hook_func(lambda hint: hint is kind, lambda value, _: load(value))
-        converter.register_unstructure_hook_func(lambda hint: hint is kind, dump)
+        converter.register_structure_hook(kind, lambda value, _: load(value))
+        converter.register_unstructure_hook(kind, dump)
 
     register(str, _check_string, _check_string)
     register(int, _check_int, _check_int)
@@ -156,15 +160,19 @@ def _make_converter() -> MsgpackConverter:
     register(OpId, _parse_string(_parse_op_id), _dump_instance(OpId, str))
     register(Variant, _parse_string(_parse_variant), _dump_instance(Variant, _format_variant))
 
+    # Enums are not left to the converter: they are strings, and it would take the hook of str for them.
     def load_hook(hint: Any) -> Hook:
+        if _is_enum(hint):
+            return _enum_load(hint)
         hook = converter.get_structure_hook(hint)
         return lambda value: hook(value, hint)
 
     def dump_hook(hint: Any) -> Hook:
+        if _is_enum(hint):
+            return _enum_dump(hint)
         return converter.get_unstructure_hook(hint)
 
     for applies, load_factory, dump_factory in (
-        (_is_enum, _enum_load, _enum_dump),
         (_is_optional, _optional_hook, _optional_hook),
         (_is_tuple, _tuple_load, _tuple_dump),
         (_is_mapping, _mapping_load, _mapping_dump),
@@ -195,7 +203,7 @@ def _is_enum(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, enum.StrEnum)
 
 
-def _enum_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
+def _enum_load(hint: type[enum.StrEnum]) -> Hook:
     members = {member.value: member for member in hint}
 
     def load(value: Any) -> Any:
@@ -207,7 +215,7 @@ def _enum_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
     return load
 
 
-def _enum_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
+def _enum_dump(hint: type[enum.StrEnum]) -> Hook:
     return _dump_instance(hint, lambda value: value.value)
 
 
@@ -400,4 +408,4 @@ def from_plain(value: Any, kind: type[T]) -> T:
     except _CAUGHT as error:
         if isinstance(error, CodecError):
             raise
-        raise CodecError(str(error)) from None
+        raise CodecError(_first_words(error)) from None
