@@ -14,7 +14,7 @@ Arguments stand for themselves, except::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,7 +22,7 @@ import torch
 
 from qsync_core.dag import Operator
 
-ATTRIBUTE = "call"
+CALL_ATTRIBUTE = "call"
 """Key of ``Operator.attributes``."""
 
 
@@ -75,7 +75,7 @@ class AtenCall:
     @classmethod
     def of(cls, operator: Operator) -> AtenCall | None:
         """The operator's call; None where it carries none that can be run (graph inputs, higher-order and fused operators)."""
-        text = operator.attributes.get(ATTRIBUTE)
+        text = operator.attributes.get(CALL_ATTRIBUTE)
         if text is None or '"opaque"' in text:
             return None
         call = json.loads(text)
@@ -83,30 +83,35 @@ class AtenCall:
             return None
         return cls(call["op"], call["args"], call["kwargs"], operator)
 
+    def _specs(self, key: str) -> Iterator[dict[str, Any]]:
+        """The dictionaries that stand for activations or parameters, in the order of the arguments."""
+        waiting = [*self.args, *self.kwargs.values()][::-1]
+        while waiting:
+            match waiting.pop():
+                case list() as items:
+                    waiting.extend(reversed(items))
+                case dict() as spec if key in spec:
+                    yield spec
+
     def make_inputs(self, dtypes: Sequence[torch.dtype], device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Random activations of the operator's shapes and memory layouts."""
         strides: dict[int, list[int]] = {}
-        _visit(
-            self.args + list(self.kwargs.values()), lambda spec: strides.setdefault(spec["input"], spec.get("stride", [])), "input"
-        )
+        for spec in self._specs("input"):
+            strides.setdefault(spec["input"], spec.get("stride", []))
         inputs = []
         for index, (shape, dtype) in enumerate(zip(self.operator.input_shapes, dtypes, strict=True)):
             stride = strides.get(index)
-            made = (
-                torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                if stride
-                else torch.empty(shape, dtype=dtype, device=device)
-            )
+            if stride and 0 not in stride:  # expanded activations are made dense
+                made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            else:
+                made = torch.empty(shape, dtype=dtype, device=device)
             inputs.append(made.normal_())
         return inputs
 
     def make_parameters(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Random float32 parameters, in the order of ``Operator.parameters``."""
-        shapes: dict[int, list[int]] = {}
-        _visit(
-            self.args + list(self.kwargs.values()), lambda spec: shapes.setdefault(spec["parameter"], spec["shape"]), "parameter"
-        )
-        return [torch.randn(shapes[index], device=device) for index in sorted(shapes)]
+        shapes = {spec["parameter"]: spec["shape"] for spec in self._specs("parameter")}
+        return [torch.randn(shapes.get(index, ()), device=device) for index in range(len(self.operator.parameters))]
 
     def run(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
@@ -139,14 +144,6 @@ class AtenCall:
             else:
                 args[0] = args[0].clone()
         return getattr(packet, overload)(*args, **kwargs)
-
-
-def _visit(values: Sequence[Any], found: Callable[[dict[str, Any]], Any], key: str) -> None:
-    for value in values:
-        if isinstance(value, list):
-            _visit(value, found, key)
-        elif isinstance(value, dict) and key in value:
-            found(value)
 
 
 def _make_tensor(shape: list[int], dtype: torch.dtype, below: int, device: torch.device | str) -> torch.Tensor:

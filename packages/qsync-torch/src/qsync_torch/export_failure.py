@@ -8,6 +8,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+import torch
+
 _ADVICE = (
     (
         r"data.dependent|Data.dependent|GuardOnDataDependent|unbacked|\.item\(\)|_local_scalar_dense|nonzero|DynamicOutputShape",
@@ -31,10 +33,18 @@ def explain_export_failure(model: str, error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), None)
     where = _user_line(error)
-    place = f"at {where}" if where else "at an unknown line"
+    place = f" because of {where}" if where else ""
     if advice is None:
         advice = "see that the model runs on the job's first batch, and that its forward uses only PyTorch operations on tensors"
-    return f"{model} can not be exported: {place}: {reason}; {advice}"
+    return f"{model} can not be exported{place}: {advice} ({reason})"
+
+
+def explain_node_failure(model: str, node: torch.fx.Node, error: BaseException) -> str:
+    """The same for a node of the exported graph that has no static shape."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', node.meta.get("stack_trace") or "")
+    lines = [f"{name}:{number} ({code})" for wanted in (0, 1) for name, number, code in reversed(frames) if _rank(name) == wanted]
+    place = f" because of {lines[0]}" if lines else ""
+    return f"{model} can not be traced{place}: {_ADVICE[0][1]} ({_first_line(error)})"
 
 
 def _first_line(error: BaseException) -> str:
@@ -58,16 +68,17 @@ def _user_line(error: BaseException) -> str:
     return ""
 
 
-_HERE = str(Path(__file__).parent)
-_LIBRARIES = tuple({*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["stdlib"]})
+_HERE = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_PACKAGES = tuple(map(Path, {*site.getsitepackages(), site.getusersitepackages()}))
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 def _rank(filename: str) -> int:
     """0: a user's file; 1: another library's; 2: ours, PyTorch's, the standard library's or none at all."""
-    if filename.startswith("<") or (filename.startswith(_HERE) and "/models/" not in filename):
+    path = Path(filename)
+    if filename.startswith("<") or path.is_relative_to(_TORCH) or path.parent == _HERE:
         return 2
-    if f"{Path('/')}torch{Path('/')}" in filename and filename.startswith(_LIBRARIES):
-        return 2
-    if "site-packages" in filename:
+    if any(path.is_relative_to(packages) for packages in _PACKAGES):
         return 1
-    return 2 if filename.startswith(_LIBRARIES) else 0
+    return 2 if path.is_relative_to(_STANDARD_LIBRARY) else 0

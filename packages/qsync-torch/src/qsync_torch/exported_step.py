@@ -7,9 +7,11 @@ exported in the memory it already has.  Operators carry the module that made the
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import attrs
@@ -67,15 +69,35 @@ def export_step(job: Job, batch: Batch) -> ExportedStep:
     Raises:
         TraceError: naming the line of the model that can not be exported, and what to do about it.
     """
-    with _training(job.model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _training(job.model), quiet_torch():
         try:
             program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
         except Exception as error:
             raise TraceError(explain_export_failure(job.name, error)) from error
-    if len(program.graph_signature.user_outputs) != 1:
-        raise TraceError(f"the loss of {job.name} must be one tensor, got {len(program.graph_signature.user_outputs)} values")
+    _check_loss(job.name, program)
     return ExportedStep(program, _operands(job, batch, program))
+
+
+def _check_loss(name: str, program: torch.export.ExportedProgram) -> None:
+    outputs = program.graph.output_node().args[0]
+    values = [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs]
+    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
+        return
+    found = ", ".join(f"a tensor of shape {tuple(v.shape)}" if isinstance(v, torch.Tensor) else "a Python number" for v in values)
+    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found or 'nothing'}; reduce it with .mean() or .sum()")
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Without torch's own warnings and log lines: what matters in them is in the error that we raise."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager

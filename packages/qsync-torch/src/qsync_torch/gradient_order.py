@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from qsync_core.errors import TraceError
+from qsync_torch.export_failure import explain_node_failure
 from qsync_torch.exported_step import ExportedStep
 
 
@@ -32,18 +34,31 @@ class FakeRun:
     needs_grad: frozenset[str]
 
 
+_VALUE_READERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default)
+
+
 class _Recorder(torch.fx.Interpreter):
     """Runs the graph node by node and notes storage and ``requires_grad`` of each value."""
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, model: str) -> None:
         super().__init__(module)
+        self._model = model
         self.storage: dict[str, int] = {}
         self.needs_grad: set[str] = set()
         self._alive: list[Any] = []  # freed storages would have their numbers used again
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, torch.Tensor):
+        if n.target in _VALUE_READERS:
+            # Fake tensors have no values; what a model does with one read by .item() does not change its graph any more.
+            return type(n.meta["val"].node.hint if hasattr(n.meta.get("val"), "node") else 1)(1)
+        if n.target in _VALUE_CHECKS:
+            return None
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            raise TraceError(explain_node_failure(self._model, n, error)) from error
+        if isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result):
             storage = result.untyped_storage()
             self._alive.append(storage)
             self.storage[n.name] = storage._cdata
@@ -52,12 +67,16 @@ class _Recorder(torch.fx.Interpreter):
         return result
 
 
-def run_fake(step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
+def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeRun:
     """Forward and backward of the exported step on fake tensors.
 
     Args:
         step: the exported step.
         trainable: FQNs of the parameters that require a gradient.
+        model: the model's name, for messages.
+
+    Raises:
+        TraceError: when a shape depends on tensor values; the message names the line.
     """
     order: list[str] = []
     parameters: dict[str, torch.Tensor] = {}
@@ -77,7 +96,7 @@ def run_fake(step: ExportedStep, trainable: frozenset[str]) -> FakeRun:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-        recorder = _Recorder(step.graph_module)
+        recorder = _Recorder(step.graph_module, model)
         (loss,) = recorder.run(*values, enable_io_processing=False)[-1:]
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
             loss.backward()

@@ -62,7 +62,8 @@ class Read:
 class Draft:
     """An operator before it has a name.
 
-    ``inputs`` are positions of other drafts; ``weight`` the shape of an adjustable operator's weight.
+    ``inputs`` are positions of other drafts; ``weight_name`` is the parameter that is the weight of a linear or convolution,
+    empty where the weight is something else.
     """
 
     name: str
@@ -75,7 +76,9 @@ class Draft:
     output_shape: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
     weight_shape: tuple[int, ...] = ()
+    weight_name: str = ""
     attributes: dict[str, str] = attrs.field(factory=dict)
+    call: str = ""
     flops: int = 0
     reason: str = ""
     no_grad_inputs: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ draft; views, integer work and assertions are not; every draft's inputs stand be
 
 from __future__ import annotations
 
+import math
 import operator as python_operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -198,8 +199,7 @@ class GraphWalk:
         draft.no_grad_inputs = tuple(i for i, read in enumerate(activations) if not self._needs_grad(read.node))
         if not draft.flops:
             draft.flops = flops.other_flops(name, draft.input_shapes, draft.output_shape)
-        if draft.op_class is not OpClass.ADJUSTABLE or draft.reason:
-            draft.attributes[aten_call.ATTRIBUTE] = _call_text(node, reads, activations, draft.parameters)
+        draft.call = _call_text(node, reads, activations, draft.parameters)
         return draft
 
     def _needs_grad(self, node: torch.fx.Node) -> bool:
@@ -214,7 +214,12 @@ class GraphWalk:
         if x is None or not x.is_activation or weight is None:
             draft.op_class, draft.reason = OpClass.FIXED, ""  # a product of parameters alone
             return
+        if weight.is_activation and not weight.value.storage.weight_only:
+            draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
+            return  # a product of two activations, which stays dependent
+        draft.op_class = OpClass.ADJUSTABLE
         draft.weight_shape = static_shape(weight.tensor)
+        draft.weight_name = weight.value.storage.name if _is_parameter(weight) and not weight.value.is_view else ""
         draft.is_own_call = adjustable.is_own_call(draft.module, draft.kind, weight, self._parameter_names)
         if draft.kind == classify.CONV2D:
             draft.attributes, reason = adjustable.conv2d_attributes(x, weight, _arguments(node))
@@ -222,8 +227,6 @@ class GraphWalk:
             draft.flops = flops.conv2d_flops(draft.output_shape, draft.weight_shape)
         else:
             draft.flops = flops.linear_flops(draft.output_shape, draft.weight_shape)
-        is_product = weight.is_activation and not weight.value.storage.weight_only
-        draft.op_class = OpClass.DEPENDENT if is_product else OpClass.ADJUSTABLE
 
     def _other(self, draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
         others = [read for read in reads if not read.is_activation]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-from qsync_core.dag import Operator, Parameter, PrecisionDag
-from qsync_core.errors import TraceError
+from qsync_core.dag import OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.errors import JobError, TraceError
 from qsync_core.op_id import OpId
+from qsync_torch.aten_call import CALL_ATTRIBUTE
 from qsync_torch.buckets import form_buckets
-from qsync_torch.exported_step import export_step
+from qsync_torch.exported_step import export_step, quiet_torch
 from qsync_torch.gradient_order import run_fake
 from qsync_torch.graph_values import Draft
 from qsync_torch.graph_walk import GraphWalk
-from qsync_torch.job import Job
+from qsync_torch.job import Batch, Job
 from qsync_torch.loss_kind import loss_kind
 from qsync_torch.operator_names import Names, functional_fqn, is_module_work
 
@@ -32,25 +31,24 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
 
     Raises:
         TraceError: when the model can not be exported (with the line and what to do), a parameter is not float32, or the
-            loss is not a scalar.
+            loss is not a scalar that depends on the parameters.
+        JobError: when the job's batch function returns something else than a Batch.
     """
     _check_parameters(job)
     device = next((parameter.device for parameter in job.model.parameters()), torch.device("cpu"))
-    batch = job.batch(0, job.batch_size).to(device)
+    batch = job.batch(0, job.batch_size)
+    if not isinstance(batch, Batch):
+        raise JobError(f"the batch function of {job.name} must return a qsync_torch.job.Batch, got {type(batch).__name__}")
+    batch = batch.to(device)
     step = export_step(job, batch)
     trainable = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = run_fake(step, frozenset(name for name, _ in trainable))
+    with quiet_torch():
+        run = run_fake(step, frozenset(name for name, _ in trainable), job.name)
+    if not run.gradient_order:
+        raise TraceError(f"no parameter of {job.name} gets a gradient; compute the loss from the model's output")
     walk = GraphWalk(step, run, job.model)
     walk.walk()
     kind, reduction = loss_kind(walk.drafts, walk.loss)
-    shape = None if walk.loss is None else walk.drafts[walk.loss].output_shape
-    if shape != ():
-        got = "one that is not computed from it" if shape is None else f"a tensor of shape {shape}"
-        raise TraceError(
-            f"the loss of {job.name} must be a scalar computed from the model's output, got {got}; use mean() or sum()"
-        )
     return PrecisionDag(
         model=job.name,
         operators=_operators(walk.drafts),
@@ -77,39 +75,55 @@ def _check_parameters(job: Job) -> None:
 
 
 def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
-    names, ids, depths, operators = Names(), [], [], []
-    for fqn, draft in zip(_fqns(drafts), drafts, strict=True):
-        op_id = names.claim(fqn)
-        depth = max((depths[source] + 1 for source in draft.inputs), default=0)
-        ids.append(op_id)
-        depths.append(depth)
-        operators.append(_operator(draft, op_id, tuple(ids[source] for source in draft.inputs), depth))
-    return tuple(operators)
-
-
-def _operator(draft: Draft, op_id: OpId, inputs: tuple[OpId, ...], depth: int) -> Operator:
-    return Operator(
-        op_id=op_id,
-        kind=draft.kind,
-        op_class=draft.op_class,
-        inputs=inputs,
-        input_shapes=draft.input_shapes,
-        output_shape=draft.output_shape,
-        parameters=draft.parameters,
-        weight_shape=draft.weight_shape,
-        attributes=draft.attributes,
-        flops=draft.flops,
-        variant_group=_variant_group(draft, op_id),
-        depth=depth,
-        not_applicable=draft.reason,
+    names = Names()
+    op_ids = [names.claim(fqn) for fqn in _fqns(drafts)]
+    _share_reasons(drafts, op_ids)
+    depths: list[int] = []
+    for draft in drafts:
+        depths.append(max((depths[source] + 1 for source in draft.inputs), default=0))
+    return tuple(
+        Operator(
+            op_id=op_id,
+            kind=draft.kind,
+            op_class=draft.op_class,
+            inputs=tuple(op_ids[source] for source in draft.inputs),
+            input_shapes=draft.input_shapes,
+            output_shape=draft.output_shape,
+            parameters=draft.parameters,
+            weight_shape=draft.weight_shape,
+            attributes=_attributes(draft),
+            flops=draft.flops,
+            variant_group=_variant_group(draft, op_id),
+            depth=depth,
+            not_applicable=draft.reason,
+            no_grad_inputs=draft.no_grad_inputs,
+        )
+        for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
     )
+
+
+def _attributes(draft: Draft) -> dict[str, str]:
+    """What a plan can lower is described by its geometry; everything else by the call to run again."""
+    if not draft.call or (draft.op_class is OpClass.ADJUSTABLE and not draft.reason):
+        return draft.attributes
+    return {**draft.attributes, CALL_ATTRIBUTE: draft.call}
 
 
 def _variant_group(draft: Draft, op_id: OpId) -> str:
     """Calls of one module share a variant; functional calls of one module do when they share the weight."""
-    if draft.is_own_call or not draft.weight_shape:
-        return op_id.fqn
-    return f"{op_id.fqn}({','.join(draft.parameters[:1])})"
+    return op_id.fqn if draft.is_own_call or not draft.weight_name else f"{op_id.fqn}({draft.weight_name})"
+
+
+def _share_reasons(drafts: list[Draft], op_ids: list[OpId]) -> None:
+    """A module whose forward is swapped is swapped for all its calls: where one of them can not be addressed, none can."""
+    refused: dict[str, tuple[OpId, str]] = {}
+    for draft, op_id in zip(drafts, op_ids, strict=True):
+        if draft.is_own_call and draft.reason:
+            refused.setdefault(op_id.fqn, (op_id, draft.reason))
+    for draft, op_id in zip(drafts, op_ids, strict=True):
+        if draft.is_own_call and not draft.reason and op_id.fqn in refused:
+            other, reason = refused[op_id.fqn]
+            draft.reason = f"the same module is called as {other}, of which: {reason}"
 
 
 def _fqns(drafts: list[Draft]) -> list[str]:
