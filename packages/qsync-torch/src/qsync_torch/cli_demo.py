@@ -1,0 +1,72 @@
+"""``qsync demo``: see QSync work on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.errors import QSyncError
+from qsync_core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command()
+@click.option("--model", type=click.Choice(["resnet", "bert"]), default="resnet", show_default=True, help="What to train.")
+@click.option("--steps", type=click.IntRange(min=10), default=60, show_default=True, help="Training steps of every method.")
+@click.option(
+    "--memory-budget",
+    default="none",
+    show_default=True,
+    help="Memory of the weak worker: a size such as '40 MiB', 'auto' for one that float32 does not fit, or 'none'.",
+)
+@click.option("--predict-check", is_flag=True, help="Test the prediction on four more configurations.")
+@click.option(
+    "--weaken-by",
+    type=click.Choice(["quota", "load"]),
+    default="quota",
+    show_default=True,
+    help="Take the weak worker's CPU by a cgroup quota (where permitted), or by another process on its core.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("qsync-demo"),
+    show_default=True,
+    help="Where the report and all artifacts go.",
+)
+@json_option
+def demo(model: str, steps: int, memory_budget: str, predict_check: bool, weaken_by: str, folder: Path, json_flag: bool) -> None:
+    """Train a real model on two unequal workers of this machine, with and without QSync, and compare.
+
+    Needs two CPU cores and no GPU, and takes a few minutes.
+    """
+    budget: str | int = memory_budget
+    if memory_budget not in ("auto", "none"):
+        try:
+            budget = parse_bytes(memory_budget)
+        except ValueError as error:
+            raise QSyncError(f"--memory-budget is a size, 'auto' or 'none': {error}") from None
+    try:
+        from qsync_torch.demo.flow import Options, run_demo
+        from qsync_torch.demo.report import write_report
+        from qsync_torch.demo.summary import summarize
+        from qsync_torch.demo.table import print_outcome
+    except ModuleNotFoundError as error:
+        raise QSyncError(f"qsync demo needs {error.name}; install it with: pip install 'qsync-torch[demo]'") from None
+
+    options = Options(model, steps, folder, budget, predict_check, weaken_by)
+    with progress_bar("demo") as progress:
+        result = run_demo(options, progress)
+    report = write_report(result, folder)
+
+    def render(console: Console) -> None:
+        print_outcome(console, result.outcome)
+        console.print(f"Report: {report}")
+
+    emit(json_flag, {**summarize(result.outcome), "report": str(report)}, render)

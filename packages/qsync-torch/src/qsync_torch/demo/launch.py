@@ -1,0 +1,75 @@
+"""Runs the demo's two workers under torchrun and passes on how far they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qsync_core.errors import QSyncError
+from qsync_torch.demo.cores import WORKERS
+from qsync_torch.demo.parent_death import die_with_parent
+from qsync_torch.demo.tasks import write_json
+from qsync_torch.demo.worker_events import parse
+
+_LOG_LINES_SHOWN = 12
+
+Progress = Callable[[int, int, str], None]
+
+
+def run_workers(kind: str, task: Any, folder: Path, progress: Progress) -> None:
+    """Give both workers a task and wait for them; what they print goes to ``<kind>.log`` in ``folder``.
+
+    Raises:
+        QSyncError: with the workers' own sentence where they gave one, else the end of the log.
+    """
+    path, log_path = folder / f"{kind}-task.json", folder / f"{kind}.log"
+    write_json(task, path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
+    command = [*torchrun, "-m", "qsync_torch.demo.worker", kind, str(path)]
+    process = subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent,
+    )
+    errors = []
+    try:
+        assert process.stdout is not None
+        with log_path.open("w") as log:
+            for line in process.stdout:
+                event = parse(line)
+                if isinstance(event, dict):
+                    errors.append(event["error"])
+                elif event is not None:
+                    progress(*event)
+                else:
+                    log.write(line)
+        status = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its workers
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    if errors:
+        raise QSyncError(errors[0])
+    if status:
+        tail = "".join(log_path.read_text().splitlines(keepends=True)[-_LOG_LINES_SHOWN:])
+        raise QSyncError(f"the demo's workers failed while they should {kind} (whole log: {log_path}):\n{tail}")
+
+
+def _environment() -> dict[str, str]:
+    """One thread a worker, and gloo on the loopback interface: the workers are on this machine whatever its name resolves to."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment.pop("QSYNC_GROUP", None)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

@@ -1,0 +1,110 @@
+"""The workers' first task: calibrate the weak one, profile both groups at the same time, observe."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import attrs
+import torch
+
+from qsync_core.artifact import load, save
+from qsync_core.dag import PrecisionDag
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.demo.rendezvous import Rendezvous
+from qsync_torch.demo.tasks import GROUPS, Measured, MeasureTask, write_json
+from qsync_torch.demo.weak_worker import Weakness, WeakWorker
+from qsync_torch.demo.worker_events import report
+from qsync_torch.demo.workload import load_workload
+from qsync_torch.job import Job
+from qsync_torch.observing.observe import observe
+from qsync_torch.profiling.collective import measure_collective
+from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.profiling.whole_step import StepRunner
+
+LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
+"""Rungs of the weak group, lowest first."""
+_RATIO_SECONDS = 2.5
+_RATIO_STEPS = 5
+_QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
+
+
+def measure(task: MeasureTask, rendezvous: Rendezvous, core: int) -> None:
+    """Leaves ``measured.json``, a profile per group and ``observations.qsync`` in the task's folder."""
+    folder, rank = Path(task.folder), rendezvous.rank
+    dag = load(Path(task.dag), PrecisionDag)
+    job = load_workload(task.model, tiny=task.tiny).job()
+    runner = StepRunner.start(job, torch.device("cpu"))
+    weak = WeakWorker(core, prefer=task.prefer) if rank else None
+    try:
+        measured = _calibrate(task, rendezvous, runner, weak)
+        if rank == 0:
+            write_json(measured, folder / "measured.json")
+        _profile(task, rendezvous, job, dag, runner, _share(measured, rank))
+    finally:
+        if weak:
+            weak.close()
+
+
+def _share(measured: Measured, rank: int) -> float:
+    """The share of a core that a rank's profile is for: what it turned out to be, by the time of its step."""
+    return 1.0 if rank == 0 else round(1 / max(1.0, measured.ratio), 3)
+
+
+def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, weak: WeakWorker | None) -> Measured:
+    """Both workers run float32 steps at once until the weak one's take the wanted multiple of the strong one's."""
+    rounds = 0
+    medians: list[int] = []
+
+    def measure_ratio() -> float:
+        nonlocal rounds, medians
+        rounds += 1
+        if weak is None:
+            report(rounds, WeakWorker.ROUNDS + 1, "making the weak worker weak")
+        medians = rendezvous.gather(_median_step_ns(runner, quick=task.quick))
+        return medians[1] / medians[0]
+
+    if weak is None:
+        for _ in range(WeakWorker.ROUNDS):
+            measure_ratio()
+    else:
+        weak.calibrate(measure_ratio)
+    found = rendezvous.gather(attrs.asdict(weak.weakness) if weak else None)[1]
+    ratio = measure_ratio()
+    return Measured(Weakness(**found), ratio, dict(zip(GROUPS, medians, strict=True)))
+
+
+def _median_step_ns(runner: StepRunner, *, quick: bool) -> int:
+    times: list[int] = []
+    start = time.monotonic()
+    while len(times) < _RATIO_STEPS or (not quick and time.monotonic() - start < _RATIO_SECONDS):
+        before = time.perf_counter_ns()
+        runner.train_step(len(times))
+        times.append(time.perf_counter_ns() - before)
+    return round(statistics.median(times))
+
+
+def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: PrecisionDag, runner: StepRunner, share: float) -> None:
+    folder, rank = Path(task.folder), rendezvous.rank
+    efforts = {"operator_effort": _QUICK, "cast_effort": _QUICK, "step_effort": _QUICK} if task.quick else {}
+
+    def progress(done: int, total: int, what: str) -> None:
+        if rank == 1:  # it takes longer
+            report(done, total, f"profiling both workers at once: {what}")
+
+    found = profile(job, dag, device="cpu", share=share, ladder=LADDER, progress=progress, **efforts)
+    if rank == 0:
+        # The strong worker is done first: it observes while the weak one is still measuring.
+        observations = observe(job, dag, LADDER, steps=task.observe_steps)
+        save(observations, folder / "observations.qsync")
+    rendezvous.announce("profiled")
+    step = 0
+    while not rendezvous.all_announced("profiled"):  # stay busy: the other one measures under the load of training
+        runner.train_step(step)
+        step += 1
+    with rendezvous.process_group():
+        collective = measure_collective([bucket.nbytes for bucket in dag.buckets], torch.device("cpu"))
+    save(attrs.evolve(found, collective=collective), folder / f"profile-{GROUPS[rank]}.qsync")

@@ -1,0 +1,131 @@
+"""The demo's outcome as data: one row per method, and the figures that the requirements are about."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.plan import PrecisionPlan
+from qsync_torch.demo.planning import Plans, infer_variants, local_batches, recovered_share
+from qsync_torch.demo.tasks import INFER, Measured, MethodResult, Trained
+from qsync_torch.demo.workload import Evaluation
+
+LAST_STEPS = 10
+"""The final loss is the mean over this many last steps."""
+
+TITLES = {"full": "full precision", "uniform": "uniform low precision", "dynamic-batch": "dynamic batch", "qsync": "QSync"}
+
+
+@attrs.frozen
+class Row:
+    """One method.
+
+    Attributes:
+        name: as in files; title: for people.
+        predicted_ns, measured_ns: iteration time (the measured one is a median); spread: interquartile range over it.
+        operators: operators of the weak worker by precision; local_batches: samples a step, by group.
+        loss: mean of the last steps; evaluation: on held-out data, None for probes.
+        predicted_peak_bytes, peak_bytes: the weak worker's peak memory.
+        over_budget: whether its prediction exceeds the budget.
+    """
+
+    name: str
+    title: str
+    predicted_ns: int
+    measured_ns: int
+    spread: float
+    operators: Mapping[str, int]
+    local_batches: Mapping[str, int]
+    loss: float
+    evaluation: Evaluation | None
+    predicted_peak_bytes: int
+    peak_bytes: int
+    over_budget: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted iteration time."""
+        return abs(self.predicted_ns - self.measured_ns) / self.measured_ns
+
+
+@attrs.frozen
+class Outcome:
+    """All rows, and how they compare.
+
+    Attributes:
+        model, data, steps: what was trained.
+        weakness: how the weak worker was weak; step_ratio: its float32 step over the strong one's.
+        budget_bytes: the weak worker's memory budget, 0 for none.
+        rows: the compared methods; probes: configurations that were only timed.
+        recovered: share of uniform's low-precision compute that QSync runs in float32.
+        seconds: how long the demo took.
+    """
+
+    model: str
+    data: str
+    steps: int
+    weakness: str
+    step_ratio: float
+    budget_bytes: int
+    rows: tuple[Row, ...]
+    probes: tuple[Row, ...]
+    recovered: float
+    seconds: float
+
+    def row(self, name: str) -> Row:
+        """The row of a method."""
+        return next(row for row in self.rows if row.name == name)
+
+    def over(self, name: str) -> float:
+        """QSync's measured iteration time over another method's."""
+        return self.row("qsync").measured_ns / self.row(name).measured_ns
+
+    @property
+    def prediction_errors(self) -> Mapping[str, float]:
+        """Relative errors of full precision and of the probes; empty without probes."""
+        return {row.title: row.error for row in (self.row("full"), *self.probes)} if self.probes else {}
+
+
+def make_outcome(
+    dag: PrecisionDag, plans: Plans, measured: Measured, trained: Trained, *, model: str, data: str, steps: int, seconds: float
+) -> Outcome:
+    """Put together what was planned and what was measured."""
+    budget = plans.cluster.group(INFER).memory_bytes
+    rows = [_row(n, TITLES[n], plan, trained.methods[n], dag, budget) for n, plan in plans.compared.items()]
+    probes = [_row(n, n, plan, trained.methods[n], dag, budget) for n, plan in plans.probes.items()]
+    return Outcome(
+        model=model,
+        data=data,
+        steps=steps,
+        weakness=measured.weakness.description,
+        step_ratio=measured.ratio,
+        budget_bytes=budget,
+        rows=tuple(rows),
+        probes=tuple(probes),
+        recovered=recovered_share(dag, plans.compared["uniform"], plans.compared["qsync"]),
+        seconds=seconds,
+    )
+
+
+def _row(name: str, title: str, plan: PrecisionPlan, result: MethodResult, dag: PrecisionDag, budget: int) -> Row:
+    median = statistics.median(result.iteration_ns)
+    low, _, high = statistics.quantiles(result.iteration_ns, n=4, method="inclusive")
+    peak = plan.group(INFER).predicted_peak_bytes
+    return Row(
+        name=name,
+        title=title,
+        predicted_ns=plan.predicted_iteration_ns,
+        measured_ns=round(median),
+        spread=(high - low) / median,
+        operators=Counter(str(variant.compute) for variant in infer_variants(plan).values()),
+        local_batches=local_batches(plan, dag.batch_size),
+        loss=statistics.fmean(result.losses[-LAST_STEPS:]),
+        evaluation=result.evaluation,
+        predicted_peak_bytes=peak,
+        peak_bytes=result.peak_bytes[INFER],
+        over_budget=bool(budget) and peak > budget,
+    )

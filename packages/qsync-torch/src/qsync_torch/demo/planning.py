@@ -1,0 +1,143 @@
+"""From measurements to the plans that are trained: the baselines, QSync's own, and probes that test the prediction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.cluster import Cluster
+from qsync_core.cluster_file import parse_cluster
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan
+from qsync_core.precision import Precision
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.variant import Variant
+from qsync_planner.allocator.allocate import allocate
+from qsync_planner.replay import Replayer
+from qsync_torch.demo.tasks import GROUPS, INFER, TRAIN
+
+RANDOM_SEEDS = (11, 12)
+"""Seeds of the two random mixed plans by which the prediction is tested."""
+
+SOLVER_OF_METHOD = {"full": "full", "uniform": "uniform", "dynamic-batch": "dynamic-batch", "qsync": "greedy"}
+"""The methods that are compared, in the order in which they are shown."""
+
+
+@attrs.frozen
+class Plans:
+    """Plans by method, and what their search was given."""
+
+    cluster: Cluster
+    compared: Mapping[str, PrecisionPlan]
+    probes: Mapping[str, PrecisionPlan]
+
+
+def cluster_toml(share: float, memory_bytes: int = 0) -> str:
+    """The demo's cluster file: one strong and one weak worker on this machine's CPU."""
+    memory = f"memory = {memory_bytes}\n" if memory_bytes else ""
+    return (
+        'name = "demo"\n\n'
+        f'[[group]]\nname = "{TRAIN}"\ndevice = "cpu"\ncount = 1\nrole = "train"\nbase = "float32"\n\n'
+        f'[[group]]\nname = "{INFER}"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nbase = "float32"\n'
+        f'ladder = ["int8", "bfloat16", "float32"]\nshare = {share}\n{memory}'
+    )
+
+
+def make_plans(
+    dag: PrecisionDag,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    *,
+    memory_budget: str | int,
+    predict_check: bool,
+) -> Plans:
+    """All plans.
+
+    Args:
+        memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
+        predict_check: also make the probes.
+    """
+    share = profiles[INFER].device.share
+    unlimited = parse_cluster(cluster_toml(share), "the demo's cluster")
+    full = allocate(dag, unlimited, profiles, sensitivity, solver="full")
+    balanced = allocate(dag, unlimited, profiles, sensitivity, solver="dynamic-batch")
+    budget = 0
+    if memory_budget == "auto":
+        budget = _tight_budget(dag, unlimited, profiles)
+    elif memory_budget != "none":
+        budget = int(memory_budget)
+    cluster = parse_cluster(cluster_toml(share, budget), "the demo's cluster") if budget else unlimited
+    compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
+    compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity, solver="greedy")}
+    probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
+    return Plans(cluster, compared, probes)
+
+
+def _tight_budget(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> int:
+    """Halfway between what float32 and the lowest uniform rung that saves memory are predicted to need on the weak worker."""
+    replayer = Replayer(dag, cluster, profiles)
+    peaks = []
+    for rung in cluster.group(INFER).ladder:
+        peaks.append(replayer.replay({INFER: dict.fromkeys((o.op_id for o in dag.adjustable), rung)}).groups[INFER].peak_bytes)
+    return (peaks[-1] + min(peaks)) // 2
+
+
+def infer_variants(plan: PrecisionPlan) -> dict[OpId, Variant]:
+    """What the weak worker runs under a plan."""
+    return {op_id: assignment.variant for op_id, assignment in plan.group(INFER).assignments.items()}
+
+
+def low_precision_flops(dag: PrecisionDag, plan: PrecisionPlan) -> dict[OpId, int]:
+    """Forward operations of the operators that the weak worker runs below float32."""
+    variants = infer_variants(plan)
+    return {o.op_id: o.flops for o in dag.adjustable if variants[o.op_id].compute is not Precision.FLOAT32}
+
+
+def recovered_share(dag: PrecisionDag, uniform: PrecisionPlan, plan: PrecisionPlan) -> float:
+    """Share of uniform's low-precision compute (operations) that a plan runs in float32; 0 where uniform lowers nothing."""
+    low = low_precision_flops(dag, uniform)
+    still_low = low_precision_flops(dag, plan)
+    total = sum(low.values())
+    return sum(flops for op_id, flops in low.items() if op_id not in still_low) / total if total else 0.0
+
+
+def _probes(
+    dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], template: PrecisionPlan
+) -> dict[str, PrecisionPlan]:
+    """Uniform int8, uniform bfloat16 and two random mixtures, as plans that no solver made."""
+    ladder = cluster.group(INFER).ladder
+    op_ids = [operator.op_id for operator in dag.adjustable]
+    wanted: dict[str, dict[OpId, Variant]] = {}
+    for rung in ladder[:-1]:
+        wanted[f"uniform {rung.label}"] = dict.fromkeys(op_ids, rung)
+    for seed in RANDOM_SEEDS:
+        choice = random.Random(seed).choice
+        wanted[f"random {seed}"] = {op_id: choice(ladder) for op_id in op_ids}
+    replayer = Replayer(dag, cluster, profiles)
+    made = {}
+    for name, variants in wanted.items():
+        prediction = replayer.replay({INFER: variants})
+        groups = tuple(
+            _with_variants(group, variants, profiles[INFER], name) if group.group == INFER else group for group in template.groups
+        )
+        made[name] = attrs.evolve(
+            template, solver="probe", objective=0.0, groups=groups, predicted_iteration_ns=prediction.iteration_ns
+        )
+    return made
+
+
+def _with_variants(group: GroupPlan, variants: Mapping[OpId, Variant], profile: Profile, name: str) -> GroupPlan:
+    assignments = {}
+    for op_id, variant in variants.items():
+        cost = profile.cost(op_id, variant)
+        assignments[op_id] = Assignment(variant, cost.backend, cost.config, f"probe: {name}")
+    return attrs.evolve(group, assignments=assignments)
+
+
+def local_batches(plan: PrecisionPlan, batch_size: int) -> dict[str, int]:
+    """Samples a step of each group's rank under a plan."""
+    return {group: plan.local_batches.get(group, batch_size) for group in GROUPS}

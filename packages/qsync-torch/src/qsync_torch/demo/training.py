@@ -1,0 +1,149 @@
+"""The workers' second task: train the job under every plan, in turns, and measure."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_core.artifact import load, save
+from qsync_core.plan import PrecisionPlan
+from qsync_torch.apply import apply_
+from qsync_torch.demo.rendezvous import Rendezvous
+from qsync_torch.demo.step_timeline import record_step
+from qsync_torch.demo.tasks import GROUPS, Method, MethodResult, Trained, TrainTask, write_json
+from qsync_torch.demo.weak_worker import WeakWorker
+from qsync_torch.demo.worker_events import report
+from qsync_torch.demo.workload import Evaluation, Workload, load_workload
+from qsync_torch.job import Batch
+from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+
+
+def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
+    """Leaves ``trained.json`` and a measured timeline for each of ``task.timelines`` in the task's folder."""
+    weak = WeakWorker(core, task.weakness) if rendezvous.rank else None
+    try:
+        with rendezvous.process_group():
+            _train(task, rendezvous)
+    finally:
+        if weak:
+            weak.close()
+
+
+def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
+    workload = load_workload(task.model, tiny=task.tiny)
+    methods = (*task.compared, *task.probes)
+    trainees = [_Trainee(workload, method, rendezvous.rank) for method in methods]
+    turns = _turns(len(trainees), task.steps, task.block)
+    for done, (index, first, count) in enumerate(turns):
+        if rendezvous.rank == 0:
+            report(done, len(turns), f"training, in turns: {methods[index].name}, steps {first + 1} to {first + count}")
+        trainees[index].run(first, count)
+    results = {}
+    for trainee in trainees:
+        name = trainee.method.name
+        if name in task.timelines:
+            timeline = record_step(trainee, load(Path(trainee.method.plan), PrecisionPlan))
+            if timeline is not None:
+                save(timeline, Path(task.folder) / f"measured-{name}.qsync")
+        results[name] = trainee.result(evaluate=trainee.method in task.compared)
+    if rendezvous.rank == 0:
+        write_json(Trained(results), Path(task.folder) / "trained.json")
+
+
+def _turns(methods: int, steps: int, block: int) -> list[tuple[int, int, int]]:
+    """(method, first step, steps) in an order in which every method comes equally often, early and late in its round."""
+    turns = []
+    for round_, first in enumerate(range(0, steps, block)):
+        order = [(round_ + offset) % methods for offset in range(methods)]
+        turns += [(index, first, min(block, steps - first)) for index in order]
+    return turns
+
+
+@attrs.frozen
+class _Step:
+    """One step of this rank: when it ended (system-wide monotonic clock, ns), its place in its turn, its loss."""
+
+    end_ns: int
+    position: int
+    loss: float
+
+
+class _Trainee:
+    """The model, optimizer and DDP wrapper of one method on this rank."""
+
+    def __init__(self, workload: Workload, method: Method, rank: int) -> None:
+        self.method = method
+        self._workload = workload
+        sizes = [method.local_batches[group] for group in GROUPS]
+        self._global_batch, self._start, self._size = sum(sizes), sum(sizes[:rank]), sizes[rank]
+        # DDP averages over ranks; gradients must average over samples.
+        self._loss_weight = self._size * len(sizes) / self._global_batch
+        self.model = copy.deepcopy(workload.model).train()
+        apply_(self.model, method.plan, group=GROUPS[rank])
+        self._ddp = DistributedDataParallel(self.model)
+        self._optimizer = workload.optimizer(self.model.parameters())
+        self._steps: list[_Step] = []
+
+    def run(self, first: int, count: int) -> None:
+        """Train for some steps; batches are made and garbage is collected before the clock starts."""
+        batches = [self.batch(step) for step in range(first, first + count)]
+        gc.collect()
+        dist.barrier()
+        for position, batch in enumerate(batches):
+            loss = self.step(batch)
+            self._steps.append(_Step(time.perf_counter_ns(), position, loss))
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of the global batch of a step."""
+        return self._workload.part(step, self._global_batch, self._start, self._size)
+
+    def step(self, batch: Batch) -> float:
+        """One training step; its local loss."""
+        loss = self._workload.loss(self._ddp(*batch.args, **batch.kwargs), batch)
+        (loss * self._loss_weight).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def result(self, *, evaluate: bool) -> MethodResult | Any:
+        """What was measured, on rank 0; every rank must call it."""
+        peaks = _gather(self._peak_bytes())
+        steps: list[list[_Step]] = _gather(self._steps)
+        weights = [self.method.local_batches[group] / self._global_batch for group in GROUPS]
+        losses = tuple(sum(w * s.loss for w, s in zip(weights, row, strict=True)) for row in zip(*steps, strict=True))
+        evaluation: Evaluation | None = None
+        if evaluate and dist.get_rank() == 0:
+            evaluation = self._workload.evaluate(self.model)
+        return MethodResult(_periods(steps), losses, evaluation, dict(zip(GROUPS, peaks, strict=True)))
+
+    def _peak_bytes(self) -> int:
+        batch = self.batch(0)
+        state = [t for entry in self._optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+        buckets = sum(parameter.nbytes for parameter in self.model.parameters())
+        resident = storage_bytes([*self.model.parameters(), *self.model.buffers(), *state]) + buckets + batch.nbytes
+        return resident + memory_rise(lambda: self.step(batch))[0]
+
+
+def _periods(steps: Sequence[Sequence[_Step]]) -> tuple[int, ...]:
+    """Times from the end of one step to that of the next, on whichever rank is later, within turns.
+
+    The first step of a turn only starts the clock: it finds another model's data in the caches.
+    """
+    ends = [max(s.end_ns for s in row) for row in zip(*steps, strict=True)]
+    positions = [step.position for step in steps[0]]
+    return tuple(later - earlier for earlier, later, position in zip(ends, ends[1:], positions[1:], strict=False) if position > 0)
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
