@@ -1,4 +1,6 @@
-"""Makes the modules beside the tests (synthetic models, planning cases) importable, and pins hypothesis to what CI runs."""
+"""Lets the tests import the builders that stand beside them, and pins hypothesis to what CI runs."""
+
+from __future__ import annotations
 
 import sys
 from pathlib import Path
