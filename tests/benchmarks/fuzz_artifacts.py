@@ -55,7 +55,8 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
     for number in range(count):
         mutation, resealed = MUTATIONS[number % len(MUTATIONS)]
         name = names[number // len(MUTATIONS) % len(names)]
-        damaged = mutate(rng, originals[name], mutation, resealed)
+        while (damaged := mutate(rng, originals[name], mutation, resealed)) == originals[name]:
+            pass  # some changes have no effect, such as moving the last entry to the end
         outcomes["resealed" if resealed else "not resealed"] += 1
         start = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
@@ -63,7 +64,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
             value = artifact.from_bytes(damaged)
             if artifact.to_bytes(value) != damaged:
                 raise AssertionError("it was read, but is written differently")
-            outcomes["unchanged" if damaged == originals[name] else "valid"] += 1
+            outcomes["valid"] += 1
         except ArtifactError:
             outcomes["refused"] += 1
         except BaseException:  # the very thing that is looked for
@@ -105,7 +106,7 @@ def main() -> None:
     print(json.dumps(found, indent=2))
     valid, failed = outcomes.get("valid", 0), outcomes.get("failures", 0)
     detail = (
-        f"{outcomes['refused']} refused, {valid} valid and canonical, {outcomes.get('unchanged', 0)} unchanged by their mutation; "
+        f"{outcomes['refused']} refused, {valid} valid and canonical; "
         f"{outcomes['resealed']} with a matching digest; slowest {1e3 * found['slowest_s']:.0f} ms; address space ≤ 400 MiB"
     )
     if not options.no_write:
