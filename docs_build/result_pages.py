@@ -1,7 +1,7 @@
 """mkdocs hook: every ``docs/results/*.json`` becomes a page with its rows as a table.
 
-The files are written by ``tests/benchmarks`` (one row per id: id, what, value, unit, spread, target, and the machine, versions, commit
-and command where they differ from the file's).
+The files are written by ``tests/benchmarks``: one row per id with id, what, value, unit, spread and target, and with machine, versions,
+commit and command where they differ from the file's.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from nav_section import extend_section
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TITLES = {"spine": "The main job, end to end"}
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}
+INTRODUCTION = """# Results
+
+Measured figures, each with the machine, the versions and the command that measures it again. The files behind these pages are
+`docs/results/*.json`; `tox run -e benchmark` writes those that need no GPU.
+
+"""
 PROVENANCE = ("device", "machine", "versions", "commit", "command")
 
 
@@ -62,26 +69,11 @@ def on_files(files: Files, *, config: Any) -> Files:
     for path in paths:
         files.append(File.generated(config, f"results/{path.stem}.md", content=results_page(path)))
     listed = [f"- [{title(path)}]({path.stem}.md)" for path in paths] or ["None have been measured yet."]
-    introduction = [
-        "# Results", "",
-        "Measured figures, each with the machine, the versions and the command that measures it again. The files behind these pages",
-        "are `docs/results/*.json`; `tox run -e benchmark` writes those that need no GPU.", "",
-    ]  # fmt: skip
-    files.append(File.generated(config, "results/index.md", content="\n".join([*introduction, *listed, ""])))
+    files.append(File.generated(config, "results/index.md", content=INTRODUCTION + "\n".join(listed) + "\n"))
     return files
 
 
-def on_nav(nav: Any, *, config: Any, files: Files) -> Any:
-    """Put the pages under "Results"; they are in no navigation file, because they come and go with the JSON files."""
-    from mkdocs.structure.nav import Section
-    from mkdocs.structure.pages import Page
-
-    section = next(item for item in nav.items if isinstance(item, Section) and item.title == "Results")
-    for path in sorted(RESULTS.glob("*.json")):
-        file = files.get_file_from_path(f"results/{path.stem}.md")
-        assert file is not None
-        page = file.page or Page(title(path), file, config)
-        page.parent = section
-        section.children.append(page)
-        nav.pages.append(page)
-    return nav
+def on_config(config: Any) -> Any:
+    """Put the pages under "Results"."""
+    extend_section(config.nav, "Results", (f"results/{path.stem}.md" for path in sorted(RESULTS.glob("*.json"))))
+    return config

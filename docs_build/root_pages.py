@@ -19,6 +19,8 @@ def page_text(name: str) -> str:
         text, target = match[1], match[2]
         if "://" in target or target.startswith("#"):
             return match[0]
+        if target == "docs/decisions":
+            return f"[{text}](decisions/index.md)"
         if target.startswith("docs/") and target.endswith(".md"):
             return f"[{text}]({target.removeprefix('docs/')})"
         if target in PAGES:
