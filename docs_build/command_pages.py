@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import inspect
 from typing import Any
 
 import click
@@ -29,22 +31,20 @@ def command_section(context: click.Context, name: str, command: click.Command) -
     inner = click.Context(command, info_name=f"{context.info_name} {name}", parent=None)
     usage = " ".join([inner.command_path, *command.collect_usage_pieces(inner)])
     lines = [f"## qsync {name}", "", _paragraphs(command.help or ""), "", "```text", usage, "```", ""]
-    options = [record for parameter in command.params if (record := parameter.get_help_record(inner))]
+    options = [record for parameter in command.params if (record := parameter.get_help_record(inner)) and record[1]]
     if options:
         lines += ["| option | meaning |", "|---|---|"]
-        lines += [f"| `{_cell(names)}` | {_cell(meaning)} |" for names, meaning in options]
+        lines += [f"| <code>{_cell(names)}</code> | {_cell(meaning)} |" for names, meaning in options]
         lines.append("")
     return "\n".join(lines)
 
 
 def _paragraphs(text: str) -> str:
-    import inspect
-
     return inspect.cleandoc(text).replace("\b\n", "").replace("<", "&lt;")
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
