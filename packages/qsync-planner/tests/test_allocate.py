@@ -1,0 +1,282 @@
+"""Properties that every plan must have, on random problems, judged by replaying it from scratch."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import FULL, LADDERS, Case, random_case
+from synthetic import BFLOAT16, FLOAT16, FLOAT32
+
+from qsync_core.artifact import digest, to_bytes
+from qsync_core.errors import ClusterError, InfeasibleError, PlanError
+from qsync_core.plan import PrecisionPlan
+from qsync_core.variant import Variant
+from qsync_planner.allocator import SOLVERS, allocate
+from qsync_planner.allocator.problem import build_problem
+from qsync_planner.replay import Replayer
+
+CASES = st.builds(
+    random_case,
+    st.integers(0, 10_000),
+    blocks=st.integers(1, 2),
+    infer_groups=st.integers(1, 3),
+    train=st.integers(0, 2),
+    shared=st.booleans(),
+)
+
+
+def objective(case: Case, plan: PrecisionPlan) -> float:
+    """Σ Ω over all inference devices, from the definition."""
+    return math.fsum(
+        group.count * case.sensitivity.omega[op_id][assignment.variant]
+        for group in plan.groups
+        if str(group.role) == "infer"
+        for op_id, assignment in group.assignments.items()
+    )
+
+
+def leanest(case: Case, group: str = "infer0") -> int:
+    """The smallest budget, as the error of a hopeless one names it."""
+    with pytest.raises(InfeasibleError, match="smallest feasible budget") as caught:
+        allocate(*case.with_memory(1, group).arguments)
+    found = re.search(r"smallest feasible budget is [^(]*\(([\d,]+) bytes\)", str(caught.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+@settings(max_examples=25)
+@given(case=CASES, solver=st.sampled_from(SOLVERS), tolerance=st.sampled_from([0.0, 0.1, 1.0]))
+def test_what_a_plan_says_of_itself_is_what_replaying_it_gives(case: Case, solver: str, tolerance: float) -> None:
+    plan = allocate(*case.arguments, solver=solver, tolerance=tolerance)
+    assert plan.time_limit_ns == plan.baselines["uniform"] + int(plan.baselines["uniform"] * tolerance)
+    assert plan.objective == pytest.approx(objective(case, plan))
+    if solver == "dynamic-batch":
+        return
+    replayed = case.replay(plan)
+    assert plan.predicted_iteration_ns == replayed.iteration_ns
+    for group in plan.groups:
+        assert group.predicted_peak_bytes == replayed.groups[group.group].peak_bytes
+        assert group.predicted_busy_ns == replayed.groups[group.group].busy_ns
+
+
+@settings(max_examples=25)
+@given(case=CASES, share=st.floats(0.0, 1.0), tolerance=st.sampled_from([0.0, 0.05, 0.5]))
+def test_greedy_always_keeps_time_and_memory(case: Case, share: float, tolerance: float) -> None:
+    smallest = leanest(case)
+    full = max(smallest, allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes)
+    case = case.with_memory(smallest + int(share * (full - smallest)))
+    plan = allocate(*case.arguments, tolerance=tolerance)
+    replayed = case.replay(plan)
+    assert replayed.iteration_ns <= plan.time_limit_ns
+    assert replayed.groups["infer0"].peak_bytes <= case.cluster.group("infer0").memory_bytes
+    for group in plan.groups:
+        assert tuple(group.assignments) == plan.operator_ids
+        ladder = case.cluster.group(group.group).ladder
+        assert all(assignment.variant in ladder for assignment in group.assignments.values())
+
+
+@settings(max_examples=15)
+@given(case=CASES, more=st.integers(0, 10_000))
+def test_a_feasible_problem_stays_feasible_with_more_memory_or_time(case: Case, more: int) -> None:
+    smallest = leanest(case)
+    for tolerance in (0.0, 0.3):
+        plan = allocate(*case.with_memory(smallest + more).arguments, tolerance=tolerance)
+        assert plan.group("infer0").predicted_peak_bytes <= smallest + more
+
+
+@settings(max_examples=15)
+@given(case=CASES)
+def test_never_more_sensitive_than_uniform(case: Case) -> None:
+    greedy = allocate(*case.arguments)
+    uniform = allocate(*case.arguments, solver="uniform")
+    assert greedy.objective <= uniform.objective * (1 + 1e-12)
+
+
+@settings(max_examples=15)
+@given(case=CASES)
+def test_nothing_that_would_still_fit_is_left_lowered(case: Case) -> None:
+    """A sweep that changes nothing means that no single step up from the final plan keeps the limits."""
+    plan = allocate(*case.arguments)
+    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+    for group in problem.groups:
+        current = plan.group(group.name).assignments
+        for unit in group.units:
+            rung = unit.rungs.index(current[unit.operators[0]].variant)
+            for higher in range(rung + 1, len(unit.rungs)):
+                if unit.omega[higher] >= unit.omega[rung]:
+                    continue
+                raised = attrs.evolve(
+                    plan.group(group.name),
+                    assignments=dict(current)
+                    | {op_id: attrs.evolve(current[op_id], variant=unit.rungs[higher]) for op_id in unit.operators},
+                )
+                other = attrs.evolve(plan, groups=tuple(raised if g.group == group.name else g for g in plan.groups))
+                assert case.replay(other).iteration_ns > plan.time_limit_ns
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000), solver=st.sampled_from(SOLVERS))
+def test_same_inputs_give_the_same_bytes(seed: int, solver: str) -> None:
+    first = allocate(*random_case(seed, infer_groups=2).arguments, solver=solver)
+    second = allocate(*random_case(seed, infer_groups=2).arguments, solver=solver)
+    assert to_bytes(first) == to_bytes(second)
+
+
+def test_calls_of_one_module_share_a_variant() -> None:
+    for seed in range(20):
+        plan = allocate(*random_case(seed, shared=True).arguments)
+        tied = {a.variant for op_id, a in plan.group("infer0").assignments.items() if op_id.fqn == "tied"}
+        assert len(tied) == 1
+
+
+def test_greedy_against_the_best_plan_by_enumeration() -> None:
+    """Greedy is not exact; this keeps its distance from the optimum from growing unnoticed."""
+    ratios = []
+    for seed in range(20):
+        case = random_case(seed, blocks=1 + seed % 2)
+        plan = allocate(*case.arguments)
+        replayer, best = Replayer(case.dag, case.cluster, case.profiles), math.inf
+        for variants in case.assignments("infer0"):
+            groups = {g.group: {o: a.variant for o, a in g.assignments.items()} for g in plan.groups} | {"infer0": variants}
+            if replayer.replay(groups).iteration_ns <= plan.time_limit_ns:
+                count = case.cluster.group("infer0").count
+                best = min(best, count * math.fsum(case.sensitivity.omega[o][v] for o, v in variants.items()))
+        assert plan.objective >= best - 1e-9
+        if best > 0:
+            ratios.append(plan.objective / best)
+    ratios.sort()
+    assert ratios[len(ratios) // 2] < 1.05
+
+
+def test_the_limit_is_uniform_precision_lowered_until_memory_fits() -> None:
+    case = random_case(7, ladder=LADDERS[0])
+    int8, half = case.cluster.group("infer0").ladder[:2]
+    at = {rung: case.replay(_with_rung(case, rung)).groups["infer0"].peak_bytes for rung in (int8, half)}
+    roomy = allocate(*case.arguments, solver="uniform").group("infer0").assignments
+    assert {assignment.variant for assignment in roomy.values()} == {half}
+    if at[int8] < at[half]:
+        tight = allocate(*case.with_memory(at[half] - 1).arguments, solver="uniform").group("infer0").assignments
+        assert {assignment.variant for assignment in tight.values()} == {int8}
+
+
+def _with_rung(case: Case, rung: Variant) -> PrecisionPlan:
+    plan = allocate(*case.arguments, solver="full")
+    group = plan.group("infer0")
+    lowered = {op_id: attrs.evolve(a, variant=rung) for op_id, a in group.assignments.items()}
+    groups = tuple(attrs.evolve(g, assignments=lowered) if g.group == "infer0" else g for g in plan.groups)
+    return attrs.evolve(plan, groups=groups)
+
+
+def test_plan_names_inputs_groups_and_rank_zero() -> None:
+    case = random_case(1, train=2, infer_groups=2)
+    plan = allocate(*case.arguments)
+    assert plan.input_digests["dag"] == digest(case.dag) == plan.dag_digest
+    assert plan.input_digests["sensitivity"] == digest(case.sensitivity)
+    assert plan.input_digests["profile:infer1"] == digest(case.profiles["infer1"])
+    assert plan.rank0_group == "train0"
+    assert plan.operator_ids == tuple(operator.op_id for operator in case.dag.adjustable)
+    assert set(plan.baselines) == {"full", "uniform", "dynamic-batch"}
+    for group in plan.groups[:2]:
+        assert {a.variant for a in group.assignments.values()} == {FULL}
+        assert {a.reason for a in group.assignments.values()} == {"float32: a training group keeps its base precision"}
+
+
+@pytest.mark.parametrize(
+    "rung, needs",
+    [
+        (Variant.of(FLOAT16), True),
+        (Variant.of(BFLOAT16), False),
+        (Variant.of(FLOAT32), False),
+    ],
+)
+def test_loss_scaling_is_asked_for_where_a_gradient_passes_through_float16(rung: Variant, needs: bool) -> None:
+    ladder = (rung, FULL) if rung != FULL else (FULL,)
+    case = random_case(2, ladder=ladder)
+    plan = allocate(*case.arguments, solver="uniform")
+    assert plan.group("infer0").needs_loss_scaling is needs
+    assert not plan.group("train0").needs_loss_scaling
+    assert any("loss scaling" in note for note in plan.notes) is needs
+
+
+def test_infeasible_memory_names_the_smallest_budget_that_works() -> None:
+    case = random_case(5)
+    smallest = leanest(case)
+    plan = allocate(*case.with_memory(smallest).arguments)
+    assert plan.group("infer0").predicted_peak_bytes == smallest
+    with pytest.raises(InfeasibleError) as caught:
+        allocate(*case.with_memory(smallest - 1).arguments)
+    assert str(caught.value).startswith("no precision plan fits the memory of group 'infer0': its budget is ")
+    assert f"({smallest:,} bytes)" in str(caught.value)
+
+
+def test_full_precision_that_does_not_fit_says_what_it_takes() -> None:
+    case = random_case(5)
+    full = allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes
+    with pytest.raises(InfeasibleError, match=rf"full precision does not fit .* \({full:,} bytes\)"):
+        allocate(*case.with_memory(full - 1).arguments, solver="full")
+    if leanest(case) < full:
+        assert any("full precision does not fit group infer0" in n for n in allocate(*case.with_memory(full - 1).arguments).notes)
+
+
+def test_bad_arguments_are_named() -> None:
+    case = random_case(0)
+    with pytest.raises(PlanError, match="there is no solver 'simplex'; choose one of greedy, uniform, full, dynamic-batch"):
+        allocate(*case.arguments, solver="simplex")
+    for tolerance in (-0.1, math.nan, math.inf):
+        with pytest.raises(PlanError, match="the tolerance must be a finite number ≥ 0"):
+            allocate(*case.arguments, tolerance=tolerance)
+    with pytest.raises(PlanError, match="the greedy solver needs a sensitivity; make one with 'qsync indicate'"):
+        allocate(case.dag, case.cluster, case.profiles, None)
+
+
+def test_a_group_without_a_profile_is_named() -> None:
+    case = random_case(0)
+    profiles = {"train0": case.profiles["train0"]}
+    with pytest.raises(ClusterError, match="group 'infer0' of cluster 'drawn' has no profile; run 'qsync profile'"):
+        allocate(case.dag, case.cluster, profiles, case.sensitivity)
+
+
+def test_a_profile_of_another_graph_is_named_with_the_operators_that_differ() -> None:
+    case, other = random_case(0, blocks=2), random_case(0, blocks=3)
+    profile = attrs.evolve(other.profiles["infer0"], device=case.profiles["infer0"].device)
+    with pytest.raises(
+        PlanError, match=r"the profile of group 'infer0' was measured for another graph .*it has block\.2\."
+    ) as caught:
+        allocate(case.dag, case.cluster, {**case.profiles, "infer0": profile}, case.sensitivity)
+    assert "trace and profile the same job" in str(caught.value)
+
+
+def test_a_sensitivity_of_another_graph_is_named() -> None:
+    case, other = random_case(0, blocks=3), random_case(0, blocks=2)
+    with pytest.raises(PlanError, match=r"the sensitivity is of another graph .*it lacks block\.2\.up#0, block\.2\.down#0"):
+        allocate(case.dag, case.cluster, case.profiles, other.sensitivity)
+
+
+def test_a_sensitivity_without_a_rung_of_the_ladder_is_named() -> None:
+    case = random_case(0, ladder=LADDERS[0])
+    first = case.dag.adjustable[0].op_id
+    omega = {op_id: dict(by) for op_id, by in case.sensitivity.omega.items()}
+    del omega[first][LADDERS[0][0]]
+    with pytest.raises(PlanError, match=rf"the sensitivity by 'drawn' has no Ω of {first} at int8"):
+        allocate(case.dag, case.cluster, case.profiles, attrs.evolve(case.sensitivity, omega=omega))
+
+
+def test_an_unmeasured_base_precision_is_named_and_an_unmeasured_rung_is_left_out() -> None:
+    case = random_case(0, ladder=LADDERS[0])
+    first = case.dag.adjustable[0].op_id
+    profile = case.profiles["infer0"]
+
+    def without(variant: Variant) -> dict[str, object]:
+        index = {op_id: dict(by) for op_id, by in profile.cost_index.items()}
+        del index[first][variant]
+        return {**case.profiles, "infer0": attrs.evolve(profile, cost_index=index)}
+
+    with pytest.raises(PlanError, match=rf"the profile of group 'infer0' has no cost of {first} at float32"):
+        allocate(case.dag, case.cluster, without(FULL), case.sensitivity)  # type: ignore[arg-type]
+    plan = allocate(case.dag, case.cluster, without(LADDERS[0][0]), case.sensitivity)  # type: ignore[arg-type]
+    assert plan.group("infer0").assignments[first].variant in LADDERS[0][1:]
