@@ -14,7 +14,7 @@ import attrs
 from qsync_core.dag import OpClass, Operator, PrecisionDag
 from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
+from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, output_precision, run_precision
 from qsync_core.variant import Variant
@@ -60,6 +60,23 @@ class Settled(NamedTuple):
     gradient_copy_bytes: int
     """The incoming gradient's copy in the gradient format, alive during this operator's backward."""
     memory_correction_bytes: int
+
+
+_SITES, _FORMATS, _GRANULARITIES, _ROUNDINGS = list(CastSite), list(Precision), list(Granularity), list(Rounding)
+
+
+def _share_number(cast: Cast) -> int:
+    """A number that two shared casts of one tensor have in common if and only if they are one cast: same site, same key."""
+    key = cast.key
+    number = _SITES.index(cast.site)
+    for value, values in (
+        (key.source, _FORMATS),
+        (key.target, _FORMATS),
+        (key.granularity, _GRANULARITIES),
+        (key.rounding, _ROUNDINGS),
+    ):
+        number = number * len(values) + values.index(value)  # type: ignore[arg-type]
+    return number
 
 
 @attrs.frozen
@@ -136,7 +153,6 @@ class CostModel:
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant, int] = {}
         self._variant_of: list[Variant] = []
-        self._shares: dict[tuple[CastSite, CastKey], int] = {}
         self._settled: dict[tuple[int, int, tuple[Precision, ...]], Settled] = {}
 
     def _plain_calibration(self) -> Calibration:
@@ -211,10 +227,14 @@ class CostModel:
             )
         index = by_variant.get(run)
         if index is None:
-            known = ", ".join(sorted(v.label for v in by_variant)) or "none"
+            labels = sorted(v.label for v in by_variant)
+            wanted = run.label
+            if wanted in labels:  # they differ in what a label leaves out
+                labels, wanted = sorted(str(v) for v in by_variant), str(run)
+            known = ", ".join(labels) or "none"
             raise PlanError(
                 f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}) in "
-                f"{run.label}, only in: {known}; profile again with that precision in the ladder, or leave it out of the cluster's"
+                f"{wanted}, only in: {known}; profile again with that precision in the ladder, or leave it out of the cluster's"
             )
         cost = self.profile.costs[index]
         bad = [i for i in cost.saves_inputs if not 0 <= i < len(operator.inputs)]
@@ -234,7 +254,7 @@ class CostModel:
                 f"({key.granularity}, {key.rounding}) that operator {operator.op_id} needs; profile again with this ladder"
             )
         compute = model.cost_ns(cast.numel)
-        share = self._shares.setdefault((cast.site, cast.key), len(self._shares)) if cast.shared else -1
+        share = _share_number(cast) if cast.shared else -1
         if self.synchronous:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
         return PricedCast(cast, model.dispatch_ns, compute, share)

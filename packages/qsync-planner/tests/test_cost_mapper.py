@@ -1,0 +1,187 @@
+"""The cost mapper: casts by hand on small graphs, and incremental updates against rebuilding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hand_models import BF16, FP16, FP32, I8, I8_BF16, cast_ns, op, profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import assignments, changes, dags, profiles
+from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.profile import DeviceKind, OpCost
+from qsync_core.variant import Variant
+from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.cost_model import CostModel
+
+
+def mapper(dag: PrecisionDag, variants: Mapping[OpId, Variant], costs: Mapping[str, OpCost] | None = None) -> CostMapper:
+    return CostMapper(dag, CostModel(dag, profile(dag, costs or {})), variants)
+
+
+def charges(built: CostMapper) -> dict[str, list[tuple[str, Precision, Precision, int]]]:
+    """(site, source, target, elements) of every cast charged, per operator that has any."""
+    return {
+        operator.op_id.fqn: [(p.cast.site, p.cast.key.source, p.cast.key.target, p.cast.numel) for p in charged]
+        for operator, charged in zip(built.dag.operators, built.charged, strict=True)
+        if charged
+    }
+
+
+def test_one_int8_linear_is_charged_each_of_its_four_casts() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    g.loss(g.linear("fc", x, 16))
+    built = mapper(g.build(), {op("fc"): I8})
+    assert charges(built) == {
+        "fc": [
+            ("input", FLOAT32, INT8, 32),
+            ("weight", FLOAT32, INT8, 128),
+            ("grad_output", FLOAT32, BFLOAT16, 64),
+            ("grad_input", BFLOAT16, FLOAT32, 32),
+        ]
+    }
+    position = built.dag.index[op("fc")]
+    assert built.forward[position].compute_ns == cast_ns(FLOAT32, INT8, 32) + cast_ns(FLOAT32, INT8, 128)
+    assert built.backward[position].compute_ns == cast_ns(FLOAT32, BFLOAT16, 64) + cast_ns(BFLOAT16, FLOAT32, 32)
+
+
+def query_key_value(variants: Mapping[str, Variant]) -> CostMapper:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    q, k, v = (g.linear(name, x, 8) for name in "qkv")
+    g.loss(g.join("context", "matmul", [q, k, v]))
+    return mapper(g.build(), {op(name): variant for name, variant in variants.items()})
+
+
+def test_consumers_of_one_tensor_share_a_cast_charged_to_the_first() -> None:
+    weight, grad_out = ("weight", FLOAT32, BFLOAT16, 64), []
+    assert charges(query_key_value(dict.fromkeys("qkv", BF16))) == {
+        "q": [("input", FLOAT32, BFLOAT16, 32), weight, *grad_out, ("grad_input", BFLOAT16, FLOAT32, 32)],
+        "k": [weight],
+        "v": [weight],
+        "loss": [("input", BFLOAT16, FLOAT32, 32), ("grad_input", FLOAT32, BFLOAT16, 32)],
+    }
+
+
+def test_the_shared_cast_moves_on_when_its_first_consumer_no_longer_needs_it() -> None:
+    built = query_key_value(dict.fromkeys("qkv", BF16))
+    built.update({op("q"): FP32})
+    found = charges(built)
+    assert "q" not in found
+    assert found["k"][0] == ("input", FLOAT32, BFLOAT16, 32)
+    assert found["k"][-1] == ("grad_input", BFLOAT16, FLOAT32, 32)
+    assert found["v"] == [("weight", FLOAT32, BFLOAT16, 64)]
+    # The product takes the widest of its inputs, so k's and v's bfloat16 outputs are cast to float32, each once.
+    assert [c for c in found["context"] if c[0] == "input"] == [("input", BFLOAT16, FLOAT32, 32)] * 2
+
+
+def test_int8_consumers_share_the_quantized_copy_but_not_the_gradient_casts() -> None:
+    found = charges(query_key_value(dict.fromkeys("qkv", I8)))
+    assert [c[0] for c in found["q"]] == ["input", "weight", "grad_output", "grad_input"]
+    assert [c[0] for c in found["k"]] == ["weight", "grad_output", "grad_input"]
+    assert [c[0] for c in found["v"]] == ["weight", "grad_output", "grad_input"]
+
+
+def test_different_casts_of_one_tensor_are_not_shared() -> None:
+    found = charges(query_key_value({"q": I8, "k": BF16, "v": FP16}))
+    assert [found[name][0] for name in "qkv"] == [("input", FLOAT32, precision, 32) for precision in (INT8, BFLOAT16, FLOAT16)]
+
+
+def test_an_operator_that_reads_one_tensor_twice_casts_it_once() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    low = g.linear("low", x, 8)
+    g.loss(g.join("sum", "add", [low, low, g.linear("high", x, 8)]))
+    found = charges(mapper(g.build(), {op("low"): BF16, op("high"): FP32}))
+    assert found["sum"] == [("input", BFLOAT16, FLOAT32, 32), ("grad_input", FLOAT32, BFLOAT16, 32)]
+
+
+def test_dependents_follow_the_widest_input_and_float16_with_bfloat16_gives_float32() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    a, b = g.linear("a", x, 8), g.linear("b", x, 8)
+    y = g.unary("relu", "relu", g.join("sum", "add", [a, b]))
+    g.loss(g.linear("c", y, 8))
+    dag = g.build()
+    built = mapper(dag, {op("a"): BF16, op("b"): BF16, op("c"): BF16})
+    positions = [dag.index[op(name)] for name in ("sum", "relu")]
+    assert [built.settled[i].output for i in positions] == [BFLOAT16, BFLOAT16]
+    change = built.update({op("b"): FP16})
+    assert [built.settled[i].output for i in positions] == [FLOAT32, FLOAT32]
+    # b, sum, relu and c are settled again; a and the loss are not: nothing about them follows from b.
+    assert change.settled == tuple(dag.index[op(name)] for name in ("b", "sum", "relu", "c"))
+    built.rollback()
+    assert [built.settled[i].output for i in positions] == [BFLOAT16, BFLOAT16]
+
+
+def test_an_input_without_gradient_has_none_to_cast() -> None:
+    g = GraphBuilder("m")
+    g.loss(g.linear("fc", g.input("x", (4, 8)), 8))
+    assert [c[0] for c in charges(mapper(g.build(), {op("fc"): I8_BF16}))["fc"]] == ["input", "weight"]
+
+
+def test_an_operator_that_can_not_be_lowered_stays_as_traced() -> None:
+    g = GraphBuilder("m")
+    g.loss(g.linear("tied", g.input("x", (4, 8)), 8, not_applicable="its weight is tied to the embedding"))
+    dag = g.build()
+    assert charges(mapper(dag, {})) == {}
+    with pytest.raises(PlanError, match=r"variant of operator tied#0 can not be chosen: its weight is tied to the embedding"):
+        mapper(dag, {op("tied"): BF16})
+
+
+def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("relu", "relu", g.input("x", (4, 8)))
+    g.loss(g.linear("fc", x, 8))
+    built = mapper(g.build(), {op("fc"): FP32})
+    before = (list(built.settled), list(built.forward), built.variants())
+    with pytest.raises(PlanError, match=r"model 'm' has no operator gone#0; is the plan for another model\?"):
+        built.update({op("fc"): BF16, op("gone"): BF16})
+    with pytest.raises(PlanError, match=r"relu#0 can not be chosen: a relu is dependent, it follows its inputs"):
+        built.update({op("fc"): BF16, op("relu"): BF16})
+    float8 = Variant.of(Precision.FLOAT8_E4M3FN)
+    with pytest.raises(
+        PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>bfloat16, only in: bfloat16, float16"
+    ):
+        built.update({op("fc"): float8})
+    assert (built.settled, built.forward, built.variants()) == before
+    built.update({op("fc"): BF16})
+    with pytest.raises(RuntimeError, match="pending"):
+        built.update({op("fc"): FP32})
+
+
+def test_every_adjustable_operator_needs_a_variant() -> None:
+    g = GraphBuilder("m")
+    g.loss(g.linear("fc", g.input("x", (4, 8)), 8))
+    with pytest.raises(PlanError, match=r"no variant is given for operator fc#0"):
+        mapper(g.build(), {})
+
+
+def state(built: CostMapper) -> tuple[object, ...]:
+    return built.settled, built.charged, built.forward, built.backward, built.variants()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_incremental_updates_equal_a_rebuild_bit_for_bit(data: st.DataObject) -> None:
+    dag = data.draw(dags())
+    measured = data.draw(profiles(dag, data.draw(st.sampled_from(list(DeviceKind)))))
+    model = CostModel(dag, measured)
+    variants = data.draw(assignments(dag))
+    built = CostMapper(dag, model, variants)
+    for change, keep in data.draw(st.lists(st.tuples(changes(dag), st.booleans()), max_size=6)):
+        built.update(change)
+        assert state(built) == state(CostMapper(dag, CostModel(dag, measured), {**variants, **change}))
+        if keep:
+            built.commit()
+            variants = {**variants, **change}
+        else:
+            built.rollback()
+        assert state(built) == state(CostMapper(dag, model, variants))
