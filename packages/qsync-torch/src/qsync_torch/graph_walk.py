@@ -36,7 +36,9 @@ _INLINED = frozenset(
 )
 """Higher-order operators that run their one subgraph once, where they stand."""
 
-_PASS_THROUGH = frozenset({"_add_batch_dim", "_remove_batch_dim", "unsafe_chunk", "unsafe_split", "broadcast_tensors", "alias"})
+_PASS_THROUGH = frozenset(
+    {"_add_batch_dim", "_remove_batch_dim", "lift_fresh_copy", "unsafe_chunk", "unsafe_split", "broadcast_tensors", "alias"}
+)
 """Operators that hand on their input although their schema does not say so."""
 
 

@@ -27,8 +27,7 @@ class BasicBlock(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
-        out += shortcut
-        return self.relu(out)
+        return self.relu(out + shortcut)
 
 
 class Bottleneck(nn.Module):
@@ -53,8 +52,7 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
-        out += shortcut
-        return self.relu(out)
+        return self.relu(out + shortcut)
 
 
 class ResNet(nn.Module):
