@@ -1,1 +1,53 @@
-"""Hook implementations of qsync-torch; importing this module does not import torch."""
+"""Hook implementations of qsync-torch: its commands, the ``aten`` backend, its collectors and what doctor can say about torch.
+
+Nothing here imports torch until a hook or a command needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qsync_core.hooks import hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+    from qsync_core.backend import KernelBackend
+    from qsync_core.doctor import DoctorLine
+
+
+@hookimpl
+def qsync_register_commands(cli: click.Group) -> None:
+    """``qsync trace``, ``profile``, ``observe`` and ``demo``."""
+    from qsync_torch.cli_demo import demo
+    from qsync_torch.cli_observe import observe
+    from qsync_torch.cli_profile import profile
+    from qsync_torch.cli_trace import trace
+
+    for command in (trace, profile, observe, demo):
+        cli.add_command(command)
+
+
+@hookimpl
+def qsync_register_backends() -> list[KernelBackend]:
+    """The reference backend."""
+    from qsync_torch.aten_backend import AtenBackend
+
+    return [AtenBackend()]
+
+
+@hookimpl
+def qsync_register_collectors() -> list[Any]:
+    """What the indicators ``lossvar`` and ``paper`` need."""
+    from qsync_torch.observing.lossvar import LossVarCollector
+    from qsync_torch.observing.paper import PaperCollector
+
+    return [LossVarCollector(), PaperCollector()]
+
+
+@hookimpl
+def qsync_doctor() -> list[DoctorLine]:
+    """torch, devices, precisions, collectives and compilers."""
+    from qsync_torch.doctor import doctor_lines
+
+    return doctor_lines()

@@ -1,0 +1,171 @@
+"""What ``qsync doctor`` can say about torch, devices, precisions, collectives and compilers; and whether all ranks agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from qsync_core.doctor import DoctorLine, Status
+
+_RENDEZVOUS = timedelta(seconds=30)
+"""How long to wait for the other ranks."""
+_TEXT_BYTES = 4096
+"""Room for a rank's facts; a handful of version numbers take a few hundred bytes."""
+
+
+def doctor_lines() -> list[DoctorLine]:
+    """All findings; under torchrun with a comparison of the ranks."""
+    lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
+    lines += [*_collective_lines(), *_compiler_lines()]
+    return lines + _agreement_lines(lines)
+
+
+def _cpu_lines() -> list[DoctorLine]:
+    has = [name for name, flags in _CPU_FEATURES.items() if flags & _cpu_flags()]
+    found = f"{platform.machine()}, {os.cpu_count()} cores, kernels for {torch.backends.cpu.get_cpu_capability()}"
+    lines = [DoctorLine("cpu", found)]
+    for precision in _CPU_FEATURES:
+        if precision in has:
+            lines.append(DoctorLine(f"cpu {precision}", "products in hardware"))
+        else:
+            lines.append(DoctorLine(f"cpu {precision}", "products emulated: no faster than float32, often slower", Status.INFO))
+    return lines
+
+
+_CPU_FEATURES = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "fphp"},
+    "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm", "asimddp"},
+}
+"""CPU flags (x86 and ARM, as Linux names them) that mean products of a format in hardware."""
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return set(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return set()
+
+
+def _cuda_lines() -> list[DoctorLine]:
+    if not torch.backends.cuda.is_built():
+        return [DoctorLine("cuda", "this torch is built without CUDA", Status.INFO)]
+    if not torch.cuda.is_available():
+        return [
+            DoctorLine(
+                "cuda",
+                f"torch is built for CUDA {torch.version.cuda}, but sees no device",
+                Status.WARNING,
+                "see that a driver is installed and that CUDA_VISIBLE_DEVICES does not hide the devices",
+            )
+        ]
+    lines = [DoctorLine("cuda", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, driver {_driver()}")]
+    for index in range(torch.cuda.device_count()):
+        lines += _device_lines(index)
+    return lines
+
+
+def _device_lines(index: int) -> list[DoctorLine]:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    lines = [DoctorLine(f"cuda:{index}", f"{properties.name}, {memory}, compute capability {capability[0]}.{capability[1]}")]
+    for precision, needed in (("int8", (7, 5)), ("bfloat16", (8, 0)), ("float8_e4m3fn", (8, 9))):
+        if capability >= needed:
+            lines.append(DoctorLine(f"cuda:{index} {precision}", "tensor cores"))
+            continue
+        advice = "leave it out of this group's ladder" + (", and use float16 instead" if precision == "bfloat16" else "")
+        lines.append(
+            DoctorLine(
+                f"cuda:{index} {precision}",
+                f"not in hardware (needs compute capability {needed[0]}.{needed[1]}); an emulation is not support",
+                Status.INFO,
+                advice,
+            )
+        )
+    return lines
+
+
+def _driver() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found[0] if found else "unknown"
+
+
+def _collective_lines() -> list[DoctorLine]:
+    if not dist.is_available():
+        return [DoctorLine("collectives", "this torch is built without torch.distributed", Status.ERROR, "install another build")]
+    lines = [DoctorLine("gloo", "available" if dist.is_gloo_available() else "not in this build", Status.INFO)]
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        lines.append(DoctorLine("nccl", ".".join(map(str, torch.cuda.nccl.version()))))
+    return lines
+
+
+def _compiler_lines() -> list[DoctorLine]:
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler:
+        return [DoctorLine("c++ compiler", compiler)]
+    return [DoctorLine("c++ compiler", "none found", Status.INFO, "torch.compile on a CPU needs one")]
+
+
+def _agreement_lines(lines: list[DoctorLine]) -> list[DoctorLine]:
+    """Whether all ranks of a torchrun found the same versions; nothing outside torchrun."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2 or "RANK" not in os.environ or not dist.is_available() or dist.is_initialized():
+        return []
+    from importlib.metadata import version
+
+    mine = {line.topic: line.finding for line in lines if line.topic in ("cuda", "nccl")}
+    mine |= {"torch": torch.__version__.split("+")[0], "qsync-torch": version("qsync-torch"), "qsync-core": version("qsync-core")}
+    try:
+        dist.init_process_group("gloo", timeout=_RENDEZVOUS)
+    except (RuntimeError, ValueError) as error:
+        return [
+            DoctorLine(
+                "ranks", f"the {world} ranks do not find each other: {error}", Status.ERROR, "see MASTER_ADDR and MASTER_PORT"
+            )
+        ]
+    try:
+        everyone = _gather(mine, world)
+    finally:
+        dist.destroy_process_group()
+    return compare_ranks(everyone)
+
+
+def _gather(facts: dict[str, str], world: int) -> list[dict[str, str]]:
+    """Every rank's facts, exchanged as JSON text."""
+    text = json.dumps(facts).encode().ljust(_TEXT_BYTES)
+    mine = torch.tensor(list(text), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    return [json.loads(bytes(tensor.tolist())) for tensor in everyone]
+
+
+def compare_ranks(everyone: list[dict[str, str]]) -> list[DoctorLine]:
+    """One line that all ranks agree, or one per fact in which they do not."""
+    lines = []
+    for topic in sorted({topic for facts in everyone for topic in facts}):
+        found = [facts.get(topic, "nothing") for facts in everyone]
+        if len(set(found)) > 1:
+            by_value = "; ".join(
+                f"{value} on rank {', '.join(str(rank) for rank, other in enumerate(found) if other == value)}"
+                for value in dict.fromkeys(found)
+            )
+            # Unequal GPUs are what QSync is for; unequal software is not.
+            status = Status.WARNING if topic == "cuda" else Status.ERROR
+            lines.append(DoctorLine(f"ranks: {topic}", by_value, status, "install the same versions everywhere"))
+    return lines or [DoctorLine("ranks", f"all {len(everyone)} ranks have the same versions")]

@@ -1,0 +1,76 @@
+"""Variance of the rounding error of every element of a tensor, in closed form (DESIGN 6.1, paper Proposition 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_core.precision import Granularity, Precision, Rounding
+
+INT8_LEVELS = 127
+"""Largest int8 magnitude used by symmetric quantization; -128 is not used."""
+FLOAT8_E4M3FN_MAX = 448.0
+"""Largest finite float8_e4m3fn value; the scale maps the tensor's maximum onto it."""
+
+
+def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) -> torch.Tensor:
+    """Scale of symmetric quantization, broadcastable to ``tensor``: max |x| / levels; 1 where all elements are 0.
+
+    Args:
+        tensor: values, any shape.
+        granularity: one scale a tensor, a channel (dimension 0) or a row (all dimensions but the last).
+        levels: magnitude onto which the maximum is mapped: 127 for int8, 448 for float8_e4m3fn.
+    """
+    magnitude = tensor.detach().abs()
+    if granularity is Granularity.PER_TENSOR or tensor.dim() < 2:
+        largest = magnitude.amax()
+    elif granularity is Granularity.PER_CHANNEL:
+        largest = magnitude.amax(dim=tuple(range(1, tensor.dim())), keepdim=True)
+    else:
+        largest = magnitude.amax(dim=-1, keepdim=True)
+    return torch.where(largest > 0, largest, torch.full_like(largest, levels)) / levels
+
+
+def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """Distance of neighbouring values of a float format around each element: 2^(e-k), e not below the smallest exponent."""
+    _, exponent = torch.frexp(tensor)
+    exponent = (exponent - 1).clamp(min=precision.min_exponent)
+    return torch.ldexp(torch.ones_like(tensor), exponent - precision.mantissa_bits)
+
+
+def element_variance(
+    tensor: torch.Tensor,
+    precision: Precision,
+    granularity: Granularity = Granularity.PER_TENSOR,
+    rounding: Rounding = Rounding.NEAREST,
+) -> torch.Tensor:
+    """Expected squared rounding error of each element when ``tensor`` is cast to ``precision``.
+
+    s is the spacing of the format's values around the element (int8: the scale) and f the residual in units of s.  Stochastic:
+    s²·f·(1-f), exact.  Nearest: s²/12, for residuals uniform in a cell.  Floor: s²/12 + s²/4, variance plus squared mean error.
+
+    Args:
+        tensor: float32 or float64 values.
+        precision: the target format; float32 gives zeros.
+        granularity, rounding: of a cast to an 8-bit format; other casts round to nearest with a single scale of 1.
+
+    Returns:
+        A tensor of the shape and dtype of ``tensor``.
+    """
+    x = tensor.detach()
+    if precision is Precision.FLOAT32:
+        return torch.zeros_like(x)
+    if precision.is_fixed_point:
+        spacing = absmax_scale(x, granularity, INT8_LEVELS).expand_as(x)
+    elif precision.needs_scale:
+        scale = absmax_scale(x, granularity, FLOAT8_E4M3FN_MAX)
+        spacing = float_spacing(x / scale, precision) * scale
+    else:
+        spacing, rounding = float_spacing(x, precision), Rounding.NEAREST
+    squared = spacing.square()
+    if rounding is Rounding.STOCHASTIC:
+        position = x / spacing
+        residual = position - position.floor()
+        return squared * residual * (1 - residual)
+    if rounding is Rounding.NEAREST:
+        return squared / 12
+    return squared / 12 + squared / 4

@@ -1,0 +1,35 @@
+"""Collector ``lossvar``: rounding variance times squared gradient, summed over both operands (DESIGN 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from qsync_core import terms
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.variant import Variant
+from qsync_torch.observing.collector import OperatorCall, Term, low_precision
+
+
+class LossVarCollector:
+    """Σ σ²·(∂L/∂·)² over the activation, the weight and, where it is of 16 bits, the output; in units of loss²."""
+
+    name = terms.LOSSVAR
+
+    def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
+        """Two or three terms a variant; see :mod:`qsync_core.terms`."""
+        found: dict[Term, torch.Tensor | float] = {}
+        squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
+
+        def weighted(operand: str, precision: Precision, granularity: Granularity, rounding: Rounding) -> torch.Tensor:
+            variance = call.variance(operand, precision, granularity, rounding)
+            return torch.sum(variance * squares[operand], dtype=torch.float64)
+
+        for variant in low_precision(variants):
+            compute, rounding = variant.compute, variant.rounding
+            found[variant, terms.X_VAR_GRAD] = weighted("x", compute, variant.x_granularity, rounding)
+            found[variant, terms.W_VAR_GRAD] = weighted("weight", compute, variant.w_granularity, rounding)
+            if variant.output is not Precision.FLOAT32:
+                found[variant, terms.Y_VAR_GRAD] = weighted("output", variant.output, Granularity.PER_TENSOR, Rounding.NEAREST)
+        return found

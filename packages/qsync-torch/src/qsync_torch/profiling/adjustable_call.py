@@ -1,0 +1,104 @@
+"""Linear and convolution calls of ``apply_`` on random operands that are already cast, so that casts are timed on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from qsync_core.dag import Operator
+from qsync_core.semantics import gradient_precision
+from qsync_core.variant import Variant
+from qsync_torch.binding import Binding
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.operators import (
+    conv2d_backward,
+    conv2d_binding,
+    conv2d_product,
+    linear_backward,
+    linear_binding,
+    linear_product,
+)
+from qsync_torch.operators.conv2d import _QuantizedConv2d
+from qsync_torch.operators.linear import _QuantizedLinear
+from qsync_torch.profiling.replay_call import Armed, Prepared
+from qsync_torch.quantize import quantize
+
+
+def prepare_adjustable(
+    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, backend: str
+) -> Prepared:
+    """Random operands for an adjustable operator in a variant.
+
+    Forward starts from operands in the compute format; backward from a gradient in the gradient format, and leaves the weight's
+    gradient in float32 (:class:`~qsync_core.profile.OpCost`).
+
+    Args:
+        operator: a linear or conv2d operator.
+        variant: how it runs.
+        layouts: the model's parameters by FQN, for their memory layouts.
+        device: where.
+        backend: whose kernels.
+    """
+    binding = _binding(operator, variant, backend)
+    x = torch.randn(operator.input_shapes[0], device=device)
+    if operator.attributes.get("memory_format") == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    weight = torch.empty_like(layouts[operator.parameters[0]], device=device).normal_().requires_grad_()
+    bias = None
+    if len(operator.parameters) > 1:
+        bias = torch.randn(weight.shape[0], device=device, requires_grad=True)
+    x_needs_gradient = 0 not in operator.no_grad_inputs
+    if variant.compute.needs_scale:
+        return _prepare_quantized(operator, binding, x, weight, bias, x_needs_gradient)
+    return _prepare_float(operator, binding, x, weight, bias, x_needs_gradient)
+
+
+def _prepare_float(
+    operator: Operator, binding: Binding, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_needs_gradient: bool
+) -> Prepared:
+    product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
+    dtype = TORCH_DTYPE[binding.variant.compute]
+    x = x.to(dtype).requires_grad_(x_needs_gradient)
+    trained = [tensor for tensor in (weight, bias) if tensor is not None]
+    wanted = (x, *trained) if x_needs_gradient else tuple(trained)
+
+    def arm() -> Armed:
+        # The weight's cast is made here, with its autograd node: its backward brings the gradient to float32.
+        cast = weight.to(dtype)
+        return Armed(partial(product, x, None, cast, None, bias, binding), wanted)
+
+    return Prepared(arm, (x,), tuple(trained))
+
+
+def _prepare_quantized(
+    operator: Operator, binding: Binding, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_needs_gradient: bool
+) -> Prepared:
+    variant = binding.variant
+    q_x, x_scale = quantize(x, variant.compute, variant.x_granularity, variant.rounding, backend=binding.backend)
+    q_w, w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding, backend=binding.backend)
+    # Only a place where the gradient goes: neither read nor saved.
+    place = torch.zeros((), device=x.device, dtype=TORCH_DTYPE[variant.grad_input]).expand(x.shape).requires_grad_(x_needs_gradient)
+    needs = (x_needs_gradient, True, bias is not None)
+    if operator.kind == "linear":
+        forward = partial(_QuantizedLinear.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+        backward: Callable[[torch.Tensor], Any] = lambda grad: linear_backward(grad, q_x, x_scale, q_w, w_scale, binding, needs)  # noqa: E731
+    else:
+        forward = partial(_QuantizedConv2d.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+        backward = lambda grad: conv2d_backward(grad, q_x, x_scale, q_w, w_scale, x.shape, binding, needs)  # noqa: E731
+    armed = Armed(forward, (weight,), backward)
+    trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
+    return Prepared(lambda: armed, (q_x,), trained, TORCH_DTYPE[gradient_precision(variant)])
+
+
+def _binding(operator: Operator, variant: Variant, backend: str) -> Binding:
+    if operator.kind == "linear":
+        return linear_binding(variant, backend)
+
+    def pair(name: str) -> list[int]:
+        return [int(part) for part in operator.attributes[name].split(",")]
+
+    groups = int(operator.attributes["groups"])
+    return conv2d_binding(variant, pair("stride"), pair("padding"), pair("dilation"), groups, backend)

@@ -1,0 +1,71 @@
+"""Peak memory of a piece of work: from the caching allocator on CUDA, from recorded allocations on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def peak_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """Bytes allocated at the highest point during ``run``, above what was allocated when it began; see :func:`memory_rise`."""
+    return memory_rise(run, device)[0]
+
+
+def memory_rise(run: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int]:
+    """Highest point during ``run`` and what it leaves allocated, in bytes above what was allocated when it began.
+
+    CUDA: ``max_memory_allocated``.  CPU: every allocation and release of torch's CPU allocator, temporaries inside kernels
+    included, as the profiler records them; memory that a library takes from the system by itself (oneDNN's caches) is not seen,
+    and releases of what was allocated earlier do not count.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return max(0, torch.cuda.max_memory_allocated(device) - before), max(0, torch.cuda.memory_allocated(device) - before)
+    return _rise_of(_cpu_allocations(run))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    sizes = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())
+
+
+def _rise_of(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Highest and last running sum of (address, bytes) changes; a release of something allocated earlier does not count."""
+    live: dict[int, int] = {}
+    current = peak = 0
+    for address, nbytes in changes:
+        if nbytes > 0:
+            live[address] = nbytes
+            current += nbytes
+            peak = max(peak, current)
+        else:
+            current -= live.pop(address, 0)
+    return peak, current
+
+
+def _cpu_allocations(run: Callable[[], Any]) -> list[tuple[int, int]]:
+    """(address, bytes) of every allocation (positive) and release (negative) of CPU memory, in order of time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    # The only place where each single allocation is kept: the public tables hold sums per operator.
+    session = recorded.profiler
+    assert session is not None
+    stack: list[Any] = list(session.kineto_results.experimental_event_tree())
+    found: list[tuple[int, int, int]] = []
+    while stack:
+        event = stack.pop()
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            allocation = event.extra_fields if hasattr(event, "extra_fields") else event.typed[1]
+            if allocation.device.type == "cpu":
+                found.append((event.start_time_ns, allocation.ptr, allocation.alloc_size))
+        stack.extend(event.children)
+    found.sort(key=lambda entry: entry[0])
+    return [(address, nbytes) for _, address, nbytes in found]

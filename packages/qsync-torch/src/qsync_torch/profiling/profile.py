@@ -1,0 +1,241 @@
+"""``profile``: what a model costs on one device type, each distinct cost measured once (DESIGN sections 2, 5 and 6.2)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from qsync_core.artifact import digest
+from qsync_core.dag import OpClass, Operator, PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
+from qsync_core.semantics import CastSite
+from qsync_core.variant import Variant
+from qsync_torch.aten_call import AtenCall
+from qsync_torch.job import Job
+from qsync_torch.profiling.adjustable_call import prepare_adjustable
+from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
+from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
+from qsync_torch.profiling.collective import measure_collective
+from qsync_torch.profiling.operator_cost import measure_operator
+from qsync_torch.profiling.replay_call import prepare_call
+from qsync_torch.profiling.resume_store import ResumeStore
+from qsync_torch.profiling.software import device_type, parse_device, software_versions
+from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.profiling.whole_step import StepRunner, measure_step
+
+T = TypeVar("T")
+
+Update = Callable[[int, int, str], None]
+"""``progress(done, total, what)``, called before each measurement."""
+
+BASE = Variant.plain(Precision.FLOAT32)
+OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.15)
+CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
+STEP_EFFORT = Effort(min_repeats=5, max_repeats=30, target=0.005, budget_s=4.0)
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """Report no progress."""
+
+
+@attrs.frozen
+class Item:
+    """One distinct measurement and the operators that it holds for."""
+
+    operator: Operator
+    variant: Variant
+    holders: tuple[OpId, ...]
+
+    @property
+    def name(self) -> str:
+        """Under which its measurement is kept."""
+        return f"operator {self.operator.cost_key!r} {self.operator.no_grad_inputs} {self.variant}"
+
+
+def profile(
+    job: Job,
+    dag: PrecisionDag,
+    *,
+    device: str | torch.device = "cpu",
+    share: float = 1.0,
+    memory_cap_bytes: int = 0,
+    ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), BASE),
+    backend: str = "aten",
+    resume: Path | None = None,
+    progress: Update = silent,
+    operator_effort: Effort = OPERATOR_EFFORT,
+    cast_effort: Effort = CAST_EFFORT,
+    step_effort: Effort = STEP_EFFORT,
+) -> Profile:
+    """Measure a job's operators, casts, buckets and whole steps on one device.
+
+    Measure under the load that training will have: several ranks that share a machine profile at the same time.  In an initialised
+    process group of two or more ranks, all-reduces of the model's gradient buckets are measured too, so all ranks must call this.
+
+    Args:
+        job: what is trained; its model is copied to the device and not changed.
+        dag: its graph (``trace(job)``).
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        share: share of the device that the job gets; recorded, and part of what a plan matches.
+        memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
+        ladder: variants a plan may use; float32 is always measured as well.
+        backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer.
+        resume: file in which finished measurements are kept, so that a killed run continues; removed at the end.
+        progress: told how far it is.
+        operator_effort, cast_effort, step_effort: how long to repeat.
+
+    Raises:
+        QSyncError: when the device is not there, the graph is of another model, or a kernel can not run.
+    """
+    target = parse_device(str(device))
+    variants = tuple(dict.fromkeys((*ladder, BASE)))
+    type_ = device_type(target, share, memory_cap_bytes)
+    software = software_versions(target)
+    dag_digest = digest(dag)
+    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, backend))
+    stopwatch = make_stopwatch(target)
+
+    items = distinct_items(dag, variants)
+    layouts = dict(job.model.named_parameters())
+    cast_sites = possible_casts(variants)
+    total = len(items) + len(cast_sites) + len(variants) + 1
+    done = 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        progress(done, total, what)
+        done += 1
+
+    try:
+        costs: list[OpCost] = []
+        index: dict[OpId, dict[Variant, int]] = {}
+        for item in items:
+            advance(f"{item.operator.kind} {item.variant.label}")
+            cost = _measured(store, item.name, OpCost, partial(_measure, item, layouts, stopwatch, backend, operator_effort))
+            if cost is None:
+                continue
+            for op_id in item.holders:
+                index.setdefault(op_id, {})[item.variant] = len(costs)
+            costs.append(cost)
+        casts = []
+        for key, sites in cast_sites.items():
+            advance(f"cast {key.source}→{key.target}")
+            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort))
+        runner = StepRunner.start(job, target)
+        steps = []
+        for variant in sorted(variants, key=lambda v: v != BASE):
+            advance(f"whole step {variant.label}")
+            found = _measured(
+                store,
+                f"step {variant}",
+                partial(StepMeasurement, variant=variant),
+                partial(measure_step, runner, variant, dag, stopwatch, step_effort),
+            )
+            assert found is not None
+            steps.append(found)
+        if not runner.optimizer.state:
+            runner.train_step(0)
+        state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
+        advance("all-reduce")
+        collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target)
+    finally:
+        store.flush()
+    progress(total, total, "")
+    return Profile(
+        device=type_,
+        software=software,
+        model=dag.model,
+        dag_digest=dag_digest,
+        costs=tuple(costs),
+        cost_index=index,
+        casts=tuple(casts),
+        optimizer_dispatch_ns=steps[0].optimizer_dispatch_ns,
+        optimizer_compute_ns=steps[0].optimizer_compute_ns,
+        optimizer_state_bytes=state_bytes,
+        input_bytes=input_bytes,
+        collective=collective,
+        steps=tuple(steps),
+    )
+
+
+def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
+    """Each distinct (cost key, variant) once, with all operators that share it.
+
+    Adjustable operators in every variant of the ladder, dependent and guarded ones in every format an activation can arrive in,
+    fixed ones (and those that ``apply_`` can not address) in float32.  Graph inputs cost nothing and are left out.
+    """
+    formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
+    holders: dict[tuple[object, ...], list[Operator]] = {}
+    for operator in dag.operators:
+        if operator.is_adjustable or AtenCall.of(operator) is not None:
+            key = (operator.cost_key, operator.op_class, operator.is_adjustable, operator.no_grad_inputs)
+            holders.setdefault(key, []).append(operator)
+    items = []
+    for operators in holders.values():
+        first = operators[0]
+        variants: Sequence[Variant] = [BASE]
+        if first.is_adjustable:
+            variants = ladder
+        elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
+            variants = formats
+        ids = tuple(operator.op_id for operator in operators)
+        items.extend(Item(first, variant, ids) for variant in variants)
+    return items
+
+
+def _measure(item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, backend: str, effort: Effort) -> OpCost | None:
+    operator, device = item.operator, stopwatch.device
+    if operator.is_adjustable:
+        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, backend)
+        return measure_operator(prepare, stopwatch, effort, backend=backend)
+    prepare = partial(prepare_call, operator, device, item.variant.compute)
+    try:
+        return measure_operator(prepare, stopwatch, effort)
+    except RuntimeError as error:
+        # ATen has no such kernel; the planner names the operator if a plan would need it.
+        if "not implemented for" in str(error) and item.variant != BASE:
+            return None
+        raise
+
+
+def _measure_cast(
+    store: ResumeStore, dag: PrecisionDag, key: CastKey, sites: frozenset[CastSite], stopwatch: Stopwatch, effort: Effort
+) -> CastModel:
+    name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}"
+    shapes = cast_shapes(dag, sites, key.granularity)
+    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort))
+    assert found is not None
+    return found
+
+
+def _measured(store: ResumeStore, name: str, restore: Callable[..., T], measure: Callable[[], T | None]) -> T | None:
+    """The stored measurement of that name, or a new one; None where it can not be run."""
+    stored = store.get(name)
+    if stored is not None:
+        return restore(**{field: _tuples(value) for field, value in stored.items()}) if stored else None
+    found = measure()
+    store.put(name, {} if found is None else attrs.asdict(found, recurse=False, filter=_is_plain))
+    return found
+
+
+def _is_plain(attribute: attrs.Attribute[Any], value: Any) -> bool:
+    return not attrs.has(type(value))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+
+
+def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, backend: str) -> str:
+    content = [dag_digest, attrs.asdict(type_), software, job.name, job.batch_size, backend]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,152 @@
+"""Whole training steps, measured with every adjustable operator at one rung: what the sum of parts is calibrated with."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.precision import Precision
+from qsync_core.profile import StepMeasurement
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+from qsync_torch.profiling.stopwatch import Stopwatch
+from qsync_torch.profiling.timing import Effort, relative_spread, repeat
+
+BATCHES = 4
+"""Different batches that the measured steps go through in turn."""
+_PERIOD_STEPS = 10
+"""Steps run back to back on a CUDA device to measure the steady-state period."""
+
+
+@attrs.frozen(eq=False)
+class StepRunner:
+    """A private copy of a job's model on one device, with its optimizer and some batches, ready to train."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Sequence[Batch]
+
+    @classmethod
+    def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
+        """Copy the job's model to ``device`` in training mode; the job's own is not touched."""
+        model = copy.deepcopy(job.model).to(device).train()
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+        return cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
+
+    def forward(self, step: int) -> torch.Tensor:
+        """Forward pass and loss of the batch of a step."""
+        return self.job.compute_loss(self.batches[step % len(self.batches)], self.model)
+
+    def update(self) -> None:
+        """Optimizer step and zeroing of gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train_step(self, step: int) -> None:
+        """One whole step."""
+        self.forward(step).backward()
+        self.update()
+
+    @property
+    def optimizer_state_bytes(self) -> int:
+        """Bytes of the optimizer's state tensors of one element or more."""
+        state = [t for entry in self.optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+        return storage_bytes(state)
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights, buffers, optimizer state and one batch."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return storage_bytes(tensors) + self.optimizer_state_bytes + self.batches[0].nbytes
+
+
+def measure_step(runner: StepRunner, variant: Variant, dag: PrecisionDag, stopwatch: Stopwatch, effort: Effort) -> StepMeasurement:
+    """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found."""
+    applied = None
+    if variant != Variant.plain(Precision.FLOAT32):
+        from qsync_torch.apply import apply_
+
+        applied = apply_(runner.model, {operator.op_id: variant for operator in dag.adjustable})
+    try:
+        return _measure(runner, variant, stopwatch, effort)
+    finally:
+        if applied is not None:
+            applied.remove()
+
+
+def _measure(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort) -> StepMeasurement:
+    for step in range(2):
+        runner.train_step(step)
+    peak_bytes = _peak_bytes(runner, stopwatch.device)
+    if stopwatch.device.type == "cpu":
+        return _measure_synchronous(runner, variant, effort, peak_bytes)
+    return _measure_cuda(runner, variant, stopwatch, effort, peak_bytes)
+
+
+def _peak_bytes(runner: StepRunner, device: torch.device) -> int:
+    """Peak of one step with everything that lives between steps."""
+    return runner.static_bytes + memory_rise(lambda: runner.train_step(0), device)[0]
+
+
+def _measure_synchronous(runner: StepRunner, variant: Variant, effort: Effort, peak_bytes: int) -> StepMeasurement:
+    step = 0
+
+    def sample() -> tuple[int, int, int]:
+        nonlocal step
+        start = time.perf_counter_ns()
+        loss = runner.forward(step)
+        forwarded = time.perf_counter_ns()
+        loss.backward()
+        del loss
+        backwarded = time.perf_counter_ns()
+        runner.update()
+        updated = time.perf_counter_ns()
+        step += 1
+        return forwarded - start, backwarded - forwarded, updated - backwarded
+
+    timing = repeat(sample, effort)
+    forward, backward, optimizer = timing.median_ns
+    return StepMeasurement(
+        variant=variant,
+        iteration_ns=forward + backward + optimizer,
+        forward_dispatch_ns=0,
+        forward_compute_ns=forward,
+        backward_dispatch_ns=0,
+        backward_compute_ns=backward,
+        optimizer_dispatch_ns=0,
+        optimizer_compute_ns=optimizer,
+        peak_bytes=peak_bytes,
+        spread=timing.spread,
+    )
+
+
+def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, peak_bytes: int) -> StepMeasurement:
+    step = 0
+
+    def sample() -> tuple[int, ...]:
+        nonlocal step
+        (loss,), forward_dispatch, forward_compute = stopwatch.time_each([lambda: runner.forward(step)])
+        _, backward_dispatch, backward_compute = stopwatch.time_each([loss.backward])
+        del loss
+        _, optimizer_dispatch, optimizer_compute = stopwatch.time_each([runner.update])
+        step += 1
+        return forward_dispatch, forward_compute, backward_dispatch, backward_compute, optimizer_dispatch, optimizer_compute
+
+    timing = repeat(sample, effort)
+    periods = []
+    for _ in range(3):
+        stopwatch.synchronize()
+        start = time.perf_counter_ns()
+        for index in range(_PERIOD_STEPS):
+            runner.train_step(index)
+        stopwatch.synchronize()
+        periods.append((time.perf_counter_ns() - start) / _PERIOD_STEPS)
+    return StepMeasurement(variant, round(statistics.median(periods)), *timing.median_ns, peak_bytes, relative_spread(periods))
