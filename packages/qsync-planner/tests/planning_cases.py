@@ -64,9 +64,9 @@ class Case:
 
 
 def residual_model(rng: random.Random, blocks: int, *, shared: bool = False) -> PrecisionDag:
-    """``blocks`` residual blocks of one or two linears; blocks of the same width are isomorphic.  ``shared``: one module runs twice."""
+    """``blocks`` residual blocks of two linears; blocks of the same width are isomorphic.  ``shared``: one module runs twice."""
     g = GraphBuilder("small", batch_size=4)
-    x = g.input("x", (4, 16))
+    x = g.input("x", (4, 64, 16))
     for i in range(blocks):
         width = rng.choice((8, 32))
         y = g.unary(f"block.{i}.relu", "relu", g.linear(f"block.{i}.up", x, width))
@@ -112,7 +112,9 @@ def random_profile(dag: PrecisionDag, rng: random.Random, device: DeviceType, sl
 
 def _random_cost(operator: Operator, variant: Variant, rng: random.Random, slowness: float) -> OpCost:
     scale = slowness * (100_000 if operator.is_adjustable else 5_000) * variant.compute.nbytes / 4
-    size = operator.output_numel + operator.weight_numel
+    lowered = variant.compute is not FLOAT32
+    own = operator.weight_numel * variant.compute.nbytes if lowered else 0
+    own += operator.input_numel(0) if variant.compute.needs_scale else 0
     return OpCost(
         forward_dispatch_ns=rng.randrange(1, 3_000),
         forward_compute_ns=round(scale * rng.uniform(0.4, 1.2)),
@@ -120,7 +122,7 @@ def _random_cost(operator: Operator, variant: Variant, rng: random.Random, slown
         backward_compute_ns=round(2 * scale * rng.uniform(0.4, 1.2)),
         saves_inputs=(0,) if operator.is_adjustable and not variant.compute.needs_scale else (),
         saves_output=operator.kind == "relu",
-        saved_own_bytes=size * variant.compute.nbytes if variant.compute is not FLOAT32 else 0,
+        saved_own_bytes=own,
         workspace_bytes=rng.randrange(0, 512),
         backend="random",
     )

@@ -128,7 +128,7 @@ def test_same_inputs_give_the_same_bytes(seed: int, solver: str) -> None:
 
 
 def test_calls_of_one_module_share_a_variant() -> None:
-    for seed in range(20):
+    for seed in range(6):
         plan = allocate(*random_case(seed, shared=True).arguments)
         tied = {a.variant for op_id, a in plan.group("infer0").assignments.items() if op_id.fqn == "tied"}
         assert len(tied) == 1

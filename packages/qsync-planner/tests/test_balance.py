@@ -1,0 +1,139 @@
+"""Dynamic batch: the balancer against enumeration, the scaling of profiles, and what a plan says of local batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import attrs
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning_cases import random_case
+
+from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.profile import DeviceKind, Profile
+from qsync_planner.allocator import BatchProfile, allocate
+from qsync_planner.allocator.balance import balance
+from qsync_planner.allocator.batch_scaling import BatchScaling
+from qsync_planner.allocator.problem import build_problem
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=3
+    ),
+    total=st.integers(1, 40),
+)
+def test_balances_as_enumeration_does(groups: list[tuple[int, int, int, int]], total: int) -> None:
+    counts, largest = [g[0] for g in groups], [g[1] for g in groups]
+    times = [lambda b, fixed=g[2], slope=g[3]: fixed + slope * b for g in groups]
+    best = math.inf
+    for batches in itertools.product(*(range(1, most + 1) for most in largest)):
+        if sum(c * b for c, b in zip(counts, batches, strict=True)) == total:
+            best = min(best, max(time(b) for time, b in zip(times, batches, strict=True)))
+    found = balance(counts, total, largest, times, near=4)
+    if found is None:
+        assert best == math.inf
+        return
+    assert sum(c * b for c, b in zip(counts, found, strict=True)) == total
+    assert all(1 <= b <= most for b, most in zip(found, largest, strict=True))
+    assert max(time(b) for time, b in zip(times, found, strict=True)) == best
+
+
+def test_prefers_batches_near_the_traced_one_among_equals() -> None:
+    assert balance([1, 1], 16, [15, 15], [lambda b: 5, lambda b: 5], near=8) == (8, 8)
+
+
+def test_large_jobs_are_balanced_too() -> None:
+    counts, total = [2048, 2048], 32 * 4096
+    found = balance(counts, total, [63, 63], [lambda b: 3 * b, lambda b: 5 * b], near=32)
+    assert found == (40, 24)
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_keeps_the_global_batch_and_says_what_happens_to_local_ones(seed: int, kind: DeviceKind) -> None:
+    case = random_case(seed, kind=kind)
+    plan = allocate(*case.arguments, solver="dynamic-batch")
+    counts = {group.name: group.count for group in case.cluster.groups}
+    assert sum(counts[name] * batch for name, batch in plan.local_batches.items()) == 4 * sum(counts.values())
+    for name, batch in plan.local_batches.items():
+        change = "unchanged" if batch == 4 else f"{100 * (batch - 4) / 4:+.0f}%"
+        sentence = f"{name}: local batch 4 → {batch} ({change}; from one profile, compute taken as proportional to the batch)"
+        assert sentence in plan.notes
+    assert {a.variant.label for group in plan.groups for a in group.assignments.values()} == {"float32"}
+    assert plan.predicted_iteration_ns == plan.baselines["dynamic-batch"]
+
+
+def doubled(profile: Profile, fixed_ns: int) -> Profile:
+    """A profile at twice the batch size where every kernel takes ``fixed_ns`` whatever the batch."""
+    costs = tuple(
+        attrs.evolve(
+            cost,
+            forward_compute_ns=2 * cost.forward_compute_ns - fixed_ns,
+            backward_compute_ns=2 * cost.backward_compute_ns - fixed_ns,
+        )
+        for cost in profile.costs
+    )
+    return attrs.evolve(profile, costs=costs, dag_digest="another")
+
+
+@given(seed=st.integers(0, 1000), batch=st.integers(1, 12))
+def test_two_profiles_give_the_line_through_both(seed: int, batch: int) -> None:
+    case = random_case(seed, blocks=1, kind=DeviceKind.CPU)
+    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+    profile, group = case.profiles["infer0"], case.cluster.group("infer0")
+    fixed = 100
+    assume(min(min(c.forward_compute_ns, c.backward_compute_ns) for c in profile.costs) > fixed)
+    scaling = BatchScaling(problem, group, 1_000_000, BatchProfile(8, doubled(profile, fixed)))
+    scaled = scaling.profile_at(batch)
+    for before, after in zip(profile.costs, scaled.costs, strict=True):
+        assert after.forward_compute_ns == pytest.approx(fixed + (before.forward_compute_ns - fixed) * batch / 4, abs=1)
+        assert after.forward_dispatch_ns == before.forward_dispatch_ns
+    assert scaling.busy_ns(4) == 1_000_000
+    assert scaling.busy_ns(batch) <= scaling.busy_ns(batch + 1)
+
+
+def test_one_profile_scales_compute_and_leaves_dispatch_and_the_optimizer() -> None:
+    case = random_case(1, kind=DeviceKind.CPU)
+    problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+    profile = case.profiles["infer0"]
+    scaled = BatchScaling(problem, case.cluster.group("infer0"), 10**6, None).profile_at(8)
+    for before, after in zip(profile.costs, scaled.costs, strict=True):
+        assert after.forward_compute_ns == 2 * before.forward_compute_ns
+        assert after.backward_dispatch_ns == before.backward_dispatch_ns
+    assert scaled.optimizer_compute_ns == profile.optimizer_compute_ns
+
+
+def test_a_faster_group_gets_more_and_the_job_gets_faster() -> None:
+    gains = []
+    for seed in range(6):
+        case = random_case(seed, kind=DeviceKind.CPU)
+        plan = allocate(*case.arguments, solver="dynamic-batch")
+        gains.append(plan.baselines["full"] - plan.baselines["dynamic-batch"])
+    assert min(gains) >= 0
+    assert max(gains) > 0
+
+
+def test_memory_limits_a_local_batch() -> None:
+    case = random_case(3, kind=DeviceKind.CPU)
+    free = allocate(*case.arguments, solver="dynamic-batch")
+    peak = free.group("infer0").predicted_peak_bytes
+    assert allocate(*case.with_memory(peak).arguments, solver="dynamic-batch").local_batches == free.local_batches
+    with pytest.raises(
+        InfeasibleError, match=r"dynamic-batch is not possible: the global batch of \d+ does not fit the groups' memory"
+    ):
+        allocate(*case.with_memory(1).arguments, solver="dynamic-batch")
+
+
+def test_second_profiles_that_do_not_go_with_the_first_are_refused() -> None:
+    case = random_case(0)
+    profile = case.profiles["infer0"]
+    with pytest.raises(PlanError, match="the second profile of group 'infer0' is at batch size 4, as the first"):
+        allocate(*case.arguments, batch_profiles={"infer0": BatchProfile(4, profile)})
+    fewer = dict(list(profile.cost_index.items())[1:])
+    with pytest.raises(PlanError, match=r"the second profile of group 'infer0' \(batch size 8\) has other operators"):
+        allocate(*case.arguments, batch_profiles={"infer0": BatchProfile(8, attrs.evolve(profile, cost_index=fewer))})
+    with pytest.raises(PlanError, match="a second profile was given for group 'nobody', but the cluster has train0, infer0"):
+        allocate(*case.arguments, batch_profiles={"nobody": BatchProfile(8, profile)})
