@@ -1,0 +1,143 @@
+"""Calibration: the model reproduces every whole step that was measured, and mixes in between."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hand_models import BF16, FP32, I8, op, profile, single_group
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import GraphBuilder
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.profile import DeviceKind, OpCost, Profile, StepMeasurement
+from qsync_core.variant import Variant
+from qsync_planner.calibration import spread_integer
+from qsync_planner.cost_model import Scale
+from qsync_planner.replay import Replayer
+
+
+@given(st.integers(-(10**15), 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=20))
+def test_a_spread_total_adds_up_and_keeps_its_proportions(total: int, weights: list[int]) -> None:
+    parts = spread_integer(total, weights)
+    assert sum(parts) == total
+    whole = sum(weights) or len(weights)
+    for part, weight in zip(parts, weights if sum(weights) else [1] * len(weights), strict=True):
+        assert abs(part - total * weight / whole) < 1 + abs(total) * 1e-9
+
+
+@pytest.mark.parametrize("value, expected", [(0, 0), (1, 1), (2, 3), (3, 4), (10, 13), (1_000_001, 1_333_335)])
+def test_a_scale_rounds_to_the_nearest(value: int, expected: int) -> None:
+    assert Scale(4, 3)(value) == expected
+
+
+def network() -> PrecisionDag:
+    g = GraphBuilder("m")
+    x = g.unary("relu", "relu", g.linear("small", g.input("x", (8, 8)), 32))
+    g.loss(g.linear("large", x, 32))
+    return g.build()
+
+
+def costs(factor: int = 1) -> dict[str, OpCost | dict[Variant, OpCost]]:
+    def cost(ns: int) -> OpCost:
+        return OpCost(50 * factor, ns * factor, 100 * factor, 2 * ns * factor)
+
+    return {
+        "small": {FP32: cost(5_000), BF16: cost(2_000), I8: cost(1_000)},
+        "large": {FP32: cost(20_000), BF16: cost(6_000), I8: cost(3_000)},
+        "relu": cost(1_500),
+        "loss": cost(700),
+    }
+
+
+def step(variant: Variant, forward: int, backward: int, optimizer: int, **more: int) -> StepMeasurement:
+    return StepMeasurement(
+        variant, forward + backward + optimizer, 0, forward, 0, backward, 0, optimizer, **{"peak_bytes": 0, **more}
+    )
+
+
+def measured(*steps: StepMeasurement, kind: DeviceKind = DeviceKind.CPU) -> tuple[PrecisionDag, Profile]:
+    dag = network()
+    return dag, profile(dag, costs(), kind=kind, optimizer_ns=900, steps=steps)
+
+
+STEPS = (
+    step(FP32, 40_000, 70_000, 1_200, peak_bytes=500_000),
+    step(BF16, 30_001, 45_003, 1_100, peak_bytes=410_003),
+    step(I8, 12_345, 33_333, 1_300, peak_bytes=350_001),
+)
+
+
+def uniform(dag: PrecisionDag, variant: Variant) -> dict[str, dict[object, Variant]]:
+    return {"g": {operator.op_id: variant for operator in dag.adjustable}}
+
+
+@pytest.mark.parametrize("measurement", STEPS, ids=["base", "bfloat16", "int8"])
+def test_uniform_steps_come_out_as_measured(measurement: StepMeasurement) -> None:
+    dag, found = measured(*STEPS)
+    prediction = Replayer(dag, single_group(), {"g": found}).replay(uniform(dag, measurement.variant))  # type: ignore[arg-type]
+    group = prediction.groups["g"]
+    # The base is scaled operator by operator, each rounded to a nanosecond.
+    rounding = len(dag.operators)
+    assert abs(group.optimizer_ns - 1_200) == 0
+    # The optimizer is the base's, so the rest of the measured period is forward and backward in their measured proportion.
+    rest = measurement.iteration_ns - 1_200
+    forward = measurement.forward_compute_ns * rest // (measurement.forward_compute_ns + measurement.backward_compute_ns)
+    assert abs(group.forward_ns - forward) <= rounding
+    assert abs(prediction.iteration_ns - measurement.iteration_ns) <= 2 * rounding
+    assert group.peak_bytes == measurement.peak_bytes
+
+
+def test_a_mixed_plan_lies_between_its_uniform_neighbours() -> None:
+    dag, found = measured(*STEPS)
+    replayer = Replayer(dag, single_group(), {"g": found})
+    times = [
+        replayer.replay({"g": {op("small"): small, op("large"): large}}).iteration_ns
+        for small, large in ((BF16, BF16), (FP32, BF16), (FP32, FP32))
+    ]
+    assert times == sorted(times)
+
+
+def test_without_whole_steps_the_parts_are_simply_added() -> None:
+    dag, found = measured()
+    group = Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"]
+    assert group.forward_ns == 4 * 50 + 5_000 + 20_000 + 1_500 + 700
+    assert group.backward_ns == 4 * 100 + 2 * (5_000 + 20_000 + 1_500 + 700)
+    assert group.optimizer_ns == 900
+
+
+def test_dispatch_and_compute_are_calibrated_apart_where_they_run_apart() -> None:
+    base = StepMeasurement(FP32, 100_000, 300, 60_000, 500, 90_000, 70, 2_000, 0)
+    dag, found = measured(base, kind=DeviceKind.CUDA)
+    group = Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"]
+    assert abs(group.forward_ns - 60_000) <= 4
+    assert abs(group.backward_ns - 90_000) <= 4
+    assert abs(group.dispatch_ns - (300 + 500 + 70)) <= 8
+
+
+def test_time_that_nothing_explains_is_spread_over_the_operators() -> None:
+    # No dispatch was measured operator by operator, but the whole step has some.
+    dag = network()
+    silent = {name: OpCost(0, 1_000, 0, 1_000) for name in ("small", "relu", "large", "loss")}
+    base = StepMeasurement(FP32, 9_000, 402, 4_000, 801, 4_000, 0, 1_000, 0)
+    found = profile(dag, silent, kind=DeviceKind.CUDA, steps=(base,))
+    assert Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"].dispatch_ns == 402 + 801
+
+
+def test_no_operator_becomes_negative_however_fast_the_measured_step() -> None:
+    dag, found = measured(STEPS[0], step(I8, 10, 10, 1_200))
+    replayer = Replayer(dag, single_group(), {"g": found})
+    dfg = replayer.global_dfg(uniform(dag, I8))  # type: ignore[arg-type]
+    kernels = [node for node in dfg.groups[0].nodes if node.op_id and node.op_id.fqn in ("small", "large")]
+    assert sum(node.duration_ns for node in kernels if not node.name.startswith("cast")) == 0
+
+
+def test_a_rung_that_was_not_measured_everywhere_is_left_uncorrected() -> None:
+    dag, found = measured(STEPS[0], STEPS[1])
+    index = {op_id: dict(by_variant) for op_id, by_variant in found.cost_index.items()}
+    del index[op("small")][BF16]
+    partial = attrs.evolve(found, cost_index=index)
+    replayer = Replayer(dag, single_group(), {"g": partial})
+    alone = Replayer(dag, single_group(), {"g": attrs.evolve(partial, steps=STEPS[:1])})
+    variants = {"g": {op("small"): FP32, op("large"): BF16}}
+    assert replayer.replay(variants).iteration_ns == alone.replay(variants).iteration_ns

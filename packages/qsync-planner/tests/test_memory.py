@@ -1,0 +1,199 @@
+"""The memory model: by hand, against a naive walk through the step, and what must hold of any peak."""
+
+from __future__ import annotations
+
+import attrs
+from hand_models import BF16, FP32, I8, LADDER, op, profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import assignments, dags, profiles
+from synthetic import GraphBuilder
+
+from qsync_core.dag import Bucket, OpClass, Operator, PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.profile import DeviceKind, OpCost, Profile
+from qsync_core.semantics import CastSite, casts, gradient_precision, output_precision
+from qsync_core.variant import Variant
+from qsync_planner.memory import MemoryEstimate, estimate_memory
+
+KEEPS_INPUT = OpCost(0, 0, 0, 0, saves_inputs=(0,))
+INT8_COPY = OpCost(0, 0, 0, 0, saved_own_bytes=32)
+
+
+def one_layer() -> PrecisionDag:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    g.loss(g.linear("fc", x, 16, bias=False))
+    return g.build()
+
+
+def test_one_linear_by_hand() -> None:
+    dag = one_layer()
+    measured = profile(dag, {"fc": KEEPS_INPUT}, optimizer_state_bytes=1000, input_bytes=128)
+    # Weights 16·8·4 = 512, optimizer 1,000, batch 128, no bucket outside DDP.
+    # Kept: norm's output, 32·4 = 128.  Moments: norm, fc, loss forward; loss, fc, norm backward.
+    # Peak at fc's backward: kept 128 + gradient of fc's output 256 + weight gradient 512 + gradient of fc's input 128 = 1,024
+    # (the loss' output and its gradient, 4 bytes each, are gone; norm's gradient lives from fc's backward on).
+    assert estimate_memory(dag, measured, {op("fc"): FP32}, distributed=False) == MemoryEstimate(
+        static_bytes=1640, saved_bytes=128, transient_bytes=896, peak_bytes=2664
+    )
+
+
+def test_ddp_keeps_a_bucket_copy_of_all_gradients() -> None:
+    dag = attrs.evolve(one_layer(), buckets=(Bucket(("fc.weight",), 512),))
+    measured = profile(dag, {})
+    alone = estimate_memory(dag, measured, {op("fc"): FP32}, distributed=False)
+    assert estimate_memory(dag, measured, {op("fc"): FP32}).static_bytes == alone.static_bytes + 512
+
+
+def fan_out(count: int) -> PrecisionDag:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    g.loss(g.join("sum", "add", [g.linear(f"fc{i}", x, 8) for i in range(count)]))
+    return g.build()
+
+
+def saved(dag: PrecisionDag, cost: OpCost, variant: Variant) -> int:
+    measured = profile(dag, {o.op_id.fqn: cost for o in dag.adjustable})
+    return estimate_memory(dag, measured, {o.op_id: variant for o in dag.adjustable}).saved_bytes
+
+
+def test_consumers_share_one_saved_activation() -> None:
+    assert saved(fan_out(1), KEEPS_INPUT, FP32) == 32 * 4
+    assert saved(fan_out(3), KEEPS_INPUT, FP32) == 32 * 4
+
+
+def test_consumers_share_one_saved_cast_copy() -> None:
+    assert saved(fan_out(3), KEEPS_INPUT, BF16) == 32 * 2
+
+
+def test_three_own_int8_copies_are_three() -> None:
+    assert saved(fan_out(3), INT8_COPY, I8) == 3 * 32
+
+
+def test_a_shared_int8_copy_is_one() -> None:
+    assert saved(fan_out(3), KEEPS_INPUT, I8) == 32
+
+
+def test_original_and_copy_both_count_where_both_are_kept() -> None:
+    dag = fan_out(2)
+    measured = profile(dag, {o.op_id.fqn: KEEPS_INPUT for o in dag.adjustable})
+    kept = estimate_memory(dag, measured, {op("fc0"): FP32, op("fc1"): BF16}).saved_bytes
+    assert kept == 32 * 4 + 32 * 2
+
+
+def test_a_kept_output_is_the_one_that_its_consumer_keeps() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("relu", "relu", g.linear("fc0", g.input("x", (4, 8)), 8))
+    g.loss(g.linear("fc1", x, 8))
+    dag = g.build()
+    keeps_output = OpCost(0, 0, 0, 0, saves_output=True)
+    variants = {op("fc0"): FP32, op("fc1"): FP32}
+    assert estimate_memory(dag, profile(dag, {"relu": keeps_output}), variants).saved_bytes == 128
+    assert estimate_memory(dag, profile(dag, {"relu": keeps_output, "fc1": KEEPS_INPUT}), variants).saved_bytes == 128
+
+
+def test_a_batch_that_is_kept_is_counted_once_with_the_batch() -> None:
+    g = GraphBuilder("m")
+    g.loss(g.linear("fc", g.input("x", (4, 8)), 8))
+    dag = g.build()
+    measured = profile(dag, {"fc": KEEPS_INPUT}, input_bytes=128)
+    assert estimate_memory(dag, measured, {op("fc"): FP32}).saved_bytes == 0
+
+
+def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Variant]) -> int:
+    """Walk the step moment by moment and ask of every piece of memory whether it is alive: a reference written the slow way."""
+    operators = dag.operators
+    count = len(operators)
+    formats: dict[OpId, Precision] = {}
+    runs: list[Variant] = []
+    arriving: list[list[Precision]] = []
+    for o in operators:
+        incoming = [formats[i] for i in o.inputs]
+        adjustable = o.op_class is OpClass.ADJUSTABLE
+        chosen = variants.get(o.op_id, o.variant) if adjustable else None
+        formats[o.op_id] = output_precision(o, chosen, incoming)
+        runs.append(chosen or Variant.plain(formats[o.op_id]))
+        arriving.append(incoming)
+
+    def cost(i: int) -> OpCost:
+        return OpCost(0, 0, 0, 0) if operators[i].kind == "input" else measured.cost(operators[i].op_id, runs[i])
+
+    def input_casts(i: int) -> dict[int, object]:
+        o = operators[i]
+        chosen = runs[i] if o.op_class is OpClass.ADJUSTABLE else None
+        return {c.input_index: c.key for c in casts(o, chosen, arriving[i]) if c.site is CastSite.INPUT}
+
+    def reads(i: int, producer: Operator) -> list[int]:
+        return [k for k, source in enumerate(operators[i].inputs) if source == producer.op_id]
+
+    backward = {i: 2 * count - 1 - i for i in range(count)}
+    peak = 0
+    for moment in range(2 * count):
+        alive = 0
+        for p, producer in enumerate(operators):
+            size = producer.output_numel * formats[producer.op_id].nbytes
+            readers = [i for i in range(count) if reads(i, producer)]
+            if producer.kind != "input":
+                ends = [max(readers, default=p)]
+                ends += [
+                    backward[i]
+                    for i in readers
+                    for k in reads(i, producer)
+                    if k in cost(i).saves_inputs and k not in input_casts(i)
+                ]
+                ends += [backward[p]] if cost(p).saves_output else []
+                alive += size * (p <= moment <= max(ends))
+                starts = [backward[i] for i in readers if any(k not in operators[i].no_grad_inputs for k in reads(i, producer))]
+                if starts or not readers:
+                    alive += size * (min(starts, default=backward[p]) <= moment <= backward[p])
+            for key in {input_casts(i)[k] for i in readers for k in reads(i, producer) if k in input_casts(i)}:
+                users = [(i, k) for i in readers for k in reads(i, producer) if input_casts(i).get(k) == key]
+                ends = [i for i, _ in users] + [backward[i] for i, k in users if k in cost(i).saves_inputs]
+                copy = operators[users[0][0]].input_numel(users[0][1]) * key.target.nbytes  # type: ignore[attr-defined]
+                alive += copy * (users[0][0] <= moment <= max(ends))
+            alive += cost(p).saved_own_bytes * (p <= moment <= backward[p])
+            if moment in (p, backward[p]):
+                alive += cost(p).workspace_bytes
+            gradient = gradient_precision(runs[p]) if producer.op_class is OpClass.ADJUSTABLE else formats[producer.op_id]
+            if moment == backward[p] and gradient is not formats[producer.op_id]:
+                alive += producer.output_numel * gradient.nbytes
+        for parameter in dag.parameters:
+            users_of = [i for i, o in enumerate(operators) if parameter.fqn in o.parameters]
+            alive += parameter.numel * 4 * (bool(users_of) and moment >= backward[max(users_of)])
+        peak = max(peak, alive)
+    weights = sum(parameter.numel * 4 for parameter in dag.parameters)
+    return weights + measured.optimizer_state_bytes + measured.input_bytes + sum(b.nbytes for b in dag.buckets) + peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> None:
+    dag = data.draw(dags())
+    measured = data.draw(profiles(dag, data.draw(st.sampled_from(list(DeviceKind)))))
+    variants = data.draw(assignments(dag))
+    estimate = estimate_memory(dag, measured, variants)
+    assert estimate.peak_bytes == naive_peak(dag, measured, variants)
+    assert estimate.peak_bytes == estimate.static_bytes + estimate.saved_bytes + estimate.transient_bytes
+    assert estimate.transient_bytes >= 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_keeping_more_never_lowers_the_peak(data: st.DataObject) -> None:
+    dag = data.draw(dags())
+    measured = data.draw(profiles(dag, data.draw(st.sampled_from(list(DeviceKind)))))
+    variants = data.draw(assignments(dag))
+    more = tuple(attrs.evolve(c, saved_own_bytes=c.saved_own_bytes + 7, saves_output=True) for c in measured.costs)
+    before = estimate_memory(dag, measured, variants)
+    after = estimate_memory(dag, attrs.evolve(measured, costs=more), variants)
+    assert after.peak_bytes >= before.peak_bytes
+    assert after.saved_bytes >= before.saved_bytes
+
+
+def test_lower_rungs_of_the_hand_ladder_keep_fewer_bytes() -> None:
+    dag = fan_out(4)
+    kept = [saved(dag, KEEPS_INPUT, rung) for rung in LADDER if rung in (I8, BF16, FP32)]
+    assert kept == sorted(kept)
+    assert len(set(kept)) == 3

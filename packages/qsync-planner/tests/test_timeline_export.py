@@ -1,0 +1,91 @@
+"""Predicted timelines: by hand, and what must hold of every one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import Case, assignments, cases
+from synthetic import hybrid_cluster, hybrid_profiles, transformer
+from test_replay import hand_job
+from test_simulator import local
+
+from qsync_core.artifact import from_bytes, to_bytes
+from qsync_core.dfg import GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.timeline import Timeline
+from qsync_planner.replay import Replayer
+from qsync_planner.timeline_export import predicted_timeline
+
+
+def spans(timeline: Timeline, rank: int, resource: Resource) -> list[tuple[int, int]]:
+    return [(i.start_ns, i.end_ns) for i in timeline.intervals if i.rank == rank and i.resource is resource]
+
+
+def test_a_hybrid_step_by_hand() -> None:
+    timeline = hand_job()[0].timeline({})
+    assert timeline.iteration_ns == 745
+    assert timeline.rank_group == {0: "quick", 1: "slow"}
+    # The last collective of the step before ends at 0: optimizers ran then, so the slow group's step begins at 5, the picture's 0.
+    assert spans(timeline, 1, Resource.COMPUTE) == [(0, 10), (10, 40), (40, 440), (440, 640), (740, 745)]
+    assert spans(timeline, 1, Resource.COMMUNICATION) == [(440, 540), (540 + 100, 740)]
+    assert spans(timeline, 0, Resource.COMMUNICATION) == spans(timeline, 1, Resource.COMMUNICATION)
+    assert spans(timeline, 0, Resource.COMPUTE)[:2] == [(2, 12), (12, 42)]
+
+
+def test_a_cpu_that_runs_ahead_is_drawn_from_the_start() -> None:
+    group = local(
+        "a", (Resource.DISPATCH, 30, ()), (Resource.COMPUTE, 100, (0,)), (Resource.DISPATCH, 30, ()), (Resource.COMPUTE, 5, (2,))
+    )
+    timeline = predicted_timeline("m", GlobalDfg((group,), (1,)), 105, {})
+    assert spans(timeline, 0, Resource.DISPATCH) == [(0, 30), (30, 60)]
+    assert spans(timeline, 0, Resource.COMPUTE) == [(0, 100), (100, 105)]
+
+
+def test_where_dispatch_binds_kernels_wait_for_it() -> None:
+    group = local(
+        "a", (Resource.DISPATCH, 50, ()), (Resource.COMPUTE, 10, (0,)), (Resource.DISPATCH, 50, ()), (Resource.COMPUTE, 5, (2,))
+    )
+    timeline = predicted_timeline("m", GlobalDfg((group,), (1,)), 100, {})
+    compute = spans(timeline, 0, Resource.COMPUTE)
+    assert compute[1][0] - compute[0][0] == 50
+
+
+def total_by_node(dfg: GlobalDfg) -> dict[tuple[int, Phase, Resource], int]:
+    totals: dict[tuple[int, Phase, Resource], int] = defaultdict(int)
+    for rank, group in enumerate(dfg.groups):
+        for node in group.nodes:
+            if node.resource is not Resource.COMMUNICATION:
+                totals[rank, node.phase, node.resource] += node.duration_ns
+    return totals
+
+
+def check_serial(timeline: Timeline, groups: tuple[LocalDfg, ...]) -> None:
+    for rank, _ in enumerate(groups):
+        for resource in Resource:
+            for (_, end), (start, _) in pairwise(spans(timeline, rank, resource)):
+                assert start >= end
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.data())
+def test_nothing_is_lost_nothing_overlaps_and_the_file_reads_back(case: Case, data: st.DataObject) -> None:
+    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
+    timeline, dfg = replayer.timeline(variants), replayer.global_dfg(variants)
+    totals: dict[tuple[int, Phase, Resource], int] = defaultdict(int)
+    for interval in timeline.intervals:
+        if interval.resource is not Resource.COMMUNICATION:
+            totals[interval.rank, interval.phase, interval.resource] += interval.duration_ns
+    assert totals == total_by_node(dfg)
+    assert len(timeline.intervals) == sum(len(group.nodes) for group in dfg.groups)
+    check_serial(timeline, dfg.groups)
+    assert from_bytes(to_bytes(timeline), Timeline) == timeline
+
+
+def test_a_real_model_settles_into_its_period() -> None:
+    dag, cluster = transformer(layers=2, batch=4, tokens=64), hybrid_cluster()
+    timeline = Replayer(dag, cluster, hybrid_profiles(dag)).timeline({})
+    device = [i for i in timeline.intervals if i.resource is not Resource.DISPATCH]
+    assert max(i.end_ns for i in device) - min(i.start_ns for i in device) >= timeline.iteration_ns

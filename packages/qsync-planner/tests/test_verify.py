@@ -1,0 +1,90 @@
+"""Verification: errors by phase, resource and operator, by hand; and what it refuses."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hand_models import op
+
+from qsync_core.dfg import Phase, Resource
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.timeline import Interval, Timeline
+from qsync_planner.verify import Comparison, verify
+
+F, B, COMM = Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION
+
+
+def timeline(source: str, period: int, ranks: dict[int, str], *rows: tuple[OpId | None, Phase, int, int], **peaks: int) -> Timeline:
+    intervals, free = [], dict.fromkeys(ranks, 0)
+    for op_id, phase, rank, duration in rows:
+        resource = Resource.COMMUNICATION if phase is COMM else Resource.COMPUTE
+        intervals.append(Interval(f"{op_id}", op_id, phase, resource, rank, free[rank], duration))
+        free[rank] += duration
+    return Timeline(source, "m", period, ranks, tuple(intervals), peaks)
+
+
+PREDICTED = timeline(
+    "predicted",
+    1_000,
+    {0: "weak"},
+    (op("a"), F, 0, 50),
+    (op("a"), F, 0, 50),
+    (op("b"), F, 0, 300),
+    (op("b"), B, 0, 500),
+    (op("only_here"), F, 0, 5),
+    (None, COMM, 0, 80),
+    weak=900,
+)
+MEASURED = timeline(
+    "measured",
+    1_250,
+    {0: "weak", 1: "weak"},
+    (op("a"), F, 0, 90),
+    (op("a"), F, 1, 112),
+    (op("b"), F, 0, 380),
+    (op("b"), F, 1, 420),
+    (op("b"), B, 0, 480),
+    (op("b"), B, 1, 500),
+    (op("only_there"), F, 0, 7),
+    (None, COMM, 0, 100),
+    (None, COMM, 1, 100),
+    weak=1_000,
+)
+
+
+def test_a_comparison_by_hand() -> None:
+    found = verify(PREDICTED, MEASURED)
+    assert found.iteration == Comparison(1_000, 1_250)
+    assert found.iteration.error == -0.2
+    phases = {(row.phase, row.resource): (row.time.predicted, row.time.measured) for row in found.phases}
+    # The two ranks of the group are averaged: a 101, b 400, only_there 7/2 rounded to even.
+    assert phases == {
+        (F, Resource.COMPUTE): (405, 101 + 400 + 4),
+        (B, Resource.COMPUTE): (500, 490),
+        (COMM, Resource.COMMUNICATION): (80, 100),
+    }
+    assert found.memory == {"weak": Comparison(900, 1_000)}
+    assert (found.only_predicted, found.only_measured) == ((op("only_here"),), (op("only_there"),))
+
+
+def test_operators_are_listed_worst_first() -> None:
+    found = verify(PREDICTED, MEASURED)
+    rows = [(str(row.op_id), row.phase, row.time.difference) for row in found.operators]
+    assert rows == [("b#0", F, -100), ("b#0", B, 10), ("a#0", F, -1)]
+    assert found.worst == found.operators[0]
+
+
+def test_nothing_in_common_among_operators_has_no_worst() -> None:
+    empty = attrs.evolve(MEASURED, intervals=())
+    found = verify(PREDICTED, empty)
+    assert found.worst is None
+    assert found.phases[0].time.error is None
+
+
+def test_what_can_not_be_compared_is_refused() -> None:
+    with pytest.raises(PlanError, match="expected a predicted timeline and then a measured one, got measured and predicted"):
+        verify(MEASURED, PREDICTED)
+    other = attrs.evolve(MEASURED, rank_group={0: "strong", 1: "strong"}, peak_bytes={})
+    with pytest.raises(PlanError, match=r"no device group in common: predicted \['weak'\], measured \['strong'\]"):
+        verify(PREDICTED, other)
