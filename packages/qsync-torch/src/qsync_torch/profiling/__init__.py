@@ -1,1 +1,7 @@
 """Measuring what a model's operators, casts, buckets and optimizer cost on one device (DESIGN section 2, ``Profile``)."""
+
+import os as _os
+
+# The profiler's library writes two lines to standard error each time it is used (torch 2.13).  It reads this variable when it is first
+# used; a value that the user has set is kept.
+_os.environ.setdefault("KINETO_LOG_LEVEL", "99")
