@@ -83,23 +83,25 @@ def classes(dag: PrecisionDag, group: GroupProblem, blocks: Sequence[Block]) -> 
     for index, unit in enumerate(group.units):
         for op_id in unit.operators:
             operators_of[dag.index[op_id]] = block_of_unit[index]
-    members = _members(dag, operators_of, len(blocks))
+    members = _members(dag, operators_of, blocks)
     found: dict[object, list[Block]] = {}
     for number, block in enumerate(blocks):
         found.setdefault(_signature(dag, group, block, members[number]), []).append(block)
     return tuple(tuple(entry) for entry in found.values())
 
 
-def _members(dag: PrecisionDag, block_of: dict[int, int], count: int) -> list[list[int]]:
-    """Positions of all operators of each block: its adjustable ones, and what follows them until another block's begin."""
-    members: list[list[int]] = [[] for _ in range(count)]
+def _members(dag: PrecisionDag, block_of: dict[int, int], blocks: Sequence[Block]) -> list[list[int]]:
+    """Positions of all operators of each block: its adjustable ones and, in its module or between them, those that follow them."""
+    last = {number: position for position, number in sorted(block_of.items())}
+    members: list[list[int]] = [[] for _ in blocks]
     owner: dict[int, int] = dict(block_of)
     for position, operator in enumerate(dag.operators):
         if position not in owner:
             # A dependent operator belongs to the block of its latest producer that has one.
             owners = [owner[dag.index[p]] for p in operator.inputs if dag.index[p] in owner]
-            if owners:
-                owner[position] = max(owners, key=lambda number: members[number][-1])
+            owners.sort(key=lambda number: members[number][-1])
+            if owners and (position < last[owners[-1]] or operator.op_id.fqn.startswith(f"{blocks[owners[-1]].name}.")):
+                owner[position] = owners[-1]
         if position in owner:
             members[owner[position]].append(position)
     return members

@@ -1,0 +1,278 @@
+"""Indicators against hand-worked numbers, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
+
+from qsync_core import terms
+from qsync_core.artifact import digest, to_bytes
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import ObservationError, PluginError
+from qsync_core.hooks import hookimpl
+from qsync_core.observations import Observations, Series
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision, Rounding
+from qsync_core.registry import Registry
+from qsync_core.variant import Variant
+from qsync_planner.indicate import indicate
+from qsync_planner.indicators import available_indicators, get_indicator
+from qsync_planner.indicators.paper import epsilon, gamma
+from qsync_planner.indicators.random_scheme import RandomScheme
+from qsync_planner.indicators.series import geometric_mean
+
+I8, F16, F32 = Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(FLOAT16), Variant.of(FLOAT32)
+A, B = OpId("a"), OpId("b")
+
+
+def two_linears(batch: int = 4) -> PrecisionDag:
+    """x → a → b → loss; depths 1 and 2, the loss at 3."""
+    g = GraphBuilder("two", batch_size=batch)
+    g.loss(g.linear("b", g.linear("a", g.input("x", (batch, 8)), 6), 5))
+    return g.build()
+
+
+def observe(
+    dag: PrecisionDag, rows: Mapping[tuple[OpId, Variant | None, str, str], Sequence[float]], batch: int = 2
+) -> Observations:
+    """Observations with those series."""
+    count = len(next(iter(rows.values())))
+    series = tuple(Series(op_id, variant, c, term, tuple(values)) for (op_id, variant, c, term), values in rows.items())
+    return Observations(dag.model, digest(dag), tuple(range(10, 10 + count)), batch, "budget", series)
+
+
+def lossvar_rows(
+    dag: PrecisionDag, variants: Sequence[Variant], values: Sequence[float]
+) -> dict[tuple[OpId, Variant | None, str, str], Sequence[float]]:
+    return {
+        (operator.op_id, variant, terms.LOSSVAR, term): values
+        for operator in dag.adjustable
+        for variant in variants
+        for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)
+    }
+
+
+def test_lossvar_is_the_geometric_mean_of_the_sum_of_its_terms() -> None:
+    dag = two_linears()
+    rows = lossvar_rows(dag, [I8, F16], [1.0, 1.0])
+    rows[A, I8, terms.LOSSVAR, terms.X_VAR_GRAD] = [1.0, 90.0]
+    rows[A, I8, terms.LOSSVAR, terms.W_VAR_GRAD] = [1.0, 10.0]
+    rows[A, F16, terms.LOSSVAR, terms.Y_VAR_GRAD] = [2.0, 2.0]
+    found = indicate(observe(dag, rows), dag, [I8, F16, F32])
+    assert found.omega[A][I8] == pytest.approx(math.sqrt(2 * 100))
+    assert found.omega[A][F16] == pytest.approx(1 + 1 + 2)
+    assert found.omega[B][F16] == pytest.approx(2)
+    assert found.omega[A][F32] == 0
+    assert found.indicator == "lossvar"
+    assert found.dag_digest == digest(dag)
+    assert found.notes == ("geometric mean over 2 iterations; gradient rounding is not part of lossvar",)
+
+
+def test_lossvar_takes_observed_variants_where_none_are_asked_for() -> None:
+    dag = two_linears()
+    found = indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag)
+    assert list(found.omega[A]) == [I8]
+
+
+def test_lossvar_needs_a_rounding_to_be_observed_once_whatever_the_gradient_format() -> None:
+    dag = two_linears()
+    found = indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [Variant.of(INT8, sixteen_bit=BFLOAT16)])
+    assert found.omega[A] == {Variant.of(INT8, sixteen_bit=BFLOAT16): pytest.approx(6.0)}
+    other = Variant.of(INT8, sixteen_bit=FLOAT16, rounding=Rounding.FLOOR)
+    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at int8 .*round=floor"):
+        indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [other])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinite_statistics_name_operator_term_and_iteration(bad: float) -> None:
+    dag = two_linears()
+    rows = lossvar_rows(dag, [I8], [1.0, 1.0, 1.0])
+    rows[B, I8, terms.LOSSVAR, terms.W_VAR_GRAD] = [1.0, 1.0, bad]
+    with pytest.raises(
+        ObservationError, match=rf"lossvar\.w_var_grad of b#0 at int8 is {bad} in iteration 12; the observed training"
+    ):
+        indicate(observe(dag, rows), dag)
+
+
+def test_negative_sums_of_squares_are_refused() -> None:
+    dag = two_linears()
+    rows = lossvar_rows(dag, [I8], [1.0, -2.0])
+    with pytest.raises(
+        ObservationError, match=r"lossvar\.x_var_grad of a#0 at int8 is -2\.0 in iteration 11, but a sum of squares"
+    ):
+        indicate(observe(dag, rows), dag)
+
+
+def test_other_bad_observations_are_refused() -> None:
+    dag = two_linears()
+    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at float16"):
+        indicate(observe(dag, lossvar_rows(dag, [I8], [1.0])), dag, [F16])
+    with pytest.raises(ObservationError, match="indicator 'lossvar' needs observations by the collectors lossvar"):
+        indicate(None, dag, [I8])
+    with pytest.raises(ObservationError, match="hold no iterations"):
+        indicate(attrs.evolve(observe(dag, lossvar_rows(dag, [I8], [])), iterations=()), dag)
+    with pytest.raises(ObservationError, match="no variants to rate with indicator 'random'"):
+        indicate(None, dag, [], "random")
+    with pytest.raises(ObservationError, match="there is no indicator 'tarot'; choose one of lossvar, paper, random"):
+        indicate(None, dag, [I8], "tarot")
+    other = GraphBuilder("other")
+    other.loss(other.linear("c", other.input("x", (1, 8)), 6))
+    with pytest.raises(
+        ObservationError, match=r"the observations are of another graph .*it has a#0, b#0, which this model lacks; it lacks c#0"
+    ):
+        indicate(observe(dag, lossvar_rows(dag, [I8], [1.0])), other.build())
+
+
+@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=8))
+def test_geometric_mean(values: list[float]) -> None:
+    expected = math.exp(sum(math.log(v) for v in values) / len(values))
+    assert geometric_mean(values) == pytest.approx(expected, rel=1e-9)
+    assert geometric_mean([*values, *([0.0] * len(values))]) == pytest.approx(expected / 2, rel=1e-9)
+    assert geometric_mean([0.0, 0.0]) == 0.0
+
+
+PAPER_TERMS = {
+    terms.V_SQ_NORM: 12.0,
+    terms.X_SQ_NORM: 3.0,
+    terms.GV_SQ_NORM: 0.5,
+    terms.V_NUMEL: 16.0,
+    terms.X_NUMEL: 48.0,
+    terms.GV_NUMEL: 12.0,
+    terms.V_EXPONENT: 1.0,
+    terms.X_EXPONENT: -2.0,
+    terms.GV_EXPONENT: -3.0,
+}
+
+
+def paper_rows(dag: PrecisionDag, scale: Sequence[float] = (1.0,)) -> dict[tuple[OpId, Variant | None, str, str], Sequence[float]]:
+    rows: dict[tuple[OpId, Variant | None, str, str], Sequence[float]] = {}
+    for operator in dag.adjustable:
+        for term, value in PAPER_TERMS.items():
+            rows[operator.op_id, None, terms.PAPER, term] = [value] * len(scale)
+        rows[operator.op_id, I8, terms.PAPER, terms.V_SCALE_SQ] = [0.01 * s for s in scale]
+        rows[operator.op_id, I8, terms.PAPER, terms.X_SCALE_SQ] = [0.0004 * s for s in scale]
+    return rows
+
+
+def test_paper_is_proposition_3_worked_by_hand() -> None:
+    """Operator a has depth 1 of 3; γ = 1/N with N = 2 observed samples (cross entropy, mean)."""
+    dag = two_linears()
+    found = indicate(observe(dag, paper_rows(dag)), dag, [I8, F16, F32], "paper")
+    gamma_sq, eps_sq = 0.25, 2.0**-18
+    v_hat = 12 + 0.01 * 16 / 6
+    forward = (3 * 0.01 * 16 + v_hat * 0.0004 * 48) / 6
+    backward = (0.5 * 0.01 * 16 + v_hat * 2.0**-6 * eps_sq * 12) / 6
+    assert found.omega[A][I8] == pytest.approx(gamma_sq * 1 * forward + 2 * backward, rel=1e-12)
+    assert found.omega[B][I8] == pytest.approx(gamma_sq * 2 * forward + 1 * backward, rel=1e-12)
+    v_hat = 12 + 4 * eps_sq * 16 / 6
+    gv_hat = 0.5 + 2.0**-6 * eps_sq * 12 / 6
+    forward = eps_sq * (3 * 4 * 16 + v_hat * 2.0**-4 * 48) / 6
+    backward = eps_sq * (gv_hat * 4 * 16 + v_hat * 2.0**-6 * 12) / 6
+    assert found.omega[A][F16] == pytest.approx(gamma_sq * 1 * forward + 2 * backward, rel=1e-12)
+    assert found.omega[A][F32] == 0
+    assert found.notes == ("γ = 0.5; arithmetic mean over 1 iterations",)
+
+
+def test_paper_averages_arithmetically() -> None:
+    dag = two_linears()
+
+    def at(scale: Sequence[float]) -> float:
+        return indicate(observe(dag, paper_rows(dag, scale)), dag, [I8], "paper").omega[A][I8]
+
+    assert at([1.0, 5.0]) == pytest.approx((at([1.0]) + at([5.0])) / 2, rel=1e-12)
+
+
+def test_paper_constants() -> None:
+    assert epsilon(Precision.FLOAT16) == 2.0**-9
+    assert epsilon(Precision.BFLOAT16) == 2.0**-6
+    dag = two_linears()
+    assert gamma(dag, 2) == 0.5
+    assert gamma(attrs.evolve(dag, loss="mse"), 2) == pytest.approx(2 / (2 * 5))
+    assert gamma(attrs.evolve(dag, loss_reduction="sum"), 2) == 1.0
+    assert gamma(attrs.evolve(dag, loss="mse", loss_reduction="sum"), 2) == 2.0
+    assert gamma(attrs.evolve(dag, loss="custom"), 2) == 0.5
+
+
+def test_paper_says_when_it_assumed_gamma_and_names_missing_scales() -> None:
+    dag = attrs.evolve(two_linears(), loss="custom")
+    found = indicate(observe(dag, paper_rows(dag)), dag, [F16], "paper")
+    assert found.notes == ("γ = 0.5, assumed for the loss kind 'custom'; arithmetic mean over 1 iterations",)
+    with pytest.raises(ObservationError, match=r"the observations lack paper\.v_scale_sq of a#0 at int8"):
+        indicate(observe(dag, paper_rows(dag)), dag, [Variant.of(INT8)], "paper")
+
+
+def test_random_halves_per_rung_and_depends_on_seed_and_name_alone() -> None:
+    dag = two_linears()
+    found = indicate(None, dag, [F32, F16, I8], "random")
+    again = indicate(None, dag, [I8, F16, F32], "random")
+    assert to_bytes(found) == to_bytes(again)
+    for by_variant in found.omega.values():
+        assert 0 <= by_variant[I8] < 1
+        assert by_variant[F16] == by_variant[I8] / 2
+        assert by_variant[F32] == 0
+    assert found.omega[A][I8] != found.omega[B][I8]
+    other = indicate(None, dag, [I8], RandomScheme(seed=1))
+    assert other.omega[A][I8] != found.omega[A][I8]
+    assert other.notes == ("random numbers from seed 1",)
+
+
+class Flat:
+    """A third party's indicator: the same number everywhere."""
+
+    name = "flat"
+    collectors: tuple[str, ...] = ()
+    summary = "one number"
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    def omega(
+        self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None
+    ) -> dict[OpId, dict[Variant, float]]:
+        return {operator.op_id: dict.fromkeys(variants, self.value) for operator in dag.adjustable}
+
+    def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
+        return ()
+
+
+class Plugin:
+    def __init__(self, *offered: object) -> None:
+        self.offered = list(offered)
+
+    @hookimpl
+    def qsync_register_indicators(self) -> list[object]:
+        return self.offered
+
+
+def registry_with(*offered: object) -> Registry:
+    registry = Registry()
+    registry.register(Plugin(*offered), "third-party")
+    return registry
+
+
+def test_plugins_register_indicators() -> None:
+    registry = registry_with(Flat())
+    assert set(available_indicators(registry)) == {"lossvar", "paper", "random", "flat"}
+    found = indicate(None, two_linears(), [I8], get_indicator("flat", registry))
+    assert found.indicator == "flat"
+    assert found.omega[A][I8] == 1.0
+
+
+def test_bad_indicators_of_plugins_are_named() -> None:
+    with pytest.raises(PluginError, match="a plugin registers object as an indicator, but it lacks part of the interface"):
+        available_indicators(registry_with(object()))
+    clash = Flat()
+    clash.name = "paper"
+    with pytest.raises(PluginError, match="two indicators are called 'paper'"):
+        available_indicators(registry_with(clash))
+    for value in (math.nan, -1.0):
+        with pytest.raises(
+            ObservationError, match=rf"indicator 'flat' gave {value} for a#0 at int8; Ω must be a finite number ≥ 0"
+        ):
+            indicate(None, two_linears(), [I8], Flat(value))
