@@ -51,7 +51,7 @@ def indicate(
         )
         return
     if dag is None or output is None:
-        raise click.UsageError(f"Missing option {'--dag' if dag is None else '-o'}.")
+        raise click.UsageError(f"Missing option '{'--dag' if dag is None else '-o'}'.")
     variants = [v for group in read_cluster(cluster).groups for v in group.ladder] if cluster else []
     observed = load(observations, Observations) if observations else None
     sensitivity = compute(observed, load(dag, PrecisionDag), variants, indicator)

@@ -162,10 +162,10 @@ def _show_diff(before: Path, after: Path, json_flag: bool) -> None:
     def render(console: Console) -> None:
         rows = [
             ["solver", old.solver, new.solver],
-            ["indicator", old.indicator, new.indicator],
+            ["indicator", old.indicator or "none", new.indicator or "none"],
             ["iteration", format_ns(old.predicted_iteration_ns), format_ns(new.predicted_iteration_ns)],
             ["time limit", format_ns(old.time_limit_ns), format_ns(new.time_limit_ns)],
-            ["Σ Ω", f"{old.objective:.6g}", f"{new.objective:.6g}"],
+            ["Σ Ω", *(f"{plan.objective:.6g}" if plan.indicator else "not rated" for plan in (old, new))],
         ]
         for group in data["groups"]:
             peaks = group["peak_bytes"]

@@ -1,0 +1,173 @@
+"""``qsync indicate``, ``qsync plan``, ``qsync plan --diff`` and ``qsync explain`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import click
+import pytest
+from click.testing import CliRunner, Result
+from synthetic import FLOAT32_RUNG, LADDER, T4, V100, roofline_profile, transformer
+
+from qsync_core.artifact import digest, load, save
+from qsync_core.errors import InfeasibleError, PlanError, QSyncError
+from qsync_core.observations import Observations, Series
+from qsync_core.plan import PrecisionPlan
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.terms import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD
+from qsync_planner.plugin import qsync_register_commands
+
+CLUSTER = """
+name = "hybrid"
+
+[[group]]
+name = "train"
+device = "V100"
+count = 2
+role = "train"
+base = "float32"
+
+[[group]]
+name = "infer"
+device = "T4"
+count = 2
+role = "infer"
+ladder = ["int8", "float16", "float32"]
+memory = "15 GiB"
+
+[[link]]
+between = ["train", "infer"]
+latency_us = 20
+bandwidth_gbps = 32
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The artifacts of a small transformer, and two batch sizes of it."""
+    for name, batch in (("dag", 4), ("dag8", 8)):
+        dag = transformer(layers=2, hidden=64, heads=2, batch=batch, tokens=32)
+        save(dag, tmp_path / f"{name}.qsync")
+        for group, chip, ladder in (("train", V100, (FLOAT32_RUNG,)), ("infer", T4, LADDER)):
+            profile = attrs.evolve(roofline_profile(dag, chip, ladder), dag_digest=digest(dag))
+            save(profile, tmp_path / f"{group}-{name}.qsync")
+        if name == "dag":
+            series = tuple(
+                Series(op.op_id, v, LOSSVAR, term, (1.0 + i, 2.0))
+                for i, op in enumerate(dag.adjustable)
+                for v in LADDER[:2]
+                for term in (X_VAR_GRAD, W_VAR_GRAD)
+            )
+            save(Observations(dag.model, digest(dag), (10, 11), 2, "budget", series), tmp_path / "observations.qsync")
+    (tmp_path / "cluster.toml").write_text(CLUSTER, encoding="utf-8")
+    return tmp_path
+
+
+def run(*arguments: object) -> Result:
+    """Run a planner command; QSyncErrors come out as exceptions."""
+    group = click.Group()
+    qsync_register_commands(group)
+    result = CliRunner().invoke(group, [str(argument) for argument in arguments])
+    if isinstance(result.exception, QSyncError):
+        raise result.exception
+    return result
+
+
+def plan_arguments(folder: Path, output: str, *more: object) -> list[object]:
+    return [
+        *("plan", "--dag", folder / "dag.qsync", "--cluster", folder / "cluster.toml"),
+        *("--profile", f"train={folder}/train-dag.qsync", "--profile", f"infer={folder}/infer-dag.qsync"),
+        *("-o", folder / output, *more),
+    ]
+
+
+def indicate(folder: Path) -> Path:
+    output = folder / "sensitivity.qsync"
+    arguments = ["indicate", folder / "observations.qsync", "--dag", folder / "dag.qsync", "--cluster", folder / "cluster.toml"]
+    assert run(*arguments, "-o", output).exit_code == 0
+    return output
+
+
+def test_from_observations_to_an_explained_plan(folder: Path) -> None:
+    sensitivity = indicate(folder)
+    found = load(sensitivity, Sensitivity)
+    assert found.indicator == "lossvar"
+    result = run(*plan_arguments(folder, "plan.qsync", "--sensitivity", sensitivity))
+    assert result.exit_code == 0
+    plan = load(folder / "plan.qsync", PrecisionPlan)
+    assert plan.solver == "greedy"
+    assert plan.input_digests["sensitivity"] == digest(found)
+    for text in ("this plan", "baseline uniform", "verdict: ", "train (2 × V100)", "infer (2 × T4)", "15 GiB"):
+        assert text in result.output
+    result = run("explain", folder / "plan.qsync", "layer.1.attention")
+    assert result.exit_code == 0
+    assert "layer.1.attention.query#0" in result.output
+    assert "layer.0" not in result.output
+    assert "a training group keeps its base precision" in result.output
+
+
+def test_json_of_every_command(folder: Path) -> None:
+    sensitivity = indicate(folder)
+    result = run("indicate", folder / "observations.qsync", "--dag", folder / "dag.qsync", "-o", folder / "s.qsync", "--json")
+    data = json.loads(result.output)
+    assert data["indicator"] == "lossvar"
+    assert data["operators"] == 13
+    assert data["omega"][0]["omega"] >= data["omega"][-1]["omega"]
+    data = json.loads(run(*plan_arguments(folder, "a.qsync", "--sensitivity", sensitivity, "--json")).output)
+    plan = load(folder / "a.qsync", PrecisionPlan)
+    assert data["predicted_iteration_ns"] == plan.predicted_iteration_ns
+    assert set(data["baselines_ns"]) == {"full", "uniform", "dynamic-batch"}
+    assert run(*plan_arguments(folder, "b.qsync", "--solver", "full")).exit_code == 0
+    data = json.loads(run("plan", "--diff", folder / "a.qsync", folder / "b.qsync", "--json").output)
+    assert data["totals"]["solver"] == {"before": "greedy", "after": "full"}
+    data = json.loads(run("explain", folder / "a.qsync", "--json").output)
+    assert len(data["groups"][1]["operators"]) == 13
+    data = json.loads(run("indicate", "--list", "--json").output)
+    assert [row["name"] for row in data["indicators"]][:3] == ["lossvar", "paper", "random"]
+
+
+def test_diff_as_text(folder: Path) -> None:
+    run(*plan_arguments(folder, "a.qsync", "--solver", "full"))
+    run(*plan_arguments(folder, "b.qsync", "--solver", "uniform"))
+    result = run("plan", "--diff", folder / "a.qsync", folder / "b.qsync")
+    assert result.exit_code == 0
+    assert "infer: 13 operators differ" in result.output
+    assert "train: 0 operators differ" in result.output
+
+
+def test_dynamic_batch_takes_profiles_at_a_second_batch_size(folder: Path) -> None:
+    more = ["--solver", "dynamic-batch", "--batch-dag", folder / "dag8.qsync"]
+    more += [x for g in ("train", "infer") for x in ("--batch-profile", f"{g}={folder}/{g}-dag8.qsync")]
+    result = run(*plan_arguments(folder, "plan.qsync", *more))
+    assert result.exit_code == 0
+    assert "from two profiles" in result.output
+    wrong = ["--batch-dag", folder / "dag8.qsync", "--batch-profile", f"infer={folder}/infer-dag.qsync"]
+    with pytest.raises(PlanError, match="was not measured for the graph"):
+        run(*plan_arguments(folder, "plan.qsync", "--solver", "full", *wrong))
+    result = run(*plan_arguments(folder, "plan.qsync", "--solver", "full", "--batch-dag", folder / "dag8.qsync"))
+    assert result.exit_code == 2
+    assert "--batch-dag and --batch-profile go together" in result.output
+
+
+def test_missing_options_are_named(folder: Path) -> None:
+    for arguments, name in (
+        (["plan"], "--dag"),
+        (["plan", "--dag", folder / "dag.qsync"], "--cluster"),
+        (["indicate", folder / "observations.qsync"], "--dag"),
+        (["indicate", folder / "observations.qsync", "--dag", folder / "dag.qsync"], "-o"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert f"Missing option '{name}'." in result.output
+
+
+def test_a_failed_plan_writes_nothing_and_leaves_the_old_one(folder: Path) -> None:
+    run(*plan_arguments(folder, "plan.qsync", "--solver", "full"))
+    before = (folder / "plan.qsync").read_bytes()
+    (folder / "cluster.toml").write_text(CLUSTER.replace("15 GiB", "1 MiB"), encoding="utf-8")
+    with pytest.raises(InfeasibleError, match="no precision plan fits the memory of group 'infer'"):
+        run(*plan_arguments(folder, "plan.qsync", "--sensitivity", indicate(folder)))
+    assert (folder / "plan.qsync").read_bytes() == before
+    assert not list(folder.glob("*.tmp"))

@@ -1,0 +1,82 @@
+"""The verdict: hybrid against the training groups alone, from first principles."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from planning_cases import Case, random_case
+
+from qsync_core.plan import Verdict
+from qsync_core.profile import DeviceKind, Profile
+from qsync_planner.allocator import allocate
+from qsync_planner.replay import Replayer
+
+
+def slowed(profile: Profile, factor: int) -> Profile:
+    costs = tuple(
+        attrs.evolve(
+            cost,
+            forward_compute_ns=cost.forward_compute_ns * factor,
+            backward_compute_ns=cost.backward_compute_ns * factor,
+        )
+        for cost in profile.costs
+    )
+    return attrs.evolve(profile, costs=costs)
+
+
+def with_slow(case: Case, factors: dict[str, int]) -> Case:
+    profiles = {name: slowed(profile, factors.get(name, 1)) for name, profile in case.profiles.items()}
+    return attrs.evolve(case, profiles=profiles)
+
+
+def verdict_of(case: Case) -> Verdict:
+    verdict = allocate(*case.arguments).verdict
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_throughputs_are_samples_over_periods(seed: int) -> None:
+    case = random_case(seed)
+    plan = allocate(*case.arguments)
+    assert plan.verdict is not None
+    train = case.cluster.group("train0")
+    alone = attrs.evolve(case.cluster, groups=(train,), links=())
+    period = Replayer(case.dag, alone, {"train0": case.profiles["train0"]}).replay({}).iteration_ns
+    ranks = sum(group.count for group in case.cluster.groups)
+    assert plan.verdict.training_only_ns == period
+    assert plan.verdict.hybrid_ns == plan.predicted_iteration_ns
+    assert plan.verdict.speedup == pytest.approx((ranks / plan.predicted_iteration_ns) / (train.count / period))
+
+
+def test_a_group_that_slows_the_job_down_is_left_out() -> None:
+    verdict = verdict_of(with_slow(random_case(1, kind=DeviceKind.CPU), {"infer0": 100}))
+    assert verdict.speedup < 1
+    assert verdict.sentence.startswith("leave infer0 out: ")
+    assert "% less throughput" in verdict.sentence
+
+
+def test_a_group_that_helps_is_used() -> None:
+    verdict = verdict_of(with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50}))
+    assert verdict.speedup > 1
+    assert verdict.sentence.startswith("use infer0: ")
+    assert f"{100 * (verdict.speedup - 1):.1f}% more throughput" in verdict.sentence
+
+
+@pytest.mark.parametrize("groups", [2, 5])
+def test_only_the_group_that_hurts_is_left_out(groups: int) -> None:
+    case = random_case(2, kind=DeviceKind.CPU, infer_groups=groups)
+    case = with_slow(case, {"train0": 20, "infer0": 10, "infer1": 500, "infer2": 10, "infer3": 10, "infer4": 10})
+    sentence = verdict_of(case).sentence
+    assert sentence.startswith("leave infer1 out: without it ")
+    assert "with the training groups alone" in sentence
+
+
+def test_there_is_none_without_a_training_or_an_inference_group() -> None:
+    assert allocate(*random_case(0, train=0).arguments).verdict is None
+    case = random_case(0)
+    train = case.cluster.group("train0")
+    cluster = attrs.evolve(case.cluster, groups=(train,), links=())
+    plan = allocate(case.dag, cluster, {"train0": case.profiles["train0"]}, case.sensitivity)
+    assert plan.verdict is None
+    assert plan.objective == 0
