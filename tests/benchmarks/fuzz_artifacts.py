@@ -58,7 +58,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
         while (damaged := mutate(rng, originals[name], mutation, resealed)) == originals[name]:
             pass  # some changes have no effect, such as moving the last entry to the end
         outcomes["resealed" if resealed else "not resealed"] += 1
-        start = time.perf_counter()
+        start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
         try:
             value = artifact.from_bytes(damaged)
@@ -72,7 +72,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
             failures.append(f"file {number} ({name}, {mutation.__name__}): {traceback.format_exc(limit=-4)}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        slowest_s = max(slowest_s, time.perf_counter() - start)
+        slowest_s = max(slowest_s, time.process_time() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sizes = {name: len(data) for name, data in originals.items()}
     return {"outcomes": outcomes, "failures": failures[:20], "slowest_s": slowest_s, "peak_rss": peak, "sizes": sizes}
@@ -107,7 +107,7 @@ def main() -> None:
     valid, failed = outcomes.get("valid", 0), outcomes.get("failures", 0)
     detail = (
         f"{outcomes['refused']} refused, {valid} valid and canonical; "
-        f"{outcomes['resealed']} with a matching digest; slowest {1e3 * found['slowest_s']:.0f} ms; address space ≤ 400 MiB"
+        f"{outcomes['resealed']} with a matching digest; slowest {1e3 * found['slowest_s']:.0f} ms of CPU; address space ≤ 400 MiB"
     )
     if not options.no_write:
         rows = [

@@ -130,7 +130,7 @@ def _other(rng: random.Random, value: Any) -> Any:
         if isinstance(value, bool):
             return not value
         if isinstance(value, int):
-            return value + rng.choice((-1, 1, 2**31, 2**62))
+            return min(value + rng.choice((-1, 1, 2**31, 2**62)), 2**64 - 1)
         if isinstance(value, float):
             return rng.choice((-value, value * 1e300, int(value) if math.isfinite(value) else 0))
         if isinstance(value, str):

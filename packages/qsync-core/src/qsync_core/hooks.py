@@ -74,7 +74,7 @@ def qsync_register_indicators() -> list[Any]:  # type: ignore[empty-body]
 
     When called: when qsync-planner looks for an indicator by name.
     Parameters: none.
-    Returns: objects with the interface ``qsync_planner.indicators.Indicator``.
+    Returns: objects with the interface ``qsync_planner.indicators.interface.Indicator``.
     Must not: import torch: an indicator is arithmetic on Observations.
     """
 
@@ -85,18 +85,18 @@ def qsync_register_collectors() -> list[Any]:  # type: ignore[empty-body]
 
     When called: when ``qsync observe`` starts.
     Parameters: none.
-    Returns: objects with the interface ``qsync_torch.observing.Collector``.
+    Returns: objects with the interface ``qsync_torch.observing.collector.Collector``.
     Must not: change the model they observe.
     """
 
 
 @hookspec
 def qsync_register_operators() -> list[Any]:  # type: ignore[empty-body]
-    """Offer further precision-adjustable operators.
+    """Offer further precision-adjustable operators.  Reserved: nothing asks for them yet, and their interface is not settled.
 
-    When called: when qsync-torch first traces or applies.
+    When called: when qsync-torch first traces or applies, once there is an interface.
     Parameters: none.
-    Returns: objects with the interface ``qsync_torch.operators.AdjustableOperator``.
+    Returns: a list; leave it empty.
     Must not: replace linear or conv2d.
     """
 

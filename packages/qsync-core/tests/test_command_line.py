@@ -1,0 +1,182 @@
+"""The ``qsync`` command: JSON and text, one line for an error, and plugins that do not stop it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from artifact_examples import examples
+from backend_doubles import FakeBackend
+from click.testing import CliRunner, Result
+
+from qsync_core import artifact, registry
+from qsync_core.cli import root
+from qsync_core.cli.options import output_option, profiles_option
+from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.dag import PrecisionDag
+from qsync_core.doctor import DoctorLine, Status
+from qsync_core.errors import PlanError
+from qsync_core.hooks import hookimpl
+from qsync_core.plan import PrecisionPlan
+
+
+class Plugin:
+    """What a plugin with everything would be."""
+
+    @hookimpl
+    def qsync_register_backends(self) -> list[Any]:
+        return [FakeBackend("a"), FakeBackend("b", reasons=("no such chip",))]
+
+    @hookimpl
+    def qsync_doctor(self) -> list[DoctorLine]:
+        return [DoctorLine("chip", "none", Status.WARNING, "buy one")]
+
+    @hookimpl
+    def qsync_register_commands(self, cli: click.Group) -> None:
+        @cli.command()
+        def fail() -> None:
+            raise PlanError("two\nlines")
+
+        @cli.command()
+        @profiles_option
+        @output_option("result")
+        @json_option
+        def echo(profiles: dict[str, Path], output: Path, json_flag: bool) -> None:
+            data = {name: str(path) for name, path in profiles.items()} | {"output": str(output)}
+            emit(json_flag, data, lambda console: console.print("for people"))
+
+
+@pytest.fixture
+def qsync(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command with the plugin above and one that can not be imported."""
+    monkeypatch.setattr(sys.modules[__name__], "plugin_object", Plugin(), raising=False)
+    monkeypatch.setitem(sys.modules, "qsync_test_plugin", sys.modules[__name__])
+    points = [
+        EntryPoint("all", "qsync_test_plugin:plugin_object", "qsync"),
+        EntryPoint("broken", "no_such_module_anywhere", "qsync"),
+    ]
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
+
+    def run(*arguments: object) -> Result:
+        for name in ("registry", "_plugin_commands"):
+            root.cli.__dict__.pop(name, None)
+        return CliRunner().invoke(root.cli, [str(argument) for argument in arguments])
+
+    yield run
+    for name in ("registry", "_plugin_commands"):
+        root.cli.__dict__.pop(name, None)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.qsync"
+    artifact.save(examples(layers=1)[PrecisionPlan], path)
+    return path
+
+
+def test_help_lists_core_and_plugin_commands(qsync: Any) -> None:
+    result = qsync("--help")
+    assert result.exit_code == 0
+    commands = result.stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in commands] == ["backends", "doctor", "echo", "fail", "show"]
+    assert "warning: plugin broken is disabled: its import failed with ModuleNotFoundError" in result.stderr
+
+
+def test_an_error_is_one_line_on_standard_error(qsync: Any) -> None:
+    result = qsync("fail")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1] == "error: two lines"
+
+
+def test_core_commands_do_not_load_plugin_commands(qsync: Any, plan_file: Path) -> None:
+    assert "warning" not in qsync("show", plan_file).stderr
+
+
+def test_a_command_of_a_package_that_is_not_installed(qsync: Any) -> None:
+    result = qsync("plan")
+    assert result.exit_code == 2
+    assert "the command 'plan' belongs to qsync-planner, which is not installed; run: pip install qsync-planner" in result.stderr
+    assert "No such command 'plann'" in qsync("plann").stderr
+
+
+def test_show(qsync: Any, plan_file: Path) -> None:
+    text = qsync("show", plan_file).stdout
+    assert "verdict" in text
+    assert "1.98 times as many samples per second" in text
+    shown = json.loads(qsync("show", plan_file, "--json").stdout)
+    assert shown["kind"] == "PrecisionPlan"
+    assert shown["digest"] == artifact.digest(examples(layers=1)[PrecisionPlan])
+    assert shown["content"]["groups"][1]["assignments"]["bert.encoder.layer.0.attention.self.query#0"]["backend"] == "aten"
+
+
+@pytest.mark.parametrize("kind", examples(layers=1), ids=lambda kind: kind.__name__)
+def test_show_every_kind(qsync: Any, kind: type, tmp_path: Path) -> None:
+    artifact.save(examples(layers=1)[kind], tmp_path / "a.qsync")
+    result = qsync("show", tmp_path / "a.qsync")
+    assert result.exit_code == 0
+    assert kind.__name__ in result.stdout
+    assert len(result.stdout.splitlines()) >= 4
+
+
+def test_show_what_is_no_artifact(qsync: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.qsync"
+    path.write_text("hello")
+    result = qsync("show", path)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: {path} is not a QSync artifact")
+
+
+def test_doctor_reports_and_fails_when_a_plugin_is_broken(qsync: Any) -> None:
+    result = qsync("doctor", "--json")
+    assert result.exit_code == 1
+    lines = {line["topic"]: line for line in json.loads(result.stdout)["lines"]}
+    assert lines["chip"] == {"topic": "chip", "finding": "none", "status": "warning", "advice": "buy one"}
+    assert lines["plugin all"]["status"] == "ok"
+    assert lines["plugin broken"]["status"] == "error"
+    assert "no_such_module_anywhere" in lines["plugin broken"]["finding"]
+    assert lines["python"]["finding"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert "buy one" in qsync("doctor").stdout
+
+
+def test_backends(qsync: Any, tmp_path: Path) -> None:
+    listed = json.loads(qsync("backends", "--json").stdout)
+    assert [backend["name"] for backend in listed["backends"]] == ["a", "b"]
+    assert listed["backends"][0]["kernels"][0]["op"] == "linear.output"
+    artifact.save(examples(layers=2)[PrecisionDag], tmp_path / "dag.qsync")
+    operators = json.loads(qsync("backends", tmp_path / "dag.qsync", "--json").stdout)["operators"]
+    assert len(operators) == 5  # all layers have one shape: one request a precision
+    assert operators[0] == {
+        "operator": "bert.encoder.layer.0.attention.self.query#0",
+        "precision": "int8",
+        "backends": ["a"],
+        "reasons": {"b": ["no such chip"]},
+    }
+    assert "no such chip" in qsync("backends", tmp_path / "dag.qsync").stdout
+
+
+def test_group_paths(qsync: Any) -> None:
+    result = qsync("echo", "--profile", "a=x.qsync", "--profile", "b=y=z", "-o", "out", "--json")
+    assert json.loads(result.stdout) == {"a": "x.qsync", "b": "y=z", "output": "out"}
+    assert qsync("echo", "-o", "out").stdout == "for people\n"
+    assert "write GROUP=PATH, for example infer=t4.qsync; got 'x.qsync'" in qsync("echo", "--profile", "x.qsync", "-o", "o").stderr
+    assert "group 'a' is given twice" in qsync("echo", "--profile", "a=x", "--profile", "a=y", "-o", "o").stderr
+
+
+def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    emit(True, {"name": "µ", "values": [1, 2.5, None]}, lambda console: None)
+    assert json.loads(capsys.readouterr().out) == {"name": "µ", "values": [1, 2.5, None]}
+    with pytest.raises(ValueError, match="Out of range float values"):
+        emit(True, {"value": float("nan")}, lambda console: None)
+
+
+def test_progress_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("work") as update:
+        update(1, 2, "half")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")

@@ -1,0 +1,121 @@
+"""Small tables: chips, sizes and durations as text, and which versions work together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsync_core.compat import check_versions, installed_versions, series
+from qsync_core.devices import CHIPS, find_chip, precision_problem, same_device
+from qsync_core.errors import CompatibilityError
+from qsync_core.precision import Precision
+from qsync_core.units import format_bytes, format_ns, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "chip"),
+    [
+        ("T4", "T4"),
+        ("Tesla T4", "T4"),
+        ("tesla v100-sxm2-16gb", "V100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA H200", "H200"),
+        ("A1000", None),
+        ("cpu", None),
+    ],
+)
+def test_device_names(device: str, chip: str | None) -> None:
+    found = find_chip(device)
+    assert (found.name if found else None) == chip
+
+
+def test_same_device() -> None:
+    assert same_device("T4", "Tesla T4")
+    assert same_device("odd", "odd")
+    assert not same_device("T4", "V100")
+    assert not same_device("odd", "other")
+
+
+def test_precisions_follow_the_compute_capability() -> None:
+    """Tensor cores: int8 since 7.5 (Turing), bfloat16 since 8.0 (Ampere), float8 since 8.9 (Ada, Hopper)."""
+    since = {Precision.INT8: (7, 5), Precision.BFLOAT16: (8, 0), Precision.FLOAT8_E4M3FN: (8, 9)}
+    for chip in CHIPS.values():
+        capability = tuple(int(part) for part in chip.compute_capability.split("."))
+        for precision, first in since.items():
+            assert (precision in chip.precisions) == (capability >= first), (chip.name, precision)
+        assert {Precision.FLOAT32, Precision.FLOAT16} <= chip.precisions
+        assert chip.sixteen_bit is (Precision.BFLOAT16 if capability >= (8, 0) else Precision.FLOAT16)
+
+
+def test_unknown_devices_are_not_restricted() -> None:
+    assert all(precision_problem("my accelerator", precision) is None for precision in Precision)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("15 GiB", 15 * 2**30),
+        ("800MB", 800_000_000),
+        ("1.5 KiB", 1536),
+        ("1024", 1024),
+        (" 7 b ", 7),
+        ("2TB", 2 * 10**12),
+        ("999999999999999999", 999_999_999_999_999_999),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "1 GiBs", "1e3", "15 loaves", "٣ GB", "1" * 40, "1,5 GB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a size: .*; write a number and a unit, for example '15 GiB' or '800 MB'"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**60))
+def test_shown_sizes_are_within_a_hundredth(nbytes: int) -> None:
+    number, unit = format_bytes(nbytes).replace(",", "").split()
+    assert parse_bytes(f"{float(number):.6f} {unit}" if unit != "B" else number) == pytest.approx(nbytes, rel=0.01)
+
+
+def test_durations() -> None:
+    assert format_ns(212_345) == "212.3 µs"
+    assert format_ns(1_830_000) == "1.83 ms"
+    assert format_ns(1_234_567_890) == "1,234.57 ms"
+    assert format_ns(75_000_000_000) == "75.0 s"
+
+
+def test_series() -> None:
+    assert series("0.1.7") == "0.1"
+    assert series("0.12.0rc1") == "0.12"
+    assert series("2.3.0") == "2"
+    with pytest.raises(CompatibilityError, match="'tomorrow' is not a version of a QSync package"):
+        series("tomorrow")
+
+
+def test_versions_that_work_together() -> None:
+    check_versions({"qsync-core": "0.1.0", "qsync-torch": "0.1.9"})
+    check_versions({"qsync-core": "1.4.0", "qsync-torch": "1.0.2"})
+    with pytest.raises(CompatibilityError, match=r"qsync-torch 1\.0\.2 does not work with qsync-core 2\.4\.0"):
+        check_versions({"qsync-core": "2.4.0", "qsync-torch": "1.0.2"})
+
+
+def test_core_is_installed() -> None:
+    assert series(installed_versions()["qsync-core"]) == "0.1"
+
+
+def test_importing_core_imports_nothing_heavy() -> None:
+    """What takes long, or is not a dependency, is imported when it is used; torch and numpy never."""
+    code = (
+        "import sys, qsync_core.artifact, qsync_core.cluster_file\n"
+        "heavy = ('torch', 'numpy', 'rich', 'click', 'cattrs', 'pluggy', 'importlib.metadata')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

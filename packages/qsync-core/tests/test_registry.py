@@ -1,0 +1,225 @@
+"""Plugins: found by entry point, disabled by name when broken, refused when ambiguous; and the choice of a backend."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import pytest
+from backend_doubles import LINEAR_INT8, FakeBackend
+
+from qsync_core.doctor import DoctorLine
+from qsync_core.errors import BackendError, CompatibilityError, PluginError
+from qsync_core.hooks import hookimpl
+from qsync_core.registry import Registry
+from qsync_core.tuning import TuningStore, tune
+
+
+def plugin(**hooks: Callable[..., Any]) -> types.ModuleType:
+    module = types.ModuleType("plugin")
+    for name, function in hooks.items():
+        setattr(module, name, hookimpl(function))
+    return module
+
+
+def offering(*backends: Any) -> types.ModuleType:
+    return plugin(qsync_register_backends=lambda: list(backends))
+
+
+def registry(**plugins: Any) -> Registry:
+    found = Registry.load([])
+    for name, module in plugins.items():
+        found.register(module, name)
+    return found
+
+
+@pytest.fixture
+def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], EntryPoint]:
+    """Writes a module and returns an entry point that names it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(module: str, source: str) -> EntryPoint:
+        (tmp_path / f"{module}.py").write_text(source)
+        return EntryPoint(name=module.replace("_", "-"), value=module, group="qsync")
+
+    return write
+
+
+GOOD_SOURCE = """
+from qsync_core.hooks import hookimpl
+from qsync_core.doctor import DoctorLine
+
+@hookimpl
+def qsync_doctor():
+    return [DoctorLine("good", "here")]
+"""
+
+
+def test_a_plugin_that_raises_on_import_disables_itself_only(write_plugin: Callable[[str, str], EntryPoint]) -> None:
+    points = [
+        write_plugin("raising_plugin", "import no_such_module_anywhere"),
+        write_plugin("exiting_plugin", "raise SystemExit(3)"),
+        write_plugin("broken_syntax_plugin", "def ("),
+        write_plugin("good_plugin", GOOD_SOURCE),
+    ]
+    found = Registry.load(points)
+    assert found.plugins == ["good-plugin"]
+    assert found.doctor_lines() == [DoctorLine("good", "here")]
+    assert found.disabled["raising-plugin"] == (
+        "its import failed with ModuleNotFoundError: No module named 'no_such_module_anywhere'"
+    )
+    assert found.disabled["exiting-plugin"] == "its import failed with SystemExit: 3"
+    assert found.disabled["broken-syntax-plugin"].startswith("its import failed with SyntaxError")
+
+
+def test_two_plugins_of_one_name_are_refused(write_plugin: Callable[[str, str], EntryPoint]) -> None:
+    first = write_plugin("good_plugin", GOOD_SOURCE)
+    second = EntryPoint(name="good-plugin", value="another_module", group="qsync")
+    with pytest.raises(PluginError, match=r"two plugins are called 'good-plugin': one of .*; uninstall one of them"):
+        Registry.load([first, second])
+    with pytest.raises(PluginError, match="two plugins are called 'a'; give one of them another name"):
+        registry(a=plugin()).register(plugin(), "a")
+
+
+def test_hooks_that_do_not_fit() -> None:
+    found = registry(
+        typo=plugin(qsync_register_backend=lambda: [FakeBackend()]),
+        parameter=plugin(qsync_register_backends=lambda colour: []),
+    )
+    assert found.plugins == []
+    assert found.disabled["typo"] == "its hooks do not fit: there is no hook 'qsync_register_backend'; see docs/hooks.md"
+    assert "Argument(s) {'colour'} are declared in the hookimpl but can not be found in the hookspec" in found.disabled["parameter"]
+
+
+def test_functions_that_are_not_marked_are_no_hooks() -> None:
+    module = types.ModuleType("plugin")
+    module.qsync_something = lambda: 1  # type: ignore[attr-defined]
+    assert registry(module=module).plugins == ["module"]
+
+
+def test_a_hook_that_raises_disables_its_plugin_only() -> None:
+    def fail() -> list[Any]:
+        raise RuntimeError("no compiler\nfound")
+
+    found = registry(bad=plugin(qsync_register_backends=fail), good=offering(FakeBackend()))
+    assert [backend.name for backend in found.backends()] == ["fake"]
+    assert found.disabled == {"bad": "its qsync_register_backends failed with RuntimeError: no compiler found"}
+    assert found.plugins == ["good"]
+
+
+def test_a_hook_that_returns_no_list() -> None:
+    found = registry(bad=plugin(qsync_doctor=lambda: "fine"), good=plugin(qsync_doctor=lambda: [DoctorLine("a", "b")]))
+    assert found.doctor_lines() == [DoctorLine("a", "b")]
+    assert found.disabled == {"bad": "its qsync_doctor must return a list, got str"}
+
+
+def test_unusable_backends_are_reported() -> None:
+    found = registry(odd=offering(FakeBackend("old", api_version=0), 5, FakeBackend("new")))
+    assert [backend.name for backend in found.backends()] == ["new"]
+    assert found.disabled == {
+        "odd (backend old)": "its backend API version is 0, this qsync-core has 1",
+        "odd (backend None)": "a int is not a KernelBackend",
+    }
+
+
+def test_two_backends_of_one_name_are_refused() -> None:
+    found = registry(one=offering(FakeBackend("x")), two=offering(FakeBackend("x")))
+    with pytest.raises(PluginError, match="plugins one and two both offer a backend 'x'; uninstall one of them"):
+        found.backends()
+
+
+def test_versions_of_different_series_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qsync_core.compat.installed_versions", lambda: {"qsync-core": "0.1.3", "qsync-planner": "0.2.0"})
+    with pytest.raises(CompatibilityError) as caught:
+        Registry.load([])
+    assert str(caught.value) == (
+        "qsync-planner 0.2.0 does not work with qsync-core 0.1.3: all QSync packages must be of one series; "
+        "install the same one, for example: pip install 'qsync-core==0.1.*' 'qsync-planner==0.1.*'"
+    )
+
+
+def hello_command(cli: click.Group) -> None:
+    cli.add_command(click.Command("hello"))
+
+
+def test_commands_of_plugins() -> None:
+    def failing(cli: click.Group) -> None:
+        cli.add_command(click.Command("half"))
+        raise ValueError("oh")
+
+    found = registry(
+        a=plugin(qsync_register_commands=hello_command),
+        b=plugin(qsync_register_commands=hello_command),
+        c=plugin(qsync_register_commands=failing),
+        d=plugin(qsync_register_commands=lambda cli: cli.add_command(click.Command("doctor"))),
+        e=plugin(qsync_register_commands=lambda: None),
+    )
+    assert list(found.commands(taken=["doctor"])) == ["hello"]
+    assert found.disabled == {
+        "b": "it registers the command 'hello', which exists already",
+        "c": "its qsync_register_commands failed with ValueError: oh",
+        "d": "it registers the command 'doctor', which exists already",
+    }
+
+
+# Choosing a backend
+
+
+def test_the_name_decides_among_backends_that_were_never_tuned() -> None:
+    found = registry(one=offering(FakeBackend("b"), FakeBackend("a"), FakeBackend("0", reasons=("no",))))
+    backend, config = found.select(LINEAR_INT8)
+    assert (backend.name, config.text) == ("a", "")
+
+
+def test_the_lowest_tuned_latency_decides_and_brings_its_configuration(tmp_path: Path) -> None:
+    slow, fast = FakeBackend("a", latencies_ns={"x": 9, "y": 8}), FakeBackend("b", latencies_ns={"x": 7, "y": 3})
+    untuned = FakeBackend("0")
+    store = TuningStore(tmp_path / "tuning.json", "T4", {"torch": "2"})
+    for backend in (slow, fast):
+        tune(backend, LINEAR_INT8, lambda kernel, request: kernel(), store)
+    found = registry(one=offering(slow, fast, untuned))
+    backend, config = found.select(LINEAR_INT8, store=store)
+    assert (backend.name, config.text) == ("b", "y")
+    backend, config = found.select(LINEAR_INT8, "a", store=store)
+    assert (backend.name, config.text) == ("a", "y")
+    other_shape = attrs.evolve(LINEAR_INT8, shapes=((1, 64), (32, 64)))
+    backend, config = found.select(other_shape, store=store)
+    assert (backend.name, config.text) == ("0", "")
+
+
+def test_a_plugin_may_choose() -> None:
+    chooser = plugin(qsync_select_backend=lambda request, candidates: candidates[-1].backend)
+    silent = plugin(qsync_select_backend=lambda request, candidates: None)
+    found = registry(backends=offering(FakeBackend("a"), FakeBackend("b")), chooser=chooser, silent=silent)
+    assert found.select(LINEAR_INT8)[0].name == "b"
+    liar = registry(backends=offering(FakeBackend("a")), chooser=plugin(qsync_select_backend=lambda request, candidates: "z"))
+    with pytest.raises(BackendError, match=r"a plugin chose the backend 'z' for linear\.output; it can only be a"):
+        liar.select(LINEAR_INT8)
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    found = registry(one=offering(FakeBackend("a"), FakeBackend("b", reasons=("K must be a multiple of 16", "no GPU"))))
+    with pytest.raises(BackendError) as caught:
+        found.select(LINEAR_INT8, "b")
+    assert str(caught.value) == (
+        "no kernel backend can run linear.output in int8 of shapes [(128, 64), (32, 64)] on cpu "
+        "(b: K must be a multiple of 16, no GPU)"
+    )
+    found.disabled["c"] = "its import failed"
+    with pytest.raises(
+        BackendError, match="there is no kernel backend 'c' here; installed are a, b; plugin c is disabled: its import"
+    ):
+        found.select(LINEAR_INT8, "c")
+
+
+def test_a_request_that_nobody_takes_is_answered_with_every_reason() -> None:
+    found = registry(one=offering(FakeBackend("b", reasons=("too old",)), FakeBackend("a", reasons=("too new",))))
+    with pytest.raises(BackendError, match=r"\(a: too new; b: too old\)"):
+        found.select(LINEAR_INT8)
+    with pytest.raises(BackendError, match=r"no kernel backend is installed that could run .*; install qsync-torch"):
+        registry().select(LINEAR_INT8)

@@ -1,0 +1,130 @@
+"""The casts around an operator against a table worked out by hand from DESIGN section 5."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsync_core.dag import OpClass, Operator
+from qsync_core.op_id import OpId
+from qsync_core.precision import Granularity, Precision, Rounding, promote
+from qsync_core.profile import CastKey
+from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, output_precision, run_precision
+from qsync_core.variant import Variant
+
+INT8, FLOAT8, BF16, FP16, FP32 = Precision
+X, W, Y = 12 * 64, 32 * 64, 12 * 32  # elements of input, weight and output
+LINEAR = Operator(OpId("fc"), "linear", OpClass.ADJUSTABLE, (OpId("in"),), ((12, 64),), (12, 32), ("fc.weight",), (32, 64))
+ADD = Operator(OpId("add"), "add", OpClass.DEPENDENT, (OpId("a"), OpId("b")), ((4, 5), (5,)), (4, 5))
+SOFTMAX = Operator(OpId("softmax"), "softmax", OpClass.GUARDED, (OpId("a"),), ((4, 5),), (4, 5))
+LOSS = Operator(OpId("loss"), "loss", OpClass.FIXED, (OpId("a"),), ((4, 5),), ())
+
+CHANNEL, NEAREST, STOCHASTIC, TENSOR = Granularity.PER_CHANNEL, Rounding.NEAREST, Rounding.STOCHASTIC, Granularity.PER_TENSOR
+
+
+def quantizing(source: Precision, target: Precision, granularity: Granularity = TENSOR) -> CastKey:
+    return CastKey(source, target, granularity, STOCHASTIC)
+
+
+IN, WEIGHT, GRAD_OUT, GRAD_IN = CastSite.INPUT, CastSite.WEIGHT, CastSite.GRAD_OUTPUT, CastSite.GRAD_INPUT
+
+# variant of a linear layer, format of its input → casts in the order in which they happen
+TABLE = [
+    (Variant.of(FP32), FP32, ()),
+    (
+        Variant.of(FP32),
+        FP16,
+        (Cast(IN, CastKey(FP16, FP32), X, shared=True), Cast(GRAD_IN, CastKey(FP32, FP16), X, shared=True)),
+    ),
+    (
+        Variant.of(BF16),
+        FP32,
+        (
+            Cast(IN, CastKey(FP32, BF16), X, shared=True),
+            Cast(WEIGHT, CastKey(FP32, BF16), W),
+            Cast(GRAD_IN, CastKey(BF16, FP32), X, shared=True),
+        ),
+    ),
+    (Variant.of(FP16), FP16, (Cast(WEIGHT, CastKey(FP32, FP16), W),)),
+    (
+        Variant.of(INT8),
+        FP32,
+        (
+            Cast(IN, quantizing(FP32, INT8), X, shared=True),
+            Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W),
+            Cast(GRAD_OUT, CastKey(FP32, BF16), Y),
+            Cast(GRAD_IN, CastKey(BF16, FP32), X, shared=False),
+        ),
+    ),
+    (
+        Variant.of(INT8, output=BF16),
+        BF16,
+        (Cast(IN, quantizing(BF16, INT8), X, shared=True), Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W)),
+    ),
+    (
+        Variant.of(FLOAT8, sixteen_bit=FP16, w_granularity=TENSOR),
+        FP32,
+        (
+            Cast(IN, quantizing(FP32, FLOAT8), X, shared=True),
+            Cast(WEIGHT, quantizing(FP32, FLOAT8), W),
+            Cast(GRAD_IN, CastKey(FP16, FP32), X, shared=False),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "source", "expected"), TABLE, ids=lambda value: getattr(value, "label", None) or str(value)[:10]
+)
+def test_adjustable(variant: Variant, source: Precision, expected: tuple[Cast, ...]) -> None:
+    assert casts(LINEAR, variant, [source]) == expected
+    assert output_precision(LINEAR, variant, [source]) is variant.output
+
+
+def test_dependent_takes_the_widest_input() -> None:
+    assert casts(ADD, None, [FP32, FP32]) == ()
+    assert casts(ADD, None, [FP16, FP32]) == (
+        Cast(IN, CastKey(FP16, FP32), 20, 0, shared=True),
+        Cast(GRAD_IN, CastKey(FP32, FP16), 20, 0, shared=True),
+    )
+    # float16 with bfloat16 gives float32: both are cast
+    assert [(cast.site, cast.key, cast.numel, cast.input_index) for cast in casts(ADD, None, [FP16, BF16])] == [
+        (IN, CastKey(FP16, FP32), 20, 0),
+        (GRAD_IN, CastKey(FP32, FP16), 20, 0),
+        (IN, CastKey(BF16, FP32), 5, 1),
+        (GRAD_IN, CastKey(FP32, BF16), 5, 1),
+    ]
+    assert output_precision(ADD, None, [FP16, BF16]) is FP32
+    assert output_precision(ADD, None, [BF16, BF16]) is BF16
+
+
+def test_guarded_keeps_the_format_and_casts_nothing() -> None:
+    assert casts(SOFTMAX, None, [BF16]) == ()
+    assert output_precision(SOFTMAX, None, [BF16]) is BF16
+
+
+def test_fixed_is_float32() -> None:
+    assert casts(LOSS, None, [FP16]) == (
+        Cast(IN, CastKey(FP16, FP32), 20, 0, shared=True),
+        Cast(GRAD_IN, CastKey(FP32, FP16), 20, 0, shared=True),
+    )
+    assert output_precision(LOSS, None, [FP16]) is FP32
+    assert run_precision(ADD, []) is FP32
+
+
+@given(st.sampled_from(Precision), st.sampled_from(Precision))
+def test_the_gradient_is_cast_once_to_the_wider_format(grad_input: Precision, grad_weight: Precision) -> None:
+    variant = Variant(INT8, FP32, INT8, grad_input, grad_weight)
+    assert gradient_precision(variant) is promote(grad_input, grad_weight)
+    found = [cast.key.target for cast in casts(LINEAR, variant, [FP32]) if cast.site is GRAD_OUT]
+    assert found == ([] if promote(grad_input, grad_weight) is FP32 else [promote(grad_input, grad_weight)])
+
+
+@given(st.lists(st.sampled_from([BF16, FP16, FP32]), min_size=2, max_size=2))
+def test_every_cast_of_an_activation_has_its_counterpart_for_the_gradient(inputs: list[Precision]) -> None:
+    found = casts(ADD, None, inputs)
+    forward = [(cast.input_index, cast.key.source, cast.key.target) for cast in found if cast.site is IN]
+    backward = [(cast.input_index, cast.key.target, cast.key.source) for cast in found if cast.site is GRAD_IN]
+    assert forward == backward
+    assert all(cast.key.source is not cast.key.target for cast in found)
