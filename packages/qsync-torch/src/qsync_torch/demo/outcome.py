@@ -30,7 +30,7 @@ class Row:
         operators: operators of the weak worker by precision; local_batches: samples a step, by group.
         loss: mean of the last steps; evaluation: on held-out data, None for probes.
         predicted_peak_bytes, peak_bytes: the weak worker's peak memory.
-        over_budget: whether its prediction exceeds the budget.
+        over_budget: whether its measured peak exceeds the budget.
     """
 
     name: str
@@ -114,7 +114,7 @@ def make_outcome(
 def _row(name: str, title: str, plan: PrecisionPlan, result: MethodResult, dag: PrecisionDag, budget: int) -> Row:
     median = statistics.median(result.iteration_ns)
     low, _, high = statistics.quantiles(result.iteration_ns, n=4, method="inclusive")
-    peak = plan.group(INFER).predicted_peak_bytes
+    peak = result.peak_bytes[INFER]
     return Row(
         name=name,
         title=title,
@@ -125,7 +125,7 @@ def _row(name: str, title: str, plan: PrecisionPlan, result: MethodResult, dag: 
         local_batches=local_batches(plan, dag.batch_size),
         loss=statistics.fmean(result.losses[-LAST_STEPS:]),
         evaluation=result.evaluation,
-        predicted_peak_bytes=peak,
-        peak_bytes=result.peak_bytes[INFER],
+        predicted_peak_bytes=plan.group(INFER).predicted_peak_bytes,
+        peak_bytes=peak,
         over_budget=bool(budget) and peak > budget,
     )

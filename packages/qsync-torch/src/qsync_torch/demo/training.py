@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +16,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.artifact import load, save
-from qsync_core.plan import PrecisionPlan
+from qsync_core.dag import PrecisionDag
+from qsync_core.timeline import Timeline
 from qsync_torch.apply import apply_
 from qsync_torch.demo.rendezvous import Rendezvous
-from qsync_torch.demo.step_timeline import record_step
 from qsync_torch.demo.tasks import GROUPS, Method, MethodResult, Trained, TrainTask, write_json
 from qsync_torch.demo.weak_worker import WeakWorker
 from qsync_torch.demo.worker_events import report
 from qsync_torch.demo.workload import Evaluation, Workload, load_workload
 from qsync_torch.job import Batch
+from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
 
 
@@ -40,6 +42,7 @@ def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
 
 def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
     workload = load_workload(task.model, tiny=task.tiny)
+    dag = load(Path(task.folder) / "dag.qsync", PrecisionDag)
     methods = (*task.compared, *task.probes)
     trainees = [_Trainee(workload, method, rendezvous.rank) for method in methods]
     turns = _turns(len(trainees), task.steps, task.block)
@@ -50,11 +53,13 @@ def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
     results = {}
     for trainee in trainees:
         name = trainee.method.name
+        results[name] = result = trainee.result(evaluate=trainee.method in task.compared)
         if name in task.timelines:
-            timeline = record_step(trainee, load(Path(trainee.method.plan), PrecisionPlan))
-            if timeline is not None:
+            if rendezvous.rank == 0:
+                report(len(turns), len(turns), f"recording a step of {name}")
+            timeline = trainee.record_step(dag, GROUPS[rendezvous.rank], result)
+            if rendezvous.rank == 0:
                 save(timeline, Path(task.folder) / f"measured-{name}.qsync")
-        results[name] = trainee.result(evaluate=trainee.method in task.compared)
     if rendezvous.rank == 0:
         write_json(Trained(results), Path(task.folder) / "trained.json")
 
@@ -114,8 +119,8 @@ class _Trainee:
         self._optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    def result(self, *, evaluate: bool) -> MethodResult | Any:
-        """What was measured, on rank 0; every rank must call it."""
+    def result(self, *, evaluate: bool) -> MethodResult:
+        """What was measured (held-out data only on rank 0); every rank must call it."""
         peaks = _gather(self._peak_bytes())
         steps: list[list[_Step]] = _gather(self._steps)
         weights = [self.method.local_batches[group] / self._global_batch for group in GROUPS]
@@ -124,6 +129,12 @@ class _Trainee:
         if evaluate and dist.get_rank() == 0:
             evaluation = self._workload.evaluate(self.model)
         return MethodResult(_periods(steps), losses, evaluation, dict(zip(GROUPS, peaks, strict=True)))
+
+    def record_step(self, dag: PrecisionDag, group: str, result: MethodResult) -> Timeline:
+        """Both ranks' timeline of one step; the iteration time is what was measured without the recorder."""
+        batch = self.batch(0)
+        timeline = measured_timeline(self.model, dag, lambda: self.step(batch), group=group, steps=1)
+        return attrs.evolve(timeline, iteration_ns=round(statistics.median(result.iteration_ns)), peak_bytes=result.peak_bytes)
 
     def _peak_bytes(self) -> int:
         batch = self.batch(0)

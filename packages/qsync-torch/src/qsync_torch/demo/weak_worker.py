@@ -80,7 +80,7 @@ class WeakWorker:
             if abs(ratio - TARGET_RATIO) < 0.02:
                 return self.weakness
             share = self.weakness.value * ratio / TARGET_RATIO
-            return Weakness("quota", round(min(1.0, max(0.2, share)), 3))
+            return Weakness("quota", round(min(0.8, max(0.5, share)), 3))
         # Higher niceness of the other tenant makes the worker faster; without privileges there is no way back down.
         step = 1 if ratio > MOST_RATIO else 0
         return Weakness("load", min(19, self.weakness.value + step))

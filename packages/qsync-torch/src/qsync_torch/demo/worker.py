@@ -33,6 +33,9 @@ def main(kind: str, path: str) -> int:
     except QSyncError as error:
         report_error(str(error))
         return 1
+    except Exception as error:
+        report_error(f"the {GROUPS[rank]} worker failed while it should {kind}: {type(error).__name__}: {error}; see {kind}.log")
+        raise
     return 0
 
 

@@ -24,6 +24,7 @@ def parse(line: str) -> Any:
     if at < 0:
         return None
     try:
-        return json.loads(line[at + len(_MARK) :])
+        # Libraries print to the same stream from other threads, without a line of their own.
+        return json.JSONDecoder().raw_decode(line[at + len(_MARK) :])[0]
     except ValueError:
         return None
