@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -117,6 +118,12 @@ class AtenCall:
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
     ) -> Any:
         """Run it on the current autograd graph.  In-place operators run as their functional form, so that leaves may be given."""
+        return self.bind(inputs, parameters, device)()
+
+    def bind(
+        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
+    ) -> Callable[[], Any]:
+        """A function that only makes the call: everything around it (arguments, other tensors) is made here, once."""
 
         def decode(value: Any) -> Any:
             match value:
@@ -142,8 +149,9 @@ class AtenCall:
             if functional is not None and overload in functional.overloads():
                 packet = functional
             else:
-                args[0] = args[0].clone()
-        return getattr(packet, overload)(*args, **kwargs)
+                call = getattr(packet, overload)
+                return lambda: call(args[0].clone(), *args[1:], **kwargs)
+        return partial(getattr(packet, overload), *args, **kwargs)
 
 
 def _make_tensor(shape: list[int], dtype: torch.dtype, below: int, device: torch.device | str) -> torch.Tensor:

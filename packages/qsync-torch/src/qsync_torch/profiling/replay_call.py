@@ -73,7 +73,7 @@ def prepare_call(operator: Operator, device: torch.device, precision: Precision)
     for tensor in parameters:
         tensor.requires_grad_()
     wanted = tuple(tensor for tensor in (*inputs, *parameters) if tensor.requires_grad)
-    armed = Armed(lambda: call.run(inputs, parameters, device), wanted)
+    armed = Armed(call.bind(inputs, parameters, device), wanted)
     return Prepared(lambda: armed, tuple(inputs), tuple(parameters))
 
 
