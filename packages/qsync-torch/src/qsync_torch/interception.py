@@ -1,8 +1,8 @@
 """What happens to torch functions while an applied model's forward runs: mixed formats, guarded operators, functional calls.
 
 Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
-Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward promotes
-their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls that a plan names by the calling module
+Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward
+promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls that a plan names by the calling module
 (:mod:`qsync_torch.functional_calls`).
 """
 

@@ -1,8 +1,8 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros has
-scale 1 (DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row
-of the flattened 2-d activation.  Zero points exist in the reference below only.
+scale 1 (DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one
+per row of the flattened 2-d activation.  Zero points exist in the reference below only.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
 
@@ -19,12 +19,11 @@ import torch
 
 from qsync_core.errors import NumericsError
 from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_torch.random_bits import DRAW_LEVELS, random_int16
+from qsync_torch.quantize_cpu import CENTRE, quantize_int8_cpu
+from qsync_torch.random_bits import random_thresholds
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
-_BLOCK = 1 << 16
-"""Elements that are rounded at a time on a CPU: what stays in its second-level cache."""
 
 
 def scale_count(shape: tuple[int, ...] | torch.Size, granularity: Granularity) -> int:
@@ -76,41 +75,29 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
         out.fill_(1.0)
         return
     groups = _grouped(x, granularity)
-    low, high = torch.aminmax(groups) if groups.shape[0] == 1 else torch.aminmax(groups, dim=1)
-    out.copy_(torch.maximum(low.neg(), high).reshape(-1)).div_(LARGEST[precision])
+    if groups.shape[0] == 1 and groups.device.type == "cpu":
+        low, high = torch.aminmax(groups)
+        # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
+        absmax = -float(low) if -float(low) > float(high) else float(high)
+        out.fill_(absmax / LARGEST[precision] or 1.0)
+        return
+    # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
+    low, high = torch.aminmax(groups) if groups.shape[0] == 1 else (groups.amin(1), groups.amax(1))
+    out.copy_(torch.maximum(low.neg(), high).view(-1)).div_(LARGEST[precision])
     out.masked_fill_(out == 0, 1.0)
 
 
-def _round_int8(y: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Finish ``y = x / scale`` (to which a draw in (0, 1) was added where rounding is stochastic), in place."""
+def _round_int8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
+    """Round ``y = x / scale`` in place; ``draws`` in [0, 1) where rounding is stochastic."""
+    if draws is not None:
+        y.add_(draws)
     y = y.round_() if rounding is Rounding.NEAREST else y.floor_()
     return y.clamp_(-127.0, 127.0)
 
 
-def _uniform(numel: int, seed: int, offset: int, start: int, device: torch.device) -> torch.Tensor:
-    """Float32 draws in (0, 1)."""
-    bits = random_int16(numel, seed, offset, start, device=device).to(torch.float32)
-    return bits.mul_(1.0 / DRAW_LEVELS).add_(0.5 + 0.5 / DRAW_LEVELS)
-
-
-def _quantize_int8_cpu(
-    x: torch.Tensor, scale: float, q: torch.Tensor, rounding: Rounding, seed: int, offset: int, base: int
-) -> None:
-    """Round flat ``x`` into flat ``q`` block by block; ``base`` is the index of its first element in the stream."""
-    inverse = 1.0 / scale
-    block = _BLOCK * torch.get_num_threads()
-    buffer = torch.empty(min(block, x.numel()), dtype=torch.float32)
-    for start in range(0, x.numel(), block):
-        part = x[start : start + block]
-        y = buffer[: part.numel()]
-        if rounding is Rounding.STOCHASTIC:
-            y.copy_(random_int16(part.numel(), seed, offset, base + start))
-            y.mul_(1.0 / DRAW_LEVELS).add_(0.5 + 0.5 / DRAW_LEVELS).add_(part, alpha=inverse)
-        elif part.dtype is torch.float32:
-            torch.div(part, scale, out=y)
-        else:
-            y.copy_(part).div_(scale)
-        q[start : start + block].copy_(_round_int8(y, rounding))
+def _uniform(numel: int, seed: int, offset: int, device: torch.device) -> torch.Tensor:
+    """Float32 draws in [0, 1), multiples of 2**-16 (see :func:`~qsync_torch.random_bits.random_thresholds`)."""
+    return random_thresholds(numel, seed, offset, device=device).mul_(1.0 / 256.0).add_(CENTRE)
 
 
 def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +109,10 @@ def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | Non
         y = y + draws
     y = y.round() if rounding is Rounding.NEAREST else y.floor()
     return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
+
+
+def _all_finite(scale: torch.Tensor) -> bool:
+    return math.isfinite(float(scale)) if scale.numel() == 1 else bool(torch.isfinite(scale).all())
 
 
 def quantize_into(
@@ -138,23 +129,20 @@ def quantize_into(
     find_scale(x, precision, granularity, scale)
     if x.numel() == 0:
         return
-    if x.device.type == "cpu" and not bool(torch.isfinite(scale).all()):
+    if x.device.type == "cpu" and not _all_finite(scale):
         raise NumericsError(
             f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
             "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
         )
-    groups, rows = _grouped(x, granularity), _grouped(q, granularity)
-    if x.device.type == "cpu" and precision is Precision.INT8 and groups.shape[0] == 1:
-        _quantize_int8_cpu(groups[0], float(scale), rows[0], rounding, seed, offset, 0)
+    groups, q_groups = _grouped(x, granularity), _grouped(q, granularity)
+    if x.device.type == "cpu" and precision is Precision.INT8:
+        quantize_int8_cpu(groups, scale, q_groups, rounding, seed, offset)
         return
     y = groups.to(torch.float32) / scale[:, None]
     draws = None
     if rounding is Rounding.STOCHASTIC:
-        draws = _uniform(x.numel(), seed, offset, 0, x.device).view_as(y)
-    if precision is Precision.INT8:
-        rows.copy_(_round_int8(y if draws is None else y.add_(draws), rounding))
-    else:
-        rows.copy_(_round_float8(y, rounding, draws))
+        draws = _uniform(x.numel(), seed, offset, x.device).view_as(y)
+    q_groups.copy_(_round_int8(y, rounding, draws) if precision is Precision.INT8 else _round_float8(y, rounding, draws))
 
 
 def quantize_reference_asymmetric(

@@ -8,6 +8,7 @@ rounds; every 32-bit word gives two 16-bit draws.  ``torch.rand`` on a CPU is a 
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 
@@ -15,8 +16,9 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B1
 _FMIX_1 = 0x85EBCA6B
 _FMIX_2 = 0xC2B2AE35
-DRAW_LEVELS = 65536
-"""A draw is one of this many equally likely values; the mean error of a rounding is below 1 / (2 * DRAW_LEVELS) of a step."""
+_BYTES = 4
+_KEPT_WORDS = 1 << 17
+"""Larger scratch memory than this is not kept."""
 
 
 def _signed(word: int) -> int:
@@ -41,34 +43,82 @@ def stream_key(seed: int, *parts: int) -> int:
     return key >> 1
 
 
-@functools.lru_cache(maxsize=8)
-def _indices(words: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(words, dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
+class _Scratch(threading.local):
+    """Words that are being mixed, kept between calls: fresh memory of this size costs more in page faults than the mixing."""
+
+    def __init__(self) -> None:
+        self.words: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Index times the golden ratio, and two buffers; on CUDA fresh ones, which the caching allocator gives for nothing."""
+        kept = self.words.get(device)
+        if kept is None or kept[0].numel() < count:
+            base = torch.arange(max(count, _KEPT_WORDS), dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
+            kept = (base, torch.empty_like(base), torch.empty_like(base))
+            if count <= _KEPT_WORDS:
+                self.words[device] = kept
+        if device.type != "cpu":
+            return kept[0][:count], torch.empty_like(kept[0][:count]), torch.empty_like(kept[0][:count])
+        return kept[0][:count], kept[1][:count], kept[2][:count]
 
 
-def random_int16(numel: int, seed: int, offset: int, start: int = 0, *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """``numel`` uniform int16 draws, elements ``start ...`` of the stream.
+_SCRATCH = _Scratch()
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: int, device: torch.device) -> torch.Tensor:
+    """A 0-dimensional int32; a Python number would be converted to one at every operation."""
+    return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def random_bytes(numel: int, seed: int, offset: int, start: int = 0, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    """``numel`` uniform int8 draws: elements ``start ...`` of the stream.
 
     Args:
         numel: how many.
         seed: of the run; offset: which stream of it (see :func:`stream_key`).
-        start: index of the first element, an even number.
+        start: index of the first element.
         device: where to make them.
 
     Returns:
-        An int16 tensor of shape ``(numel,)``, uniform over -32768..32767.
+        An int8 tensor of shape ``(numel,)``, uniform over -128..127.
     """
-    if start % 2:
-        raise ValueError(f"a block of random numbers starts at an even element, got {start}")
+    return _drawn(numel, seed, offset, start, torch.device(device)).clone()
+
+
+def _drawn(numel: int, seed: int, offset: int, start: int, where: torch.device) -> torch.Tensor:
+    """:func:`random_bytes`, on a CPU in memory that this thread's next call overwrites."""
     key = stream_key(seed, offset)
-    words = (numel + 1) // 2
-    base = _indices(words, torch.device(device))
-    shift = _signed(key + (start // 2) * _GOLDEN)
-    h = base + shift
-    t = torch.bitwise_right_shift(h, 16)
-    h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(_signed(_FMIX_1)).bitwise_xor_(_signed(key >> 31))
-    torch.bitwise_right_shift(h, 13, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0x7FFFF)).mul_(_signed(_FMIX_2))
-    torch.bitwise_right_shift(h, 16, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0xFFFF))
-    return h.view(torch.int16)[:numel]
+    first_word, skip = divmod(start, _BYTES)
+    base, h, t = _SCRATCH.of(-(-(numel + skip) // _BYTES), where)
+    sixteen = _constant(16, where)
+    torch.add(base, _signed(key + first_word * _GOLDEN), out=h)
+    torch.bitwise_right_shift(h, sixteen, out=t)
+    h.bitwise_xor_(t.bitwise_and_(_constant(0xFFFF, where))).mul_(_constant(_signed(_FMIX_1), where)).bitwise_xor_(
+        _signed(key >> 31)
+    )
+    torch.bitwise_right_shift(h, _constant(13, where), out=t)
+    h.bitwise_xor_(t.bitwise_and_(_constant(0x7FFFF, where))).mul_(_constant(_signed(_FMIX_2), where))
+    torch.bitwise_right_shift(h, sixteen, out=t)
+    h.bitwise_xor_(t.bitwise_and_(_constant(0xFFFF, where)))
+    return h.view(torch.int8)[skip : skip + numel]
+
+
+def random_thresholds(
+    numel: int, seed: int, offset: int, start: int = 0, *, device: torch.device | str = "cpu", buffers: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Float32 draws: 256 times a number with 16 bits that is uniform over [-0.5 - 2**-9, 0.5 - 2**-9).
+
+    A draw's high byte is its own and its low byte is its neighbour's high byte, so that a 32-bit word serves four elements.  Every
+    draw is uniform over its 65,536 values; the correlation of neighbours is 1 / 256.
+
+    Args:
+        numel, seed, offset, start, device: as in :func:`random_bytes`.
+        buffers: float32 scratch of shape (2, at least ``numel + 1``); its second row then holds the result.
+    """
+    drawn = _drawn(numel + 1, seed, offset, start, torch.device(device))
+    if buffers is None:
+        high = drawn.to(torch.float32)
+        return torch.add(high[:-1], high[1:], alpha=1.0 / 256.0)
+    high = buffers[0, : numel + 1].copy_(drawn)
+    return torch.add(high[:-1], high[1:], alpha=1.0 / 256.0, out=buffers[1, :numel])
