@@ -2,6 +2,6 @@
 
 import os as _os
 
-# The profiler's library writes two lines to standard error each time it is used (torch 2.13).  It reads this variable at its
-# first use; a value that the user has set is kept.
+# The profiler's library writes two lines to standard error each time it is used (torch 2.13).  It reads this variable when it is
+# used first; a value that the user has set is kept.
 _os.environ.setdefault("KINETO_LOG_LEVEL", "99")
