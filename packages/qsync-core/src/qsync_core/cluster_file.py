@@ -197,7 +197,7 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
                 sixteen_bit=chip.sixteen_bit if chip else Precision.BFLOAT16,
                 output=_enum(Precision, output, "output", where) if output and Precision(text).needs_scale else None,
                 rounding=_enum(Rounding, _get(entry, "rounding", str, where, "stochastic"), "rounding", where),
-                w_granularity=_enum(Granularity, _get(entry, "w_granularity", str, where, "channel"), "w_granularity", where),
+                w_granularity=_parse_w_granularity(entry, where),
             )
     except ValueError as error:
         raise ClusterError(f"{where}: {error}") from None
@@ -205,6 +205,13 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
     for precision in dict.fromkeys((variant.compute, variant.output, variant.saved, variant.grad_input, variant.grad_weight)):
         _check_supported(device, precision, f"ladder entry {text.partition(';')[0]!r}", where)
     return variant
+
+
+def _parse_w_granularity(entry: dict[str, Any], where: str) -> Granularity:
+    text = _get(entry, "w_granularity", str, where, "channel")
+    if text not in (Granularity.PER_CHANNEL, Granularity.PER_TENSOR):
+        raise ClusterError(f"{where}: w_granularity must be one of channel, tensor, got {text!r}")
+    return Granularity(text)
 
 
 def _check_supported(device: str, precision: Precision, what: str, where: str) -> None:
