@@ -43,6 +43,7 @@ class _Recorder(torch.fx.Interpreter):
 
     def __init__(self, module: torch.fx.GraphModule, model: str) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # it would add the graph's own text to messages
         self._model = model
         self.storage: dict[str, int] = {}
         self.needs_grad: set[str] = set()

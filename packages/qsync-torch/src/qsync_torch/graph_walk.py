@@ -37,7 +37,17 @@ _INLINED = frozenset(
 """Higher-order operators that run their one subgraph once, where they stand."""
 
 _PASS_THROUGH = frozenset(
-    {"_add_batch_dim", "_remove_batch_dim", "lift_fresh_copy", "unsafe_chunk", "unsafe_split", "broadcast_tensors", "alias"}
+    {
+        "_add_batch_dim",
+        "_remove_batch_dim",
+        "lift_fresh_copy",
+        "detach",
+        "detach_",
+        "unsafe_chunk",
+        "unsafe_split",
+        "broadcast_tensors",
+        "alias",
+    }
 )
 """Operators that hand on their input although their schema does not say so."""
 
@@ -60,6 +70,7 @@ class GraphWalk:
         self._parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._vmap_depth = 0
         self._nested = ""
+        self._outer: torch.fx.Node | None = None
 
     def walk(self) -> None:
         """Fill ``drafts``, and ``loss`` with the position of the draft that makes the loss."""
@@ -147,14 +158,15 @@ class GraphWalk:
                 subgraphs.append(attribute)
             elif isinstance(leaf, torch.fx.Node):
                 operands.append(self._entry(leaf, entries))
-        outer, result = self._nested, None
+        outer, result = (self._nested, self._outer), None
+        self._outer = self._outer or node
         if name not in _INLINED:
-            self._nested = outer or f"it is called inside torch's higher-order operator {name}"
+            self._nested = self._nested or f"it is called inside torch's higher-order operator {name}"
         for subgraph in subgraphs:
             placeholders = list(subgraph.graph.find_nodes(op="placeholder"))
             inner = dict(zip(reversed(placeholders), reversed(operands), strict=False))
             result = self._graph(subgraph, inner)
-        self._nested = outer
+        self._nested, self._outer = outer
         return result
 
     def _operator(self, node: torch.fx.Node, entries: dict[torch.fx.Node, Entry]) -> Entry:
@@ -184,7 +196,7 @@ class GraphWalk:
                     yield Read(leaf, entry, name)
 
     def _draft(self, node: torch.fx.Node, name: str, reads: Sequence[Read], output: torch.Tensor) -> Draft:
-        scope, module = self._scopes.scope_of(node)
+        scope, module = self._scopes.scope_of(node, self._outer)
         activations = _participating([read for read in reads if read.is_activation])
         draft = Draft(name, name, OpClass.DEPENDENT, scope, module, output_shape=static_shape(output))
         draft.parameters = tuple(dict.fromkeys(read.value.storage.name for read in reads if _is_parameter(read)))

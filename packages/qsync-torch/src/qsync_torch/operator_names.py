@@ -25,13 +25,17 @@ class Scopes:
         self._model = model
         self._first_name = {module: name for name, module in model.named_modules()}
 
-    def scope_of(self, node: torch.fx.Node) -> tuple[str, torch.nn.Module | None]:
-        """FQN (first name in ``named_modules``) and module whose forward made the call; ``$loss`` and None outside the model."""
+    def scope_of(self, node: torch.fx.Node, outer: torch.fx.Node | None = None) -> tuple[str, torch.nn.Module | None]:
+        """FQN (first name in ``named_modules``) and module whose forward made the call; ``$loss`` and None outside the model.
+
+        Nodes of a subgraph may not say where they come from: then it is where ``outer``, the node that runs it, comes from.
+        """
         stack = node.meta.get("nn_module_stack")
         name = next(reversed(stack.values()))[0] if stack else ""
         name = re.sub(r"@\d+", "", name)  # export marks second calls of a module
-        if name != MODEL_PREFIX and not name.startswith(MODEL_PREFIX + "."):
-            return LOSS_SCOPE, None
+        inside = name == MODEL_PREFIX or name.startswith(MODEL_PREFIX + ".")
+        if not inside:
+            return self.scope_of(outer) if outer is not None else (LOSS_SCOPE, None)
         module = self._model.get_submodule(name[len(MODEL_PREFIX) + 1 :])
         return self._first_name[module], module
 

@@ -1,0 +1,136 @@
+"""What is said when a job can not be traced: the user's file and line, and what to do."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_core.errors import JobError, QSyncError, TraceError
+from qsync_torch.job import Batch, Job
+from qsync_torch.trace import trace
+
+HERE = Path(__file__)
+
+
+def line_of(marker: str) -> int:
+    """Number of the line of this file that ends with a comment."""
+    return next(number for number, line in enumerate(HERE.read_text().splitlines(), 1) if line.endswith(f"# {marker}"))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class ValueBranch(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # value branch
+            y = y * 2
+        return y
+
+
+class ValueLoop(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x.sum())):  # value loop
+            x = self.linear(x)
+        return x
+
+
+class ThroughNumpy(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.from_numpy(x.numpy()))  # through numpy
+
+
+class WrongShape(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[:, :3])  # wrong shape
+
+
+class ValueShape(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y[y > 0]  # value shape
+
+
+class Inner(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1:  # inner module
+            return x
+        return self.linear(x)
+
+
+def job(model: nn.Module, loss=lambda output: output.sum(), batch=None) -> Job:
+    return Job(
+        "broken",
+        model,
+        batch or (lambda step, size: Batch((torch.randn(size, 4),))),
+        lambda output, batch: loss(output),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "marker", "advice"),
+    [
+        (ValueBranch(), "value branch", "use torch.cond"),
+        (ValueLoop(), "value loop", "depend on tensor values"),
+        (ThroughNumpy(), "through numpy", "leaves PyTorch for NumPy: compute with tensors"),
+        (WrongShape(), "wrong shape", "see that the model runs on the job's first batch"),
+        (ValueShape(), "value shape", "depend on tensor values"),
+        (nn.Sequential(nn.Linear(4, 4), Inner()), "inner module", "choose between values with torch.where"),
+    ],
+)
+def test_the_users_line_is_named(model: nn.Module, marker: str, advice: str, capfd) -> None:
+    with pytest.raises(TraceError) as error:
+        trace(job(model))
+    message = str(error.value)
+    assert message.startswith("broken can not be ")
+    assert f"because of {HERE}:{line_of(marker)} (" in message
+    assert advice in message
+    assert "\n" not in message
+    assert capfd.readouterr().err == ""  # torch's own log lines would bury it
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "message"),
+    [
+        (job(nn.Linear(4, 4), loss=lambda y: y), TraceError, "must be one scalar tensor, got a tensor of shape (2, 4)"),
+        (job(nn.Linear(4, 4), loss=lambda y: y.sum().item()), TraceError, "must be one scalar tensor, got a Python number"),
+        (job(nn.Linear(4, 4), loss=lambda y: torch.zeros(())), TraceError, "no parameter of broken gets a gradient"),
+        (job(nn.Linear(4, 4).requires_grad_(False)), TraceError, "no parameter of broken gets a gradient"),
+        (job(nn.Linear(4, 4).bfloat16()), TraceError, "parameter weight of broken is bfloat16; QSync keeps parameters in float32"),
+        (job(nn.LazyLinear(4)), TraceError, "parameter weight of broken has no shape yet; run the model once"),
+        (
+            job(nn.Linear(4, 4), batch=lambda step, size: (torch.randn(size, 4),)),
+            JobError,
+            "must return a qsync_torch.job.Batch, got tuple",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_other_jobs_that_can_not_be_traced(broken: Job, kind: type[QSyncError], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        trace(broken)
+
+
+def test_a_value_read_by_item_that_does_not_steer_the_graph_is_fine() -> None:
+    class Logging(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            self.last = y.sum().item()
+            return y
+
+    assert len(trace(job(Logging())).adjustable) == 1
+
+
+def test_nothing_is_left_behind_after_a_failure() -> None:
+    model = ValueBranch().eval()
+    with pytest.raises(TraceError):
+        trace(job(model))
+    assert not model.training
+    assert not model.linear.training
