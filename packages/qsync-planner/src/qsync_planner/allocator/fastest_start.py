@@ -13,7 +13,7 @@ from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.replay import Prediction
 
 MAX_PASSES = 4
-"""Passes over all classes; neighbours of a block change between passes, and with them the casts at its borders."""
+"""Passes of single changes after the brute force; borders between blocks change while blocks do."""
 
 
 def move_to_fastest(state: SearchState, group: str) -> None:
@@ -22,14 +22,13 @@ def move_to_fastest(state: SearchState, group: str) -> None:
     Starts from the current rungs and never ends at a slower plan.
     """
     problem = state.problem.by_name[group]
-    found = classes(state.problem.dag, problem, find_blocks(problem))
+    blocks = find_blocks(problem)
+    for entry in classes(state.problem.dag, problem, blocks):
+        _improve_class(state, group, entry)
+    if len(blocks) == 1:
+        return
     for _ in range(MAX_PASSES):
-        before = state.rungs(group)
-        for blocks in found:
-            _improve_class(state, group, blocks)
-        if len(found) > 1 or len(found[0]) > 1:
-            _improve_units(state, group)
-        if state.rungs(group) == before:
+        if not _improve_units(state, group):
             return
 
 
@@ -89,9 +88,10 @@ def _walk(sizes: Sequence[int], start: Sequence[int]) -> Iterator[tuple[int, int
             return
 
 
-def _improve_units(state: SearchState, group: str) -> None:
+def _improve_units(state: SearchState, group: str) -> bool:
     """Single changes that make the plan faster, over all units once: catches what borders between blocks hide."""
     problem = state.problem.by_name[group]
+    improved = False
     for index, unit in enumerate(problem.units):
         for rung in range(len(unit.rungs)):
             rungs = list(state.rungs(group))
@@ -101,5 +101,7 @@ def _improve_units(state: SearchState, group: str) -> None:
             rungs[index] = rung
             if speed_key(state, group, state.try_moves(group, {index: rung}), rungs) < key:
                 state.accept()
+                improved = True
             else:
                 state.reject()
+    return improved
