@@ -23,7 +23,7 @@ from qsync_planner.replay import Replayer, uniform_variants
 from qsync_planner.simulator import simulate
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(cases(), st.data())
 def test_the_closed_form_equals_the_simulator_on_the_graph_of_nodes(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -39,7 +39,7 @@ def test_the_closed_form_equals_the_event_driven_reference(case: Case, data: st.
     assert replayer.replay(variants).iteration_ns == reference_period(replayer.global_dfg(variants))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(cases(), st.data())
 def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.DataObject) -> None:
     replayer = Replayer(case.dag, case.cluster, case.profiles)
@@ -59,7 +59,7 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.
         assert replayer.current_variants(name) == now[name]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(cases(), st.data())
 def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
@@ -73,7 +73,7 @@ def test_a_slower_operator_never_shortens_the_iteration(case: Case, data: st.Dat
     assert Replayer(case.dag, case.cluster, slower).replay(variants).iteration_ns >= before.iteration_ns
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.data())
 def test_more_ranks_of_a_group_change_nothing_but_communication(case: Case, data: st.DataObject) -> None:
     variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}

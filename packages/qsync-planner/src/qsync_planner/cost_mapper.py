@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -28,16 +29,26 @@ FORWARD_SITES = (CastSite.INPUT, CastSite.WEIGHT)
 """Casts that happen before an operator's forward kernel; the others belong to its backward."""
 
 
+class Recosted(NamedTuple):
+    """An operator whose charged work may differ, and what it was before."""
+
+    position: int
+    forward: Work
+    backward: Work
+
+
 @attrs.frozen
 class Change:
-    """What an update touched, as positions in ``dag.operators``, ascending.
+    """What an update touched; operators are positions in ``dag.operators``.
 
-    ``settled``: operators whose variant or formats may differ; ``recosted``: those whose charged work may; ``producers``: those
-    whose output is read under other casts than before, or changed itself.
+    Attributes:
+        settled: those whose variant or formats may differ, ascending.
+        recosted: those whose charged work may.
+        producers: those whose output is read under other casts than before, or changed itself.
     """
 
     settled: tuple[int, ...]
-    recosted: tuple[int, ...]
+    recosted: tuple[Recosted, ...]
     producers: tuple[int, ...]
 
 
@@ -132,10 +143,11 @@ class CostMapper:
         for producer in producers:
             recosted.update(self.readers[producer])
         for position in recosted:
-            undo.work.append((position, self.charged[position], self.forward[position], self.backward[position]))
+            undo.charged.append((position, self.charged[position]))
+            undo.work.append(Recosted(position, self.forward[position], self.backward[position]))
             self.charged[position] = self._charge(position)
             self.forward[position], self.backward[position] = self._work(position)
-        return Change(tuple(settled), tuple(sorted(recosted)), tuple(sorted(producers)))
+        return Change(tuple(settled), tuple(undo.work), tuple(producers))
 
     def _sweep(self, heap: list[int], undo: _Undo) -> list[int]:
         """Settle the closure of the positions on the heap, in order of execution."""
@@ -167,8 +179,10 @@ class CostMapper:
             self._variant[position] = number
         for position, settled in reversed(undo.settled):
             self.settled[position] = settled
-        for position, charged, forward, backward in reversed(undo.work):
-            self.charged[position], self.forward[position], self.backward[position] = charged, forward, backward
+        for position, charged in undo.charged:
+            self.charged[position] = charged
+        for position, forward, backward in undo.work:
+            self.forward[position], self.backward[position] = forward, backward
 
     def _settle(self, position: int) -> Settled:
         formats: tuple[Precision, ...] = tuple([self.settled[p].output for p in self.inputs[position]])
@@ -223,4 +237,5 @@ class _Undo:
     def __init__(self) -> None:
         self.variant: list[tuple[int, int]] = []
         self.settled: list[tuple[int, Settled]] = []
-        self.work: list[tuple[int, tuple[PricedCast, ...], Work, Work]] = []
+        self.charged: list[tuple[int, tuple[PricedCast, ...]]] = []
+        self.work: list[Recosted] = []

@@ -71,6 +71,7 @@ class MemoryLedger:
         self._moment = np.zeros(2 * count + 1, dtype=np.int64)
         self._correction = 0
         self._count_parameter_gradients(dag)
+        self._gradient_start = [self._first_gradient(i) for i in range(count)]
         self._tensors: list[list[tuple[int, int, int]]] = [self._tensor_intervals(i) for i in range(count)]
         for intervals in self._tensors:
             self._add(intervals, 1)
@@ -114,17 +115,23 @@ class MemoryLedger:
                     copies[saved.share] = (start, max(end, self._backward_of[reader]), nbytes)
         if operator.kind != "input":
             intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
-            differentiated = [reader for reader in readers if self._needs_gradient(reader, position)]
-            if differentiated or not readers:
-                first = self._backward_of[differentiated[-1] if differentiated else position]
-                intervals.append((first, self._backward_of[position] + 1, settled.output_bytes))
+            gradient_start = self._gradient_start[position]
+            if gradient_start is not None:
+                intervals.append((gradient_start, self._backward_of[position] + 1, settled.output_bytes))
         intervals.extend((start, end + 1, nbytes) for start, end, nbytes in copies.values())
         return intervals
 
-    def _needs_gradient(self, reader: int, producer: int) -> bool:
-        """Whether the reader's backward makes a gradient of the producer's output."""
-        skipped = self._mapper.dag.operators[reader].no_grad_inputs
-        return any(source == producer and i not in skipped for i, source in enumerate(self._mapper.inputs[reader]))
+    def _first_gradient(self, producer: int) -> int | None:
+        """The moment at which the output's gradient is first made: the backward of its last reader that makes one.
+
+        The last operator (the loss) starts from its own; None where no reader makes any.
+        """
+        readers = self._mapper.readers[producer]
+        for reader in reversed(readers):
+            skipped = self._mapper.dag.operators[reader].no_grad_inputs
+            if any(source == producer and i not in skipped for i, source in enumerate(self._mapper.inputs[reader])):
+                return self._backward_of[reader]
+        return None if readers else self._backward_of[producer]
 
     def _own_of(self, position: int) -> tuple[int, int, int, int]:
         """Own saved bytes, workspace, gradient copy, calibration."""

@@ -13,13 +13,13 @@ How dispatch binds (DESIGN 6.3) depends on the group:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from qsync_core.dag import PrecisionDag
-from qsync_planner.cost_mapper import CostMapper
-from qsync_planner.work import Work, device_only, sequence
+from qsync_planner.cost_mapper import CostMapper, Recosted
+from qsync_planner.work import NEVER, Work, device_only, sequence
 
 
 def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
@@ -111,21 +111,39 @@ class StepTiming:
             for position in range(end, start + 1):
                 self._segment_of[position] = number
         self._host = [0, *[shape.host_work_after(cut) for cut in shape.cuts]]
-        self._forward = sequence(mapper.forward)
+        self._forward = self._compose_forward()
         self._backward = [self._compose(number) for number in range(len(self._ends))]
+
+    def _sequence(self, parts: Iterable[Work]) -> Work:
+        """All parts one after the other; only their sums where nothing else binds."""
+        if self.cold:
+            return sequence(parts)
+        dispatch = compute = 0
+        for part in parts:
+            dispatch += part.dispatch_ns
+            compute += part.compute_ns
+        return Work(dispatch, compute, NEVER)
+
+    def _compose_forward(self) -> Work:
+        return self._sequence(self.mapper.forward)
 
     def _compose(self, number: int) -> Work:
         works = self.mapper.backward[self._ends[number] : self._starts[number] + 1]
-        host = self._host[number]
-        return sequence([device_only(host), *reversed(works)] if host else reversed(works))
+        return self._sequence([device_only(self._host[number]), *reversed(works)])
 
-    def refresh(self, recosted: Sequence[int]) -> TimingBefore:
-        """Recompute what the operators at these positions lie in; returns what was there before, for :meth:`restore`."""
+    def refresh(self, recosted: Sequence[Recosted]) -> TimingBefore:
+        """Account for changed operators; returns what was there before, for :meth:`restore`."""
         before = self._forward, list(self._backward)
-        if recosted:
-            self._forward = sequence(self.mapper.forward)
-        for number in {self._segment_of[position] for position in recosted}:
-            self._backward[number] = self._compose(number)
+        if self.cold:
+            if recosted:
+                self._forward = self._compose_forward()
+            for number in {self._segment_of[entry.position] for entry in recosted}:
+                self._backward[number] = self._compose(number)
+            return before
+        for position, forward, backward in recosted:
+            number = self._segment_of[position]
+            self._forward = _exchange(self._forward, forward, self.mapper.forward[position])
+            self._backward[number] = _exchange(self._backward[number], backward, self.mapper.backward[position])
         return before
 
     def restore(self, before: TimingBefore) -> None:
@@ -154,3 +172,8 @@ class StepTiming:
             bucket_ready_ns=tuple(ready_at[position] for position in self.shape.ready_after),
             alone_ns=alone,
         )
+
+
+def _exchange(total: Work, old: Work, new: Work) -> Work:
+    """A sum with one part exchanged; chains are not kept."""
+    return Work(total.dispatch_ns + new.dispatch_ns - old.dispatch_ns, total.compute_ns + new.compute_ns - old.compute_ns, NEVER)
