@@ -167,7 +167,7 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
         return LoweredCall(op_id, entry.variant, entry.backend, entry.config, seed, applied._steps, applied.cache)
 
     for op_id, module in addressed.modules:
-        applied.replace_forward(module, functools.partial(_lowered_module, lowered(op_id, addressed.entries[op_id])))
+        applied.replace_forward(module, functools.partial(_lowered_module, lowered(op_id, addressed.entries[op_id]), module))
     for owner, by_name in addressed.functional.items():
         calls = {
             name: {op_id.call: lowered(op_id, addressed.entries[op_id]) for op_id in op_ids} for name, op_ids in by_name.items()
@@ -182,9 +182,10 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
     applied.replace_forward(applied.model, functools.partial(_whole_model, applied, interception))
 
 
-def _lowered_module(call: LoweredCall, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _lowered_module(call: LoweredCall, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
     if inner is nn.Linear.forward:
         return lambda self, input: call.linear(input, self.weight, self.bias)
+    call.prepare_conv2d(module.stride, module.padding, module.dilation, module.groups)
     return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 

@@ -92,6 +92,7 @@ class AtenBackend:
                 f"backend aten can not run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(reasons)
             )
         from qsync_torch import aten_kernels as kernels
+        from qsync_torch.binding import Geometry
 
         variant = request.variant
         if request.op == Op.QUANTIZE:
@@ -102,7 +103,7 @@ class AtenBackend:
             return kernels.build_linear_grad_input(variant)
         if request.op == Op.LINEAR_GRAD_WEIGHT:
             return kernels.build_linear_grad_weight(variant)
-        geometry = kernels.Geometry.of(dict(request.attributes))
+        geometry = Geometry.of(request.attributes)
         if request.op == Op.CONV2D_OUTPUT:
             return kernels.build_conv2d_output(geometry)
         if request.op == Op.CONV2D_GRAD_INPUT:

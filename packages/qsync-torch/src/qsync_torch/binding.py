@@ -6,40 +6,83 @@ A custom operator takes plain values only, so a binding travels through it as te
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import attrs
 import torch
 
 from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.errors import BackendError
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.semantics import gradient_precision
 from qsync_core.variant import Variant
 from qsync_torch.aten_backend import AtenBackend
+from qsync_torch.dtypes import TORCH_DTYPE
 
 DEFAULT_BACKEND = "aten"
+Attributes = tuple[tuple[str, str], ...]
 
 
-@attrs.frozen
+class Geometry:
+    """Stride, padding, dilation and groups of a 2-d convolution."""
+
+    def __init__(self, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], groups: int) -> None:
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, str]) -> Geometry:
+        """Read the canonical text of an operator's attributes (``stride="1,1"``, ``groups="1"``)."""
+
+        def pair(name: str, default: str) -> tuple[int, int]:
+            first, second = attributes.get(name, default).split(",")
+            return int(first), int(second)
+
+        return cls(pair("stride", "1,1"), pair("padding", "0,0"), pair("dilation", "1,1"), int(attributes.get("groups", "1")))
+
+
 class Binding:
     """How one operator is run.
+
+    Everything that a call needs is worked out here once and kept as plain strings, numbers and dtypes: ``torch.compile`` follows
+    calls through them.
 
     Attributes:
         variant: precisions, granularity, rounding.
         backend: name of a kernel backend; ``a+b`` means a, and b for what a does not offer (a visible choice, never made silently).
         config: its configuration as text.
         attributes: stride, padding, dilation and groups of a convolution as canonical text, sorted by name.
+        text: canonical text; :func:`parse_binding` reads it.
+        x_text, w_text: canonical texts of the quantizations of activation and weight (8-bit formats).
+        is_quantized: the operands are quantized to an 8-bit format.
+        compute, output, gradient, grad_input: torch dtypes of the operands, the result, the output gradient after its cast, and
+            the input's gradient.
+        geometry: of a convolution.
     """
 
-    variant: Variant
-    backend: str = DEFAULT_BACKEND
-    config: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
+    def __init__(self, variant: Variant, backend: str = DEFAULT_BACKEND, config: str = "", attributes: Attributes = ()) -> None:
+        self.variant, self.backend, self.config, self.attributes = variant, backend, config, attributes
+        self.text = _text(variant, backend, config, attributes)
+        self.is_quantized = variant.compute.needs_scale
+        self.x_text = _quantization_text(variant.compute, variant.x_granularity, variant.rounding, backend)
+        self.w_text = _quantization_text(variant.compute, variant.w_granularity, variant.rounding, backend)
+        self.compute, self.output = TORCH_DTYPE[variant.compute], TORCH_DTYPE[variant.output]
+        self.gradient, self.grad_input = TORCH_DTYPE[gradient_precision(variant)], TORCH_DTYPE[variant.grad_input]
+        self.geometry = Geometry.of(dict(attributes))
 
-    @functools.cached_property
-    def text(self) -> str:
-        """Canonical text; :func:`parse_binding` reads it."""
-        attributes = "&".join(f"{name}={value}" for name, value in self.attributes)
-        return "|".join((self.backend, self.config, str(self.variant), attributes))
+
+def _text(variant: Variant, backend: str, config: str, attributes: Attributes) -> str:
+    return "|".join((backend, config, str(variant), "&".join(f"{name}={value}" for name, value in attributes)))
+
+
+@functools.lru_cache(maxsize=256)
+def _quantization_text(precision: Precision, granularity: Granularity, rounding: Rounding, backend: str) -> str:
+    """Text of a quantization: a variant in which the granularity of whatever is quantized stands in the activation's place."""
+    wide = Precision.FLOAT32
+    return _text(Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding), backend, "", ())
+
+
+def quantization_text(precision: Precision, granularity: Granularity, rounding: Rounding, backend: str = DEFAULT_BACKEND) -> str:
+    """Binding text for :func:`qsync_torch.quantize.quantize`."""
+    return _quantization_text(precision, granularity, rounding, backend)
 
 
 @functools.lru_cache(maxsize=4096)

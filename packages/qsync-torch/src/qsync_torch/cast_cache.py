@@ -29,17 +29,19 @@ class CastCache:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, CastKey], _Entry] = {}
 
+    def applies_to(self, x: torch.Tensor) -> bool:
+        """False under ``torch.compile``, which shares equal float casts by itself, and where changes go unnoticed (inference mode)."""
+        return not torch.compiler.is_compiling() and not x.is_inference()
+
     def cast(self, x: torch.Tensor, key: CastKey, seed: int, make: Callable[[int], Any]) -> Any:
         """The cast of ``x`` of that kind: an earlier one of this forward where there is one, else ``make(seed)``.
 
         Args:
-            x: the activation.
+            x: the activation; :meth:`applies_to` must be true of it.
             key: what kind of cast.
             seed: of the random numbers, used if nobody cast ``x`` before.
             make: does the cast.
         """
-        if torch.compiler.is_compiling() or x.is_inference():
-            return make(seed)
         place = (id(x), key)
         version, grad_enabled = x._version, torch.is_grad_enabled()
         entry = self._entries.get(place)

@@ -113,6 +113,8 @@ class Interception(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or value.dtype not in PRECISION or not value.is_floating_point():
                 return value
+            if not self._cache.applies_to(value):
+                return value.to(dtype)
             key = CastKey(PRECISION[value.dtype], PRECISION[dtype], Granularity.PER_TENSOR, Rounding.NEAREST)
             return self._cache.cast(value, key, 0, lambda seed: value.to(dtype))
         if type(value) in (list, tuple):

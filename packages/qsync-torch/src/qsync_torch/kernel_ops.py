@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from qsync_core.backend import Op
-from qsync_torch.aten_kernels import Geometry
 from qsync_torch.binding import Binding, kernel_for, parse_binding
-from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.int8_product import conv_output_size
 from qsync_torch.quantization import quantizable, scale_count
 
@@ -33,7 +31,7 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 def _quantize_out(x: torch.Tensor, binding: Binding) -> tuple[torch.Tensor, torch.Tensor]:
     variant = binding.variant
-    q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
+    q = torch.empty_like(x, dtype=binding.compute)
     return q, torch.empty(scale_count(x.shape, variant.x_granularity), dtype=torch.float32, device=x.device)
 
 
@@ -51,7 +49,7 @@ def _quantize_fake(x: torch.Tensor, binding: str, seed: int, offset: int) -> tup
 
 
 def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
-    dtype = TORCH_DTYPE[parse_binding(binding).variant.output]
+    dtype = parse_binding(binding).output
     return torch.empty((*x.shape[:-1], w.shape[0]), dtype=dtype, device=x.device)
 
 
@@ -72,7 +70,7 @@ def _linear_output_fake(
 
 
 def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
-    dtype = TORCH_DTYPE[parse_binding(binding).variant.grad_input]
+    dtype = parse_binding(binding).grad_input
     return torch.empty((*grad.shape[:-1], w.shape[1]), dtype=dtype, device=grad.device)
 
 
@@ -102,10 +100,10 @@ def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, x_scale: torch
 
 def _conv2d_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
     parsed = parse_binding(binding)
-    g = Geometry.of(dict(parsed.attributes))
+    g = parsed.geometry
     height, width = (conv_output_size(x.shape[2 + i], w.shape[2 + i], g.stride[i], g.padding[i], g.dilation[i]) for i in range(2))
     shape = (x.shape[0], w.shape[0], height, width)
-    dtype = TORCH_DTYPE[parsed.variant.output]
+    dtype = parsed.output
     return torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
@@ -132,7 +130,7 @@ def _conv2d_output_fake(
 
 
 def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str) -> torch.Tensor:
-    dtype = TORCH_DTYPE[parse_binding(binding).variant.grad_input]
+    dtype = parse_binding(binding).grad_input
     return torch.empty(tuple(x_shape), dtype=dtype, device=grad.device, memory_format=torch.channels_last)
 
 

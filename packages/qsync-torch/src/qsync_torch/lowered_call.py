@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from qsync_core.errors import NumericsError
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
+from qsync_torch.binding import Binding
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.operators.conv2d import Pair, conv2d
+from qsync_torch.operators.conv2d import IntPair, Pair, conv2d_binding, conv2d_padded, pair, resolve_padding
 from qsync_torch.operators.linear import linear_binding, linear_bound
 from qsync_torch.operators.operands import Seeds
 from qsync_torch.random_bits import stream_key
@@ -45,6 +44,8 @@ class LoweredCall:
         self._x_seed = stream_key(seed, *op_id.fqn.encode(), 0)
         self._w_seed = stream_key(seed, *op_id.fqn.encode(), 1)
         self._steps, self._cache = steps, cache
+        self._linear = linear_binding(variant, backend, config)
+        self._convolutions: dict[tuple[object, ...], Binding] = {}
 
     def _seeds(self) -> Seeds:
         return Seeds(self._x_seed, self._w_seed, self._steps.offset)
@@ -54,11 +55,23 @@ class LoweredCall:
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
-        binding = linear_binding(self.variant, self.backend, self.config)
         try:
-            return linear_bound(input, weight, bias, binding, self._seeds(), self._cache)
+            return linear_bound(input, weight, bias, self._linear, self._seeds(), self._cache)
         except NumericsError as error:
             raise self._named(error) from None
+
+    def prepare_conv2d(self, stride: Pair, padding: Pair | str, dilation: Pair, groups: int) -> None:
+        """Work out the binding of a geometry beforehand, which ``torch.compile`` can not follow."""
+        if not isinstance(padding, str):
+            self._convolution(pair(stride), pair(padding), pair(dilation), groups)
+
+    def _convolution(self, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int) -> Binding:
+        key = (stride, padding, dilation, groups)
+        binding = self._convolutions.get(key)
+        if binding is None:
+            binding = conv2d_binding(self.variant, stride, padding, dilation, groups, self.backend, self.config)
+            self._convolutions[key] = binding
+        return binding
 
     def conv2d(
         self,
@@ -71,18 +84,10 @@ class LoweredCall:
         groups: int = 1,
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
-        options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        spread = pair(dilation)
+        padded, sides = resolve_padding(input, weight.shape, padding, spread)
+        binding = self._convolution(pair(stride), sides, spread, groups)
         try:
-            return conv2d(
-                input,
-                weight,
-                bias,
-                self.variant,
-                **options,
-                backend=self.backend,
-                config=self.config,
-                seed=self._seeds(),
-                cache=self._cache,
-            )
+            return conv2d_padded(padded, weight, bias, binding, self._seeds(), self._cache)
         except NumericsError as error:
             raise self._named(error) from None

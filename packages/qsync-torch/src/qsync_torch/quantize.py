@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
 from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.binding import DEFAULT_BACKEND, Binding
-
-
-@functools.lru_cache(maxsize=256)
-def quantize_binding(
-    precision: Precision, granularity: Granularity, rounding: Rounding, backend: str = DEFAULT_BACKEND, config: str = ""
-) -> Binding:
-    """The binding of a quantization; its granularity stands where a variant has the activation's."""
-    variant = Variant(
-        compute=precision,
-        output=Precision.FLOAT32,
-        saved=precision,
-        grad_input=Precision.FLOAT32,
-        grad_weight=Precision.FLOAT32,
-        x_granularity=granularity,
-        rounding=rounding,
-    )
-    return Binding(variant, backend, config)
+from qsync_torch.binding import DEFAULT_BACKEND, quantization_text
 
 
 def quantize(
@@ -52,6 +32,5 @@ def quantize(
     Returns:
         The quantized tensor, dense in the layout of ``x``, and its float32 scales as a vector.
     """
-    binding = quantize_binding(precision, granularity, rounding, backend)
-    q, scale = torch.ops.qsync.quantize(x, binding.text, seed, offset)
+    q, scale = torch.ops.qsync.quantize(x, quantization_text(precision, granularity, rounding, backend), seed, offset)
     return q, scale

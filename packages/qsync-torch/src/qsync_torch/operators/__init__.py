@@ -2,7 +2,7 @@
 
 from qsync_torch.operators.conv2d import conv2d, conv2d_backward, conv2d_binding, conv2d_product
 from qsync_torch.operators.linear import linear, linear_backward, linear_binding, linear_product
-from qsync_torch.operators.operands import Seeds, cast_input, cast_weight
+from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
 
 __all__ = [
     "Seeds",
@@ -16,4 +16,5 @@ __all__ = [
     "linear_backward",
     "linear_binding",
     "linear_product",
+    "seeds_of",
 ]

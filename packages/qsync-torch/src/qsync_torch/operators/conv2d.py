@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from qsync_core.semantics import gradient_precision
 from qsync_core.variant import Variant
 from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.aten_kernels import Geometry, convolution_backward
-from qsync_torch.binding import DEFAULT_BACKEND, Binding, parse_binding
+from qsync_torch.aten_kernels import convolution_backward
+from qsync_torch.binding import DEFAULT_BACKEND, Binding
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.operators.linear import Grads
-from qsync_torch.operators.operands import Seeds, cast_input, cast_weight
+from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
 
 Pair = int | Sequence[int]
+IntPair = tuple[int, int]
 
 
-def _pair(value: Pair) -> tuple[int, int]:
+def pair(value: Pair) -> IntPair:
+    """Height and width of what PyTorch lets people write as one number."""
     if isinstance(value, int):
         return value, value
     first, *rest = value
@@ -43,8 +43,8 @@ def _binding(
     dilation: tuple[int, int],
     groups: int,
 ) -> Binding:
-    def text(pair: tuple[int, int]) -> str:
-        return f"{pair[0]},{pair[1]}"
+    def text(sizes: IntPair) -> str:
+        return f"{sizes[0]},{sizes[1]}"
 
     attributes = (("dilation", text(dilation)), ("groups", str(groups)), ("padding", text(padding)), ("stride", text(stride)))
     return Binding(variant, backend, config, attributes)
@@ -60,13 +60,7 @@ def conv2d_binding(
     config: str = "",
 ) -> Binding:
     """The binding of a convolution."""
-    return _binding(variant, backend, config, _pair(stride), _pair(padding), _pair(dilation), groups)
-
-
-@functools.lru_cache(maxsize=1024)
-def geometry_of(text: str) -> Geometry:
-    """The geometry in a binding's canonical text."""
-    return Geometry.of(dict(parse_binding(text).attributes))
+    return _binding(variant, backend, config, pair(stride), pair(padding), pair(dilation), groups)
 
 
 class _QuantizedConv2d(torch.autograd.Function):
@@ -82,21 +76,21 @@ class _QuantizedConv2d(torch.autograd.Function):
         x_scale: torch.Tensor,
         q_w: torch.Tensor,
         w_scale: torch.Tensor,
-        text: str,
+        binding: Binding,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         # The weight's copy is needed for its shape alone when only the weight has a gradient.
         saved_x = (q_x, x_scale) if need_w else (None, None)
         ctx.save_for_backward(*saved_x, q_w if need_x or need_w else None, w_scale if need_x else None)
-        ctx.text, ctx.x_dtype, ctx.x_shape = text, x.dtype, x.shape
-        return torch.ops.qsync.conv2d_output(q_x, x_scale, q_w, w_scale, bias, text)
+        ctx.binding, ctx.x_dtype, ctx.x_shape = binding, x.dtype, x.shape
+        return torch.ops.qsync.conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_x, x_scale, q_w, w_scale = ctx.saved_tensors
-        binding = parse_binding(ctx.text)
-        grad = grad.to(TORCH_DTYPE[gradient_precision(binding.variant)])
+        binding = ctx.binding
+        grad = grad.to(binding.gradient)
         grads = conv2d_backward(grad, q_x, x_scale, q_w, w_scale, ctx.x_shape, binding, ctx.needs_input_grad[:3])
         grad_x = None if grads[0] is None else grads[0].to(ctx.x_dtype)
         return grad_x, grads[1], grads[2], None, None, None, None, None
@@ -113,9 +107,9 @@ def conv2d_product(
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
         return torch.ops.qsync.conv2d_output(x, x_scale, weight, w_scale, bias, binding.text)
-    g = geometry_of(binding.text)
+    g = binding.geometry
     y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), g.stride, g.padding, g.dilation, g.groups)
-    return y.to(TORCH_DTYPE[binding.variant.output])
+    return y.to(binding.output)
 
 
 def conv2d_backward(
@@ -134,7 +128,7 @@ def conv2d_backward(
         The gradient of the activation in the variant's format, those of weight and bias in float32; None where not needed.
     """
     grad_x = grad_w = None
-    if binding.variant.compute.needs_scale:
+    if binding.is_quantized:
         if needs[0]:
             grad_x = torch.ops.qsync.conv2d_grad_input(grad, weight, w_scale, x_shape, binding.text)
         if needs[1]:
@@ -142,7 +136,7 @@ def conv2d_backward(
     elif needs[0] or needs[1]:
         assert x is not None
         assert weight is not None
-        grad_x, grad_w, _ = convolution_backward(grad, x, weight, geometry_of(binding.text), (needs[0], needs[1], False))
+        grad_x, grad_w, _ = convolution_backward(grad, x, weight, binding.geometry, (needs[0], needs[1], False))
         grad_w = None if grad_w is None else grad_w.to(torch.float32)
     grad_b = grad.sum((0, 2, 3), dtype=torch.float32) if needs[2] else None
     return grad_x, grad_w, grad_b
@@ -161,22 +155,36 @@ def conv2d_bound(
     q_w, w_scale = cast_weight(weight, binding, seeds)
     if x_scale is None:
         return conv2d_product(q_x, None, q_w, None, bias, binding)
-    return _QuantizedConv2d.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+    return _QuantizedConv2d.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding)
 
 
 def resolve_padding(
-    x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: tuple[int, int]
+    x: torch.Tensor, weight_shape: Sequence[int], padding: Pair | str, dilation: tuple[int, int]
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Numbers for ``padding="same"`` and ``"valid"``; pads ``x`` where the two sides differ (even kernels)."""
     if padding == "valid":
         return x, (0, 0)
     if not isinstance(padding, str):
-        return x, _pair(padding)
-    total_h, total_w = (dilation[i] * (weight.shape[2 + i] - 1) for i in range(2))
+        return x, pair(padding)
+    total_h, total_w = (dilation[i] * (weight_shape[2 + i] - 1) for i in range(2))
     if total_h % 2 == 0 and total_w % 2 == 0:
         return x, (total_h // 2, total_w // 2)
     before_h, before_w = total_h // 2, total_w // 2
     return F.pad(x, (before_w, total_w - before_w, before_h, total_h - before_h)), (0, 0)
+
+
+def conv2d_padded(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    binding: Binding,
+    seeds: Seeds,
+    cache: CastCache | None = None,
+) -> torch.Tensor:
+    """:func:`conv2d_bound` for images with or without a batch dimension."""
+    if x.ndim == 3:
+        return conv2d_bound(x[None], weight, bias, binding, seeds, cache)[0]
+    return conv2d_bound(x, weight, bias, binding, seeds, cache)
 
 
 def conv2d(
@@ -191,7 +199,7 @@ def conv2d(
     groups: int = 1,
     backend: str = DEFAULT_BACKEND,
     config: str = "",
-    seed: int | Seeds = 0,
+    seed: int = 0,
     offset: int = 0,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
@@ -214,10 +222,7 @@ def conv2d(
         BackendError: when the backend refuses the variant or the shapes, with its reasons.
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
-    seeds = seed if isinstance(seed, Seeds) else Seeds.of(seed, offset)
-    spread = _pair(dilation)
-    padded, sides = resolve_padding(x, weight, padding, spread)
-    binding = _binding(variant, backend, config, _pair(stride), sides, spread, groups)
-    if x.ndim == 3:
-        return conv2d_bound(padded[None], weight, bias, binding, seeds, cache)[0]
-    return conv2d_bound(padded, weight, bias, binding, seeds, cache)
+    spread = pair(dilation)
+    padded, sides = resolve_padding(x, weight.shape, padding, spread)
+    binding = _binding(variant, backend, config, pair(stride), sides, spread, groups)
+    return conv2d_padded(padded, weight, bias, binding, seeds_of(seed, offset), cache)

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from qsync_core.semantics import gradient_precision
 from qsync_core.variant import Variant
 from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.binding import DEFAULT_BACKEND, Binding, parse_binding
+from qsync_torch.binding import DEFAULT_BACKEND, Binding
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.operators.operands import Seeds, cast_input, cast_weight
+from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
 
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -42,21 +40,21 @@ class _QuantizedLinear(torch.autograd.Function):
         x_scale: torch.Tensor,
         q_w: torch.Tensor,
         w_scale: torch.Tensor,
-        text: str,
+        binding: Binding,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         saved_w = (q_w, w_scale) if need_x else (None, None)
         saved_x = (q_x, x_scale) if need_w else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.text, ctx.x_dtype = text, x.dtype
-        return torch.ops.qsync.linear_output(q_x, x_scale, q_w, w_scale, bias, text)
+        ctx.binding, ctx.x_dtype = binding, x.dtype
+        return torch.ops.qsync.linear_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_x, x_scale, q_w, w_scale = ctx.saved_tensors
-        binding = parse_binding(ctx.text)
-        grad = grad.to(TORCH_DTYPE[gradient_precision(binding.variant)])
+        binding = ctx.binding
+        grad = grad.to(binding.gradient)
         grads = linear_backward(grad, q_x, x_scale, q_w, w_scale, binding, ctx.needs_input_grad[:3])
         grad_x = None if grads[0] is None else grads[0].to(ctx.x_dtype)
         return grad_x, grads[1], grads[2], None, None, None, None, None
@@ -74,7 +72,7 @@ def linear_product(
     if x_scale is not None and w_scale is not None:
         return torch.ops.qsync.linear_output(x, x_scale, weight, w_scale, bias, binding.text)
     y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    return y.to(TORCH_DTYPE[binding.variant.output])
+    return y.to(binding.output)
 
 
 def linear_backward(
@@ -92,7 +90,7 @@ def linear_backward(
         The gradient of the activation in the variant's format, those of weight and bias in float32; None where not needed.
     """
     grad_x = grad_w = None
-    quantized = binding.variant.compute.needs_scale
+    quantized = binding.is_quantized
     if needs[0]:
         assert weight is not None
         grad_x = torch.ops.qsync.linear_grad_input(grad, weight, w_scale, binding.text) if quantized else grad.matmul(weight)
@@ -120,7 +118,7 @@ def linear_bound(
     q_w, w_scale = cast_weight(weight, binding, seeds)
     if x_scale is None:
         return linear_product(q_x, None, q_w, None, bias, binding)
-    return _QuantizedLinear.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+    return _QuantizedLinear.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding)
 
 
 def linear(
@@ -153,4 +151,4 @@ def linear(
         BackendError: when the backend refuses the variant or the shapes, with its reasons.
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
-    return linear_bound(x, weight, bias, linear_binding(variant, backend, config), Seeds.of(seed, offset), cache)
+    return linear_bound(x, weight, bias, linear_binding(variant, backend, config), seeds_of(seed, offset), cache)

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import attrs
+from typing import NamedTuple
+
 import torch
 
 from qsync_core.precision import Granularity, Rounding
 from qsync_core.profile import CastKey
 from qsync_torch.binding import Binding
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.dtypes import PRECISION, TORCH_DTYPE
-from qsync_torch.quantize import quantize_binding
+from qsync_torch.dtypes import PRECISION
 from qsync_torch.random_bits import stream_key
 
 Cast = tuple[torch.Tensor, torch.Tensor | None]
 """An operand in the compute format and, for 8-bit formats, its scales."""
 
 
-@attrs.frozen
-class Seeds:
+class Seeds(NamedTuple):
     """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in both."""
 
     x: int = 0
     w: int = 1
     offset: int = 0
 
-    @classmethod
-    def of(cls, seed: int, offset: int = 0) -> Seeds:
-        """The streams of one seed."""
-        return cls(stream_key(seed, 0), stream_key(seed, 1), offset)
 
-
-def _quantized(x: torch.Tensor, binding: Binding, granularity: Granularity, seed: int, offset: int) -> Cast:
-    variant = binding.variant
-    how = quantize_binding(variant.compute, granularity, variant.rounding, binding.backend)
-    return torch.ops.qsync.quantize(x.detach(), how.text, seed, offset)
+def seeds_of(seed: int, offset: int = 0) -> Seeds:
+    """The streams of one seed."""
+    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset)
 
 
 def cast_input(x: torch.Tensor, binding: Binding, seeds: Seeds, cache: CastCache | None = None) -> Cast:
@@ -43,25 +36,26 @@ def cast_input(x: torch.Tensor, binding: Binding, seeds: Seeds, cache: CastCache
     Casts between floats are differentiable (their gradient is cast back once for all who share the cast); 8-bit copies are not,
     the operator itself takes the gradient to the activation.
     """
-    variant = binding.variant
-    target = TORCH_DTYPE[variant.compute]
-    if x.dtype is target:
+    if x.dtype is binding.compute:
         return x, None
-    source = PRECISION[x.dtype]
-    if variant.compute.needs_scale:
-        key = CastKey(source, variant.compute, variant.x_granularity, variant.rounding)
-        if cache is None:
-            return _quantized(x, binding, variant.x_granularity, seeds.x, seeds.offset)
-        return cache.cast(x, key, seeds.x, lambda seed: _quantized(x, binding, variant.x_granularity, seed, seeds.offset))
-    if cache is None:
-        return x.to(target), None
-    key = CastKey(source, variant.compute, Granularity.PER_TENSOR, Rounding.NEAREST)
-    return cache.cast(x, key, 0, lambda seed: x.to(target)), None
+    if cache is None or not cache.applies_to(x):
+        return _cast_input(x, binding, seeds.x, seeds.offset)
+    variant = binding.variant
+    if binding.is_quantized:
+        key = CastKey(PRECISION[x.dtype], variant.compute, variant.x_granularity, variant.rounding)
+    else:
+        key = CastKey(PRECISION[x.dtype], variant.compute, Granularity.PER_TENSOR, Rounding.NEAREST)
+    return cache.cast(x, key, seeds.x, lambda seed: _cast_input(x, binding, seed, seeds.offset))
+
+
+def _cast_input(x: torch.Tensor, binding: Binding, seed: int, offset: int) -> Cast:
+    if binding.is_quantized:
+        return torch.ops.qsync.quantize(x.detach(), binding.x_text, seed, offset)
+    return x.to(binding.compute), None
 
 
 def cast_weight(weight: torch.Tensor, binding: Binding, seeds: Seeds) -> Cast:
     """The float32 parameter in the operator's compute format."""
-    variant = binding.variant
-    if variant.compute.needs_scale:
-        return _quantized(weight, binding, variant.w_granularity, seeds.w, seeds.offset)
-    return weight.to(TORCH_DTYPE[variant.compute]), None
+    if binding.is_quantized:
+        return torch.ops.qsync.quantize(weight.detach(), binding.w_text, seeds.w, seeds.offset)
+    return weight.to(binding.compute), None
