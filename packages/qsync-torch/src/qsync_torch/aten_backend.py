@@ -67,7 +67,9 @@ class AtenBackend:
             reasons.append("rows of a convolution's patches overlap, so that they can not have scales of their own")
         if variant.w_granularity is Granularity.PER_ROW:
             reasons.append("a weight has scales per tensor or per output channel, not per row")
-        if len(request.shapes) > 1 and (length := _contraction(request.shapes[1])) > MAX_CONTRACTION:
+        # The gradients are products of dequantized operands in a float format; only the output sums integers.
+        is_output = request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT)
+        if is_output and len(request.shapes) > 1 and (length := _contraction(request.shapes[1])) > MAX_CONTRACTION:
             reasons.append(f"an int32 sum over {length} products could overflow; the longest exact one is {MAX_CONTRACTION}")
         if request.device_kind == "cuda" and _capability(request) and _capability(request) < MIN_INT8_CAPABILITY:
             reasons.append(f"int8 products need compute capability 7.5, and this device's is {request.compute_capability}")

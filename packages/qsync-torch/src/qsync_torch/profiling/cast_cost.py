@@ -65,9 +65,11 @@ def measure_cast(key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Sto
         thunks = [lambda x=x: cast(x) for x in operands]
 
         def sample(thunks: Sequence[Callable[[], object]] = thunks) -> tuple[int, int]:
-            with torch.no_grad():
-                _, dispatch_ns, compute_ns = stopwatch.time_each(thunks)
-            return dispatch_ns, compute_ns
+            while True:
+                with torch.no_grad():
+                    _, dispatch_ns, compute_ns = stopwatch.time_each(thunks)
+                if not stopwatch.must_repeat:
+                    return dispatch_ns, compute_ns
 
         timing = repeat(sample, effort)
         rows.append((math.prod(shape), *timing.median_ns))

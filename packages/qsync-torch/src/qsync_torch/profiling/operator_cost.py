@@ -45,14 +45,18 @@ def measure_operator(
     operands = [first, *(prepare() for _ in range(_rotation(first, stopwatch.device) - 1))]
 
     def sample() -> tuple[int, int, int, int]:
-        calls = [prepared.arm() for prepared in operands]
-        results, forward_dispatch, forward_compute = stopwatch.time_each([call.run for call in calls])
-        pairs = zip(reversed(results), reversed(calls), strict=True)
-        backward = [thunk for result, call in pairs if (thunk := call.backward_thunk(result, gradients)) is not None]
-        backward_dispatch = backward_compute = 0
-        if backward:
+        while True:
+            calls = [prepared.arm() for prepared in operands]
+            results, forward_dispatch, forward_compute = stopwatch.time_each([call.run for call in calls])
+            if stopwatch.must_repeat:
+                continue
+            pairs = zip(reversed(results), reversed(calls), strict=True)
+            backward = [thunk for result, call in pairs if (thunk := call.backward_thunk(result, gradients)) is not None]
+            if not backward:
+                return forward_dispatch, forward_compute, 0, 0
             _, backward_dispatch, backward_compute = stopwatch.time_each(backward)
-        return forward_dispatch, forward_compute, backward_dispatch, backward_compute
+            if not stopwatch.must_repeat:
+                return forward_dispatch, forward_compute, backward_dispatch, backward_compute
 
     timing = repeat(sample, effort)
     forward_dispatch, forward_compute, backward_dispatch, backward_compute = timing.median_ns
