@@ -154,10 +154,13 @@ def test_backends(qsync: Any, tmp_path: Path) -> None:
     assert operators[0] == {
         "operator": "bert.encoder.layer.0.attention.self.query#0",
         "precision": "int8",
+        "shapes": [[12 * 384, 768], [768, 768]],
         "backends": ["a"],
         "reasons": {"b": ["no such chip"]},
     }
-    assert "no such chip" in qsync("backends", tmp_path / "dag.qsync").stdout
+    text = qsync("backends", tmp_path / "dag.qsync").stdout
+    assert "b: no such chip (5 of 5)" in text
+    assert text.split("bert.encoder.layer.0.attention.self.query#0")[1].split()[:8] == ["4608×768", "·", "768×768", *["a"] * 5]
 
 
 def test_group_paths(qsync: Any) -> None:

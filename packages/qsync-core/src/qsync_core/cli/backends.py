@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,24 +41,35 @@ def backends(dag: Path | None, device_kind: str, compute_capability: str, json_f
             for precision in Precision
         ]
 
-    def render(console: Console) -> None:
-        from rich.table import Table
+    emit(json_flag, data, lambda console: _render(console, data))
 
-        if not found:
-            console.print("no kernel backend is installed; qsync-torch brings the reference backend, aten")
-        table = Table("backend", "operator", "formats", "devices", "from capability", box=None, pad_edge=False)
-        for backend in data["backends"]:
-            for spec in backend["kernels"]:
-                row = (backend["name"], spec["op"], " ".join(spec["compute"]), " ".join(spec["device_kinds"]))
-                table.add_row(*row, spec["min_compute_capability"] or "any")
-        console.print(table)
-        for entry in data.get("operators", ()):
-            refused = "; ".join(f"{name}: {', '.join(why)}" for name, why in entry["reasons"].items())
-            console.print(
-                f"{entry['operator']} {entry['precision']}: {', '.join(entry['backends']) or 'none'} {refused}", markup=False
-            )
 
-    emit(json_flag, data, render)
+def _render(console: Console, data: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    if not data["backends"]:
+        console.print("no kernel backend is installed; qsync-torch brings the reference backend, aten")
+    kernels = Table("backend", "operator", "formats", "devices", "from capability", box=None, pad_edge=False)
+    for backend in data["backends"]:
+        for spec in backend["kernels"]:
+            row = (backend["name"], spec["op"], " ".join(spec["compute"]), " ".join(spec["device_kinds"]))
+            kernels.add_row(*row, spec["min_compute_capability"] or "any")
+    console.print(kernels)
+    if "operators" in data:
+        console.print("\nWho can run the model's distinct operators (forward), by precision:")
+        coverage = Table("operator", "shapes", *Precision, box=None, pad_edge=False)
+        by_operator: dict[str, list[dict[str, Any]]] = {}
+        for entry in data["operators"]:
+            by_operator.setdefault(entry["operator"], []).append(entry)
+        for name, entries in by_operator.items():
+            shapes = " · ".join("×".join(str(size) for size in shape) for shape in entries[0]["shapes"])
+            coverage.add_row(name, shapes, *(" ".join(entry["backends"]) or "–" for entry in entries))
+        console.print(coverage, markup=False)
+        refusals = Counter((name, why) for entry in data["operators"] for name, said in entry["reasons"].items() for why in said)
+        if refusals:
+            console.print("\nWhy not:")
+        for (name, why), count in sorted(refusals.items()):
+            console.print(f"{name}: {why} ({count} of {len(data['operators'])})", markup=False, soft_wrap=True)
 
 
 def _describe(backend: KernelBackend) -> dict[str, Any]:
@@ -77,10 +90,13 @@ def _distinct(graph: PrecisionDag) -> list[Operator]:
 def _coverage(
     operator: Operator, precision: Precision, backends: list[KernelBackend], device_kind: str, compute_capability: str
 ) -> dict[str, Any]:
+    activation = operator.input_shapes[0]
+    if operator.kind == "linear":
+        activation = (math.prod(activation[:-1]), activation[-1])
     request = KernelRequest(
         op=_FORWARD_OP[operator.kind],
         variant=Variant.of(precision),
-        shapes=(operator.input_shapes[0], operator.weight_shape),
+        shapes=(activation, operator.weight_shape),
         attributes=operator.attributes,
         device_kind=device_kind,
         compute_capability=compute_capability,
@@ -89,6 +105,7 @@ def _coverage(
     return {
         "operator": str(operator.op_id),
         "precision": str(precision),
+        "shapes": request.shapes,
         "backends": [name for name, why in reasons.items() if not why],
         "reasons": {name: why for name, why in reasons.items() if why},
     }
