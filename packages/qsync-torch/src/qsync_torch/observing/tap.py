@@ -20,7 +20,7 @@ from qsync_torch.apply import Applied, _call_site, _lowered_module
 from qsync_torch.functional_calls import CallSite
 from qsync_torch.interception import Interception
 from qsync_torch.observing.collector import OperatorCall
-from qsync_torch.operators.conv2d import _pair, resolve_padding
+from qsync_torch.operators.conv2d import pair, resolve_padding
 from qsync_torch.plan_fit import Assigned, locate
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
@@ -100,8 +100,8 @@ class _TappedCall:
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
         output = F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-        x, sides = resolve_padding(input, weight, padding, _pair(dilation))
-        geometry = {"stride": _pair(stride), "padding": sides, "dilation": _pair(dilation), "groups": groups}
+        x, sides = resolve_padding(input, weight, padding, pair(dilation))
+        geometry = {"stride": pair(stride), "padding": sides, "dilation": pair(dilation), "groups": groups}
         return self._tap.record(self._fqn, (x, weight, bias), output, geometry)
 
 
