@@ -16,11 +16,9 @@ Reading executes nothing, trusts no length and allocates at most a small multipl
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import struct
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgpack
@@ -58,7 +56,7 @@ def to_bytes(artifact: Any) -> bytes:
     if len(content) > MAX_BYTES:
         raise ArtifactError(f"this {kind} takes {len(content)} bytes; artifacts have at most {MAX_BYTES}")
     front = _FRONT.pack(MAGIC, kind.encode("ascii"), schema_version(kind), len(content))
-    return front + hashlib.sha256(front + content).digest() + content
+    return front + _sha256(front + content) + content
 
 
 def digest(artifact: Any) -> str:
@@ -93,7 +91,7 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
             f"{name} {state}: its header announces {length} bytes of content, {len(content)} are there; copy or make the file again"
         )
     stored_digest = data[_FRONT.size : HEADER_BYTES]
-    if hashlib.sha256(data[: _FRONT.size] + content).digest() != stored_digest:
+    if _sha256(data[: _FRONT.size] + content) != stored_digest:
         raise ArtifactError(f"{name} was altered: its content does not match its digest; copy or make the file again")
     if kind is not None and KINDS[stored_kind] is not kind:
         raise ArtifactError(f"{name} holds a {stored_kind}, but a {kind.__name__} is needed here")
@@ -118,7 +116,7 @@ def save(artifact: Any, path: str | os.PathLike[str]) -> None:
     """
     data = to_bytes(artifact)
     try:
-        write_atomically(Path(path), data)
+        write_atomically(path, data)
     except OSError as error:
         raise ArtifactError(f"can not write {os.fspath(path)}: {error.strerror or error}") from None
 
@@ -149,6 +147,12 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
     except OSError as error:
         raise ArtifactError(f"can not read {name}: {error.strerror or error}") from None
     return from_bytes(data, kind, name=name)
+
+
+def _sha256(data: bytes) -> bytes:
+    import hashlib  # here, because OpenSSL takes a tenth of the time of importing all of core
+
+    return hashlib.sha256(data).digest()
 
 
 def _read_front(data: bytes, name: str) -> tuple[str, int, int]:

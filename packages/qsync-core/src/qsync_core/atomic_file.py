@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-from pathlib import Path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to a new file beside ``path``, flush it to the disk and rename it into place.
 
     A failure leaves whatever stood at ``path`` as it was, and no temporary file behind.
@@ -16,7 +14,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: when the directory does not exist, is not writable, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     # os.open instead of tempfile: the file gets the permissions that the user's umask gives any other file.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -31,7 +30,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
     # The rename itself reaches the disk with the directory; where directories can not be opened it is the system's business.
     with contextlib.suppress(OSError):
-        directory = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(folder or ".", os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:

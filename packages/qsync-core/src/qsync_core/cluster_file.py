@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
 from qsync_core.cluster import Cluster, DeviceGroup, Link
@@ -49,7 +47,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise ClusterError(f"can not read {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ClusterError(f"{name} is not UTF-8 text (byte {error.start}); a cluster file is written in TOML") from None
-    return parse_cluster(text, where=name, default_name=Path(path).stem)
+    return parse_cluster(text, where=name, default_name=os.path.splitext(os.path.basename(name))[0])
 
 
 def parse_cluster(text: str, where: str = "the cluster description", *, default_name: str = "cluster") -> Cluster:
@@ -66,6 +64,8 @@ def parse_cluster(text: str, where: str = "the cluster description", *, default_
     Raises:
         ClusterError: saying where and what.
     """
+    import tomllib  # here and not above, as difflib below: only those who read a cluster file wait for it
+
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
