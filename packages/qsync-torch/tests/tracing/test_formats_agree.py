@@ -1,0 +1,107 @@
+"""The graph and ``apply_`` agree on which format flows where, under random plans: predicted by core's table, measured in a run."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.semantics import output_precision
+from qsync_core.variant import Variant
+from qsync_torch.apply import apply_
+from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.trace import trace
+
+BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
+
+
+class Mixed(nn.Module):
+    """Residual in place, functional and packed projections, a scale that promotes, a shared module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.shared = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.act, self.last = nn.LayerNorm(8), nn.GELU(), nn.Identity()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.0)
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(self.a(x))
+        y = self.b(x)
+        y += x
+        y = self.act(self.norm(y))
+        y = self.drop(self.attention(y, y, y, need_weights=False)[0])
+        y = F.linear(y, self.w)
+        y = self.shared(y) * self.scale
+        return self.last(self.act(y))
+
+
+def mixed_job() -> Job:
+    return Job(
+        "mixed",
+        Mixed(),
+        lambda step, size: Batch((torch.randn(size, 3, 8),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+
+
+def predicted(dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict[str, str]:
+    """Format of every operator's output."""
+    formats: dict[OpId, Precision] = {}
+    for operator in dag.operators:
+        variant = variants.get(operator.op_id, operator.variant)
+        formats[operator.op_id] = output_precision(operator, variant, [formats[source] for source in operator.inputs])
+    return {str(op_id): str(precision) for op_id, precision in formats.items()}
+
+
+def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict[str, str]:
+    """Format of the outputs of all modules that operators are named after, by operator."""
+    modules = dict(job.model.named_modules())
+    calls: dict[str, int] = {}
+    found: dict[str, str] = {}
+
+    def note(name: str, output: torch.Tensor) -> None:
+        found[f"{name}#{calls.setdefault(name, 0)}"] = str(output.dtype).removeprefix("torch.")
+        calls[name] += 1
+
+    names = {o.op_id.fqn for o in dag.operators if o.op_id.fqn in modules}
+    handles = [modules[name].register_forward_hook(lambda _, __, output, name=name: note(name, output)) for name in names]
+    applied = apply_(job.model, variants)
+    job.compute_loss(job.batch(0, job.batch_size)).backward()
+    applied.remove()
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mixed",
+        "resnet18:image=32,width=4,classes=7",
+        "vgg16_bn:image=32,width=4,hidden=8,classes=7,pool_size=1",
+        f"bert-base:{BERT}",
+        f"bert-base:{BERT},head=mlm,attention=eager",
+    ],
+)
+def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int) -> None:
+    job = mixed_job() if text == "mixed" else load_job(text, batch_size=2)
+    dag = trace(job)
+    draw = random.Random(seed)
+    rungs = [Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)]
+    by_group = {operator.variant_group: draw.choice(rungs) for operator in dag.adjustable}
+    variants = {operator.op_id: by_group[operator.variant_group] for operator in dag.adjustable}
+    assert len(set(variants.values())) > 1
+    expected = predicted(dag, variants)
+    found = measured(job, dag, variants)
+    assert len(found) > 5
+    assert found == {name: expected[name] for name in found}
