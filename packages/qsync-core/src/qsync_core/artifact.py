@@ -24,7 +24,8 @@ from typing import Any, TypeVar, overload
 import msgpack
 
 from qsync_core.atomic_file import write_atomically
-from qsync_core.codec import CodecError, from_plain, to_plain
+from qsync_core.codec import from_plain, to_plain
+from qsync_core.codec_scalars import CodecError
 from qsync_core.errors import ArtifactError
 from qsync_core.schema import KINDS, migrate, schema_version
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections.abc
 import enum
 import functools
-import math
 import types
 import typing
 from collections.abc import Callable
@@ -19,128 +18,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from qsync_core.codec_scalars import (
+    CAUGHT,
+    CodecError,
+    Hook,
+    check_bool,
+    check_float,
+    check_int,
+    check_string,
+    dump_float,
+    dump_instance,
+    enum_dump,
+    enum_load,
+    first_words,
+    format_variant,
+    parse_int_key,
+    parse_op_id,
+    parse_string,
+    parse_variant,
+    wrong_type,
+)
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
 
 if TYPE_CHECKING:
     from cattrs.preconf.msgpack import MsgpackConverter
 
-MAX_STRING = 65_536
-"""Longest string that an artifact may hold, in characters: names and reasons are a line or two."""
-
-_MAX_MESSAGE = 300
-
-Hook = Callable[[Any], Any]
 T = TypeVar("T")
-
-
-class CodecError(ValueError):
-    """A value does not have the form its field declares; ``path`` says where inside the artifact."""
-
-    def __init__(self, problem: str, path: tuple[str, ...] = ()) -> None:
-        super().__init__(problem, path)
-        self.problem = problem
-        self.path = path
-
-    def __str__(self) -> str:
-        problem = self.problem if len(self.problem) <= _MAX_MESSAGE else self.problem[:_MAX_MESSAGE] + "…"
-        return f"{''.join(self.path).lstrip('.') or 'the whole'}: {problem}"
-
-    @classmethod
-    def at(cls, where: str, error: Exception) -> CodecError:
-        """The same error seen from one level further out."""
-        if isinstance(error, CodecError):
-            return cls(error.problem, (where, *error.path))
-        return cls(_first_words(error), (where,))
-
-
-_CAUGHT = (ValueError, TypeError, AttributeError, OverflowError)
-"""What constructing a value from wrong material raises; anything else is a defect of the codec and must surface."""
-
-
-def _first_words(error: Exception) -> str:
-    """What an exception says; attrs' validators put the sentence first and objects behind it."""
-    return str(error.args[0]) if error.args else type(error).__name__
-
-
-def _wrong_type(expected: str, value: Any) -> CodecError:
-    return CodecError(f"expected {expected}, got {type(value).__name__}")
-
-
-@functools.lru_cache(maxsize=65_536)
-def _parse_op_id(text: str) -> OpId:
-    op_id = OpId.parse(text)
-    if str(op_id) != text:
-        raise CodecError(f"an operator is stored as {str(op_id)!r}, got {text!r}")
-    return op_id
-
-
-@functools.lru_cache(maxsize=4_096)
-def _parse_variant(text: str) -> Variant:
-    variant = Variant.parse(text)
-    if str(variant) != text:
-        raise CodecError(f"a variant is stored as {str(variant)!r}, got {text!r}")
-    return variant
-
-
-@functools.lru_cache(maxsize=4_096)
-def _format_variant(variant: Variant) -> str:
-    return str(variant)
-
-
-def _check_string(value: Any) -> str:
-    if type(value) is not str:
-        raise _wrong_type("a string", value)
-    if len(value) > MAX_STRING:
-        raise CodecError(f"expected a string of at most {MAX_STRING} characters, got {len(value)}")
-    return value
-
-
-def _check_int(value: Any) -> int:
-    if type(value) is not int:
-        raise _wrong_type("an integer", value)
-    return value
-
-
-def _check_bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _wrong_type("true or false", value)
-    return value
-
-
-def _check_float(value: Any) -> float:
-    if type(value) is not float:
-        raise _wrong_type("a floating-point number", value)
-    if not math.isfinite(value):
-        raise CodecError(f"expected a finite number, got {value!r}")
-    return value
-
-
-def _dump_float(value: Any) -> float:
-    """A number that was written as ``1`` is a float too where the field is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong_type("a floating-point number", value)
-    return _check_float(float(value))
-
-
-def _parse_int_key(text: str) -> int:
-    # At most 19 digits, so that hostile text never becomes a huge integer.
-    if len(text) > 19 or not text.isascii() or not text.isdigit() or str(int(text)) != text:
-        raise CodecError(f"expected a non-negative integer as key, got {text[:40]!r}")
-    return int(text)
-
-
-def _dump_instance(kind: type, dump: Hook) -> Hook:
-    def dump_checked(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise _wrong_type(f"a {kind.__name__}", value)
-        return dump(value)
-
-    return dump_checked
-
-
-def _parse_string(parse: Callable[[str], Any]) -> Hook:
-    return lambda value: parse(_check_string(value))
 
 
 def _make_converter() -> MsgpackConverter:
@@ -153,23 +57,23 @@ def _make_converter() -> MsgpackConverter:
         converter.register_structure_hook(kind, lambda value, _: load(value))
         converter.register_unstructure_hook(kind, dump)
 
-    register(str, _check_string, _check_string)
-    register(int, _check_int, _check_int)
-    register(bool, _check_bool, _check_bool)
-    register(float, _check_float, _dump_float)
-    register(OpId, _parse_string(_parse_op_id), _dump_instance(OpId, str))
-    register(Variant, _parse_string(_parse_variant), _dump_instance(Variant, _format_variant))
+    register(str, check_string, check_string)
+    register(int, check_int, check_int)
+    register(bool, check_bool, check_bool)
+    register(float, check_float, dump_float)
+    register(OpId, parse_string(parse_op_id), dump_instance(OpId, str))
+    register(Variant, parse_string(parse_variant), dump_instance(Variant, format_variant))
 
     # Enums are not left to the converter: they are strings, and it would take the hook of str for them.
     def load_hook(hint: Any) -> Hook:
         if _is_enum(hint):
-            return _enum_load(hint)
+            return enum_load(hint)
         hook = converter.get_structure_hook(hint)
         return lambda value: hook(value, hint)
 
     def dump_hook(hint: Any) -> Hook:
         if _is_enum(hint):
-            return _enum_dump(hint)
+            return enum_dump(hint)
         return converter.get_unstructure_hook(hint)
 
     for applies, load_factory, dump_factory in (
@@ -203,22 +107,6 @@ def _is_enum(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, enum.StrEnum)
 
 
-def _enum_load(hint: type[enum.StrEnum]) -> Hook:
-    members = {member.value: member for member in hint}
-
-    def load(value: Any) -> Any:
-        member = members.get(_check_string(value))
-        if member is None:
-            raise CodecError(f"expected one of {', '.join(members)}; got {value[:80]!r}")
-        return member
-
-    return load
-
-
-def _enum_dump(hint: type[enum.StrEnum]) -> Hook:
-    return _dump_instance(hint, lambda value: value.value)
-
-
 def _is_optional(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union) and len(typing.get_args(hint)) == 2
 
@@ -250,7 +138,7 @@ def _convert_items(hooks: tuple[Hook, ...] | Hook, value: Any) -> list[Any]:
     try:
         for hook, item in zip(each, value, strict=True):
             found.append(hook(item))
-    except _CAUGHT as error:
+    except CAUGHT as error:
         raise CodecError.at(f"[{len(found)}]", error) from None
     return found
 
@@ -260,7 +148,7 @@ def _tuple_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
 
     def load(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise _wrong_type("a list", value)
+            raise wrong_type("a list", value)
         return tuple(_convert_items(hooks, value))
 
     return load
@@ -271,7 +159,7 @@ def _tuple_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
 
     def dump(value: Any) -> list[Any]:
         if not isinstance(value, (tuple, list)):
-            raise _wrong_type("a tuple", value)
+            raise wrong_type("a tuple", value)
         return _convert_items(hooks, value)
 
     return dump
@@ -283,12 +171,12 @@ def _is_mapping(hint: Any) -> bool:
 
 def _mapping_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
     key_type, value_type = typing.get_args(hint)
-    load_key = _parse_string(_parse_int_key) if key_type is int else inner(key_type)
+    load_key = parse_string(parse_int_key) if key_type is int else inner(key_type)
     load_value = inner(value_type)
 
     def load(value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
-            raise _wrong_type("a mapping", value)
+            raise wrong_type("a mapping", value)
         found: dict[Any, Any] = {}
         previous: str | None = None
         key: Any = None
@@ -298,7 +186,7 @@ def _mapping_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
                 if previous is not None and previous >= key:
                     raise CodecError(f"keys are stored in ascending order, got it after {previous[:80]!r}")
                 previous = key
-        except _CAUGHT as error:
+        except CAUGHT as error:
             raise CodecError.at(f"[{str(key)[:120]}]", error) from None
         return found
 
@@ -308,18 +196,18 @@ def _mapping_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
 def _mapping_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
     key_type, value_type = typing.get_args(hint)
     dump_inner = inner(key_type)
-    dump_key: Hook = (lambda key: str(_check_int(key))) if key_type is int else dump_inner
+    dump_key: Hook = (lambda key: str(check_int(key))) if key_type is int else dump_inner
     dump_value = inner(value_type)
 
     def dump(value: Any) -> dict[str, Any]:
         if not isinstance(value, collections.abc.Mapping):
-            raise _wrong_type("a mapping", value)
+            raise wrong_type("a mapping", value)
         found: dict[str, Any] = {}
         key: Any = None
         try:
             for key, item in value.items():
                 found[dump_key(key)] = dump_value(item)
-        except _CAUGHT as error:
+        except CAUGHT as error:
             raise CodecError.at(f"[{str(key)[:120]}]", error) from None
         return dict(sorted(found.items()))
 
@@ -341,7 +229,7 @@ def _class_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
 
     def load(value: Any) -> Any:
         if type(value) is not dict:
-            raise _wrong_type(f"the fields of a {hint.__name__}", value)
+            raise wrong_type(f"the fields of a {hint.__name__}", value)
         if list(value) != names:
             raise CodecError(_field_problem(hint.__name__, names, value))
         arguments = {}
@@ -349,7 +237,7 @@ def _class_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
         try:
             for name, hook in hooks:
                 arguments[name] = hook(value[name])
-        except _CAUGHT as error:
+        except CAUGHT as error:
             raise CodecError.at(f".{name}", error) from None
         return hint(**arguments)
 
@@ -371,13 +259,13 @@ def _class_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
 
     def dump(value: Any) -> dict[str, Any]:
         if not isinstance(value, hint):
-            raise _wrong_type(f"a {hint.__name__}", value)
+            raise wrong_type(f"a {hint.__name__}", value)
         found: dict[str, Any] = {}
         name = ""
         try:
             for name, hook in hooks:
                 found[name] = hook(getattr(value, name))
-        except _CAUGHT as error:
+        except CAUGHT as error:
             raise CodecError.at(f".{name}", error) from None
         return found
 
@@ -405,7 +293,7 @@ def from_plain(value: Any, kind: type[T]) -> T:
     """
     try:
         return _CONVERTER().structure(value, kind)
-    except _CAUGHT as error:
+    except CAUGHT as error:
         if isinstance(error, CodecError):
             raise
-        raise CodecError(_first_words(error)) from None
+        raise CodecError(first_words(error)) from None

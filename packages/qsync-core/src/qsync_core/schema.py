@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qsync_core.cluster import Cluster
-from qsync_core.codec import CodecError
+from qsync_core.codec_scalars import CodecError
 from qsync_core.dag import PrecisionDag
 from qsync_core.dfg import GlobalDfg, LocalDfg
 from qsync_core.observations import Observations

@@ -14,7 +14,8 @@ import attrs
 from qsync_core import checks
 from qsync_core.atomic_file import write_atomically
 from qsync_core.backend import Kernel, KernelBackend, KernelRequest
-from qsync_core.codec import CodecError, from_plain, to_plain
+from qsync_core.codec import from_plain, to_plain
+from qsync_core.codec_scalars import CodecError
 from qsync_core.errors import ArtifactError, BackendError
 from qsync_core.variant import Variant
 
