@@ -30,7 +30,7 @@ class CastCache:
         self._entries: dict[tuple[int, CastKey], _Entry] = {}
 
     def applies_to(self, x: torch.Tensor) -> bool:
-        """False under ``torch.compile``, which shares equal float casts by itself, and where changes go unnoticed (inference mode)."""
+        """False under ``torch.compile``, which shares equal casts itself, and in inference mode, where changes go unnoticed."""
         return not torch.compiler.is_compiling() and not x.is_inference()
 
     def cast(self, x: torch.Tensor, key: CastKey, seed: int, make: Callable[[int], Any]) -> Any:

@@ -85,7 +85,7 @@ class LoweredCall:
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
         spread = pair(dilation)
-        padded, sides = resolve_padding(input, weight.shape, padding, spread)
+        padded, sides = resolve_padding(input, weight, padding, spread)
         binding = self._convolution(pair(stride), sides, spread, groups)
         try:
             return conv2d_padded(padded, weight, bias, binding, self._seeds(), self._cache)

@@ -159,14 +159,14 @@ def conv2d_bound(
 
 
 def resolve_padding(
-    x: torch.Tensor, weight_shape: Sequence[int], padding: Pair | str, dilation: tuple[int, int]
+    x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: tuple[int, int]
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Numbers for ``padding="same"`` and ``"valid"``; pads ``x`` where the two sides differ (even kernels)."""
     if padding == "valid":
         return x, (0, 0)
     if not isinstance(padding, str):
         return x, pair(padding)
-    total_h, total_w = (dilation[i] * (weight_shape[2 + i] - 1) for i in range(2))
+    total_h, total_w = (dilation[i] * (weight.shape[2 + i] - 1) for i in range(2))
     if total_h % 2 == 0 and total_w % 2 == 0:
         return x, (total_h // 2, total_w // 2)
     before_h, before_w = total_h // 2, total_w // 2
@@ -223,6 +223,6 @@ def conv2d(
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
     spread = pair(dilation)
-    padded, sides = resolve_padding(x, weight.shape, padding, spread)
+    padded, sides = resolve_padding(x, weight, padding, spread)
     binding = _binding(variant, backend, config, pair(stride), sides, spread, groups)
     return conv2d_padded(padded, weight, bias, binding, seeds_of(seed, offset), cache)

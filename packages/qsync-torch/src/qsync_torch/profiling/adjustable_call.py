@@ -83,10 +83,10 @@ def _prepare_quantized(
     place = torch.zeros((), device=x.device, dtype=TORCH_DTYPE[variant.grad_input]).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
     if operator.kind == "linear":
-        forward = partial(_QuantizedLinear.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+        forward = partial(_QuantizedLinear.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding)
         backward: Callable[[torch.Tensor], Any] = lambda grad: linear_backward(grad, q_x, x_scale, q_w, w_scale, binding, needs)  # noqa: E731
     else:
-        forward = partial(_QuantizedConv2d.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding.text)
+        forward = partial(_QuantizedConv2d.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding)
         backward = lambda grad: conv2d_backward(grad, q_x, x_scale, q_w, w_scale, x.shape, binding, needs)  # noqa: E731
     armed = Armed(forward, (weight,), backward)
     trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
