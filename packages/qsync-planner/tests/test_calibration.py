@@ -88,6 +88,22 @@ def test_uniform_steps_come_out_as_measured(measurement: StepMeasurement) -> Non
     assert group.peak_bytes == measurement.peak_bytes
 
 
+def test_a_peak_that_rungs_share_is_a_floor_that_moves_no_other_plan() -> None:
+    floor, top = 350_000, 500_000
+    rungs = (step(FP32, 40_000, 70_000, 1_200, peak_bytes=top), *(attrs.evolve(s, peak_bytes=floor) for s in STEPS[1:]))
+    dag, found = measured(*rungs)
+    replayer = Replayer(dag, single_group(), {"g": found})
+    peaks = {
+        rung: replayer.replay(uniform(dag, rung)).groups["g"].peak_bytes  # type: ignore[arg-type]
+        for rung in (FP32, BF16, I8)
+    }
+    assert peaks == {FP32: top, BF16: floor, I8: floor}
+    # Everywhere the same peak: it is a floor far above what the operators need, and stays one.
+    dag, found = measured(*(attrs.evolve(s, peak_bytes=floor) for s in STEPS))
+    mixed = {"g": {op("small"): I8, op("large"): FP32}}
+    assert Replayer(dag, single_group(), {"g": found}).replay(mixed).groups["g"].peak_bytes == floor
+
+
 def test_a_mixed_plan_lies_between_its_uniform_neighbours() -> None:
     dag, found = measured(*STEPS)
     replayer = Replayer(dag, single_group(), {"g": found})

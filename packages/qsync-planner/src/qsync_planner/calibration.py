@@ -8,6 +8,8 @@ corrections:
 2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung: time that is missing in
    proportion to flops, time that is too much in proportion to their kernels' time, so that none becomes negative.
 
+Memory likewise: what is missing at the base is added to every plan, the rest at a rung to its operators by their elements.
+
 Casts keep their own measured models.  Everything is rounded to integers once, per (operator, variant).
 """
 
@@ -67,7 +69,11 @@ def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant) -> Cost
     base_step = next((step for step in profile.steps if step.variant == base), None)
     if base_step is None:
         return plain
-    calibration = _fit_base(dag, profile, plain, base_step)
+    calibration = attrs.evolve(
+        _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
+    )
+    if base_step.peak_bytes:
+        calibration = attrs.evolve(calibration, memory_bytes=_missing_memory(dag, profile, calibration, base_step))
     rungs: dict[tuple[int, Variant], Correction] = {}
     for step in profile.steps:
         if step.variant != base:
@@ -136,10 +142,20 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
         backward_compute=scales[3],
         everywhere=tuple(Correction(*entry) for entry in everywhere) if any(map(any, everywhere)) else (),
     )
-    if step.peak_bytes:
-        peak = MemoryLedger(mapper, distributed=False).peak_bytes()
-        calibration = attrs.evolve(calibration, memory_bytes=step.peak_bytes - peak)
     return calibration
+
+
+def _memory_floor(peaks: Sequence[int]) -> int:
+    """The peak that several rungs share to the byte: it lies where no rung changes anything.  0 where no two lowest peaks agree."""
+    lowest = min(peaks, default=0)
+    return lowest if peaks.count(lowest) > 1 else 0
+
+
+def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> int:
+    """What the model lacks of a measured peak; a step at the floor only says that the model may not exceed it."""
+    unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0))
+    missing = step.peak_bytes - MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False).peak_bytes()
+    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
 
 
 def _cast_times(mapper: CostMapper) -> _Phases:
@@ -183,7 +199,6 @@ def _fit_rung(
     memory = [0] * len(positions)
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
-        peak = MemoryLedger(mapper, distributed=False).peak_bytes()
-        memory = spread_integer(step.peak_bytes - peak, elements)
+        memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
     rows = zip(positions, *columns, memory, strict=True)
     return {(row[0], step.variant): Correction(*row[1:]) for row in rows}

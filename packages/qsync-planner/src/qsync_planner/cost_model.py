@@ -115,6 +115,8 @@ class Calibration:
         corrections: what a rung adds to an adjustable operator that runs in it: ``[operator position, variant]``.
         optimizer_dispatch_ns, optimizer_compute_ns: one optimizer step, with everything of a step outside forward and backward.
         memory_bytes: added to the peak.
+        memory_floor_bytes: the peak is never below this (a moment that no plan changes, such as the optimizer's), without DDP's
+            buckets.
     """
 
     optimizer_dispatch_ns: int
@@ -126,6 +128,7 @@ class Calibration:
     everywhere: tuple[Correction, ...] = ()
     corrections: Mapping[tuple[int, Variant], Correction] = attrs.field(factory=dict)
     memory_bytes: int = 0
+    memory_floor_bytes: int = 0
 
 
 class CostModel:

@@ -61,11 +61,12 @@ class MemoryLedger:
         dag, profile = mapper.dag, mapper.model.profile
         count = len(dag.operators)
         self._backward_of = [2 * count - 1 - i for i in range(count)]
+        self._bucket_bytes = sum(bucket.nbytes for bucket in dag.buckets) if distributed else 0
         self.static_bytes = (
             sum(p.numel * _DTYPE_NBYTES.get(p.dtype, GRADIENT_NBYTES) for p in dag.parameters)
             + profile.optimizer_state_bytes
             + profile.input_bytes
-            + (sum(bucket.nbytes for bucket in dag.buckets) if distributed else 0)
+            + self._bucket_bytes
         )
         self._delta = np.zeros(2 * count + 1, dtype=np.int64)
         self._moment = np.zeros(2 * count + 1, dtype=np.int64)
@@ -184,7 +185,9 @@ class MemoryLedger:
         """Predicted peak of one rank."""
         running = np.cumsum(self._delta)
         highest = int((running + self._moment).max()) if running.size else 0
-        return max(0, self.static_bytes + highest + self._correction + self._mapper.model.calibration.memory_bytes)
+        calibration = self._mapper.model.calibration
+        modelled = self.static_bytes + highest + self._correction + calibration.memory_bytes
+        return max(modelled, calibration.memory_floor_bytes + self._bucket_bytes)
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""
