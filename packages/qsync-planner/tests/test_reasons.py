@@ -34,6 +34,11 @@ UNIT = Unit("a", (), LADDERS[0], (4.0, 1.0, 0.0))
             "recovered to float16: +900 ns, slack 1,000 µs; "
             "kept float16: float32 would exceed memory by 1 GiB and the time limit by 12.3 ms",
         ),
+        (
+            2,
+            History(1, [Step(2, 212_000, 0, together_with="layer.0.output")]),
+            "recovered to float32 together with layer.0.output: +212 µs, slack 0 ns",
+        ),
         (0, History(0, [], [Refusal(1, 0, 0, False)]), "kept int8: float16 would not lower its sensitivity"),
         (2, History(2), "float32 from the start: the fastest choice is already the base precision"),
     ],

@@ -18,7 +18,10 @@ def reason(unit: Unit, rung: int, history: History) -> str:
     parts = []
     if history.steps:
         added = sum(step.added_ns for step in history.steps)
-        parts.append(f"recovered to {label}: {added_time_text(added)}, slack {time_text(history.steps[-1].slack_ns)}")
+        partners = dict.fromkeys(step.together_with for step in history.steps if step.together_with)
+        together = f" together with {' and '.join(partners)}" if partners else ""
+        slack = time_text(history.steps[-1].slack_ns)
+        parts.append(f"recovered to {label}{together}: {added_time_text(added)}, slack {slack}")
     if history.refusals:
         parts.append(f"kept {label}: {_refusal(unit, history.refusals[0])}")
     if parts:

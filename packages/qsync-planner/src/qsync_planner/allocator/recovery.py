@@ -9,6 +9,7 @@ refusal, sweeps are repeated until one changes nothing.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -18,11 +19,15 @@ from qsync_planner.replay import Prediction
 
 @attrs.frozen
 class Step:
-    """A step that was kept: what it added to the group's busy time, and what the group had left below the limit afterwards."""
+    """A step that was kept: what it added to the group's busy time, and what the group had left below the limit afterwards.
+
+    ``together_with`` names the unit that was raised in the same step; ``added_ns`` is then that of both.
+    """
 
     rung: int
     added_ns: int
     slack_ns: int
+    together_with: str = ""
 
 
 @attrs.frozen
@@ -49,13 +54,23 @@ def recover(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]
 
     Expects a plan that keeps both; leaves one that does.  Returns the history of every unit, by group.
     """
-    history = {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
-    while _sweep(state, limit_ns, history):
-        pass
+    history = new_history(state)
+    sweep_until_stable(state, limit_ns, history)
     return history
 
 
-def _sweep(state: SearchState, limit_ns: int, history: dict[str, tuple[History, ...]]) -> bool:
+def new_history(state: SearchState) -> dict[str, tuple[History, ...]]:
+    """Histories that begin at the accepted plan."""
+    return {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
+
+
+def sweep_until_stable(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
+    """Sweep until one changes nothing; the refusals in ``history`` are then those of the plan as it stands."""
+    while _sweep(state, limit_ns, history):
+        pass
+
+
+def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> bool:
     """Try every step once, group by group in turn; returns whether any was kept."""
     heaps: dict[str, list[tuple[float, int, int]]] = {}
     for group in state.problem.groups:
@@ -68,7 +83,7 @@ def _sweep(state: SearchState, limit_ns: int, history: dict[str, tuple[History, 
         for name, heap in heaps.items():
             if heap:
                 negative_gain, index, rung = heapq.heappop(heap)
-                kept |= _step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
+                kept |= try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
                 _push(state, heap, name, index, rung + 1)
     return kept
 
@@ -81,7 +96,8 @@ def _push(state: SearchState, heap: list[tuple[float, int, int]], group: str, in
         heapq.heappush(heap, (-gain, index, rung))
 
 
-def _step(state: SearchState, group: str, index: int, rung: int, gain: float, limit_ns: int, history: History) -> bool:
+def try_step(state: SearchState, group: str, index: int, rung: int, gain: float, limit_ns: int, history: History) -> bool:
+    """Try one step of one unit; keep it if both limits hold, else record the refusal.  Returns whether it was kept."""
     if gain <= 0:
         history.refusals.append(Refusal(rung, 0, 0, gains=False))
         return False
