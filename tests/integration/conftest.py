@@ -67,9 +67,10 @@ class Command:
 
 @attrs.frozen
 class Flow:
-    """The artifacts of one model, and the commands with and without torch."""
+    """The artifacts of one model, what ``qsync trace`` said of it, and the commands with and without torch."""
 
     job: str
+    traced: dict
     folder: Path
     torch: Command
     planner: Command
@@ -111,10 +112,19 @@ def flow(request, tmp_path_factory, planner_executable) -> Flow:
     planner = Command(planner_executable, folder)
     (folder / "cluster.toml").write_text(CLUSTER)
     job = JOBS[request.param]
-    torch.json("trace", job, "-o", "dag.qsync")
+    traced = torch.json("trace", job, "-o", "dag.qsync")
     torch.json("profile", job, "--dag", "dag.qsync", "-o", "profile.qsync")
     torch.json("observe", job, "--dag", "dag.qsync", "--steps", 3, "-o", "observations.qsync")
     planner.json("indicate", "observations.qsync", "--dag", "dag.qsync", "-o", "sensitivity.qsync")
-    made = Flow(job, folder, torch, planner)
+    made = Flow(job, traced, folder, torch, planner)
     planner.json("plan", *made.planning, "--sensitivity", "sensitivity.qsync", "-o", "plan.qsync")
     return made
+
+
+@pytest.fixture(scope="session")
+def other_dag(tmp_path_factory) -> Path:
+    """The graph of a model that is none of the others."""
+    folder = tmp_path_factory.mktemp("other")
+    command = Command((sys.executable, "-m", "qsync_core.cli"), folder)
+    command.text("trace", "resnet18:image=32,width=8,classes=10,batch=4", "-o", "dag.qsync")
+    return folder / "dag.qsync"

@@ -24,9 +24,8 @@ def model(flow) -> str:
 
 
 def test_trace_finds_every_linear_layer_and_convolution(flow):
-    found = flow.torch.json("trace", flow.job, "-o", "again.dag.qsync")
-    assert sum(found["classes"]["adjustable"].values()) == ADJUSTABLE[model(flow)]
-    assert len(found["adjustable"]) == ADJUSTABLE[model(flow)]
+    assert sum(flow.traced["classes"]["adjustable"].values()) == ADJUSTABLE[model(flow)]
+    assert len(flow.traced["adjustable"]) == ADJUSTABLE[model(flow)]
 
 
 def test_the_same_trace_gives_the_same_bytes(flow):
@@ -146,18 +145,8 @@ def test_backends_lists_who_can_run_what(flow):
     assert without_torch["backends"] == []
 
 
-def test_doctor_works_with_and_without_torch(flow):
-    topics = {line["topic"] for line in flow.torch.json("doctor")["lines"]}
-    assert {"python", "qsync-core", "qsync-torch", "torch"} <= topics
-    topics = {line["topic"] for line in flow.planner.json("doctor")["lines"]}
-    assert {"python", "qsync-core", "qsync-planner"} <= topics
-    assert "torch" not in topics
-
-
-def test_a_plan_for_another_model_is_refused_by_the_names_that_differ(flow):
-    other = "resnet18:image=32,width=8,classes=10,batch=4"
-    flow.torch.text("trace", other, "-o", "other.dag.qsync")
-    arguments = [argument.replace("dag.qsync", "other.dag.qsync") for argument in flow.planning]
+def test_a_plan_for_another_model_is_refused_by_the_names_that_differ(flow, other_dag):
+    arguments = [str(other_dag) if argument == "dag.qsync" else argument for argument in flow.planning]
     refused = flow.planner.run("replay", "plan.qsync", *arguments)
     assert refused.returncode == 1
     assert len(refused.stderr.splitlines()) == 1
