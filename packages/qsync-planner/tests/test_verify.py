@@ -68,6 +68,14 @@ def test_a_comparison_by_hand() -> None:
     assert (found.only_predicted, found.only_measured) == ((op("only_here"),), (op("only_there"),))
 
 
+def test_waiting_for_the_slowest_rank_is_not_communication() -> None:
+    ranks = {0: "weak", 1: "strong"}
+    predicted = timeline("predicted", 100, ranks, (None, COMM, 0, 80), (None, COMM, 1, 80))
+    measured = timeline("measured", 100, ranks, (None, COMM, 0, 90), (None, COMM, 1, 700))
+    rows = verify(predicted, measured).phases
+    assert [(row.group, row.time) for row in rows] == [("", Comparison(80, 90))]
+
+
 def test_operators_are_listed_worst_first() -> None:
     found = verify(PREDICTED, MEASURED)
     rows = [(str(row.op_id), row.phase, row.time.difference) for row in found.operators]

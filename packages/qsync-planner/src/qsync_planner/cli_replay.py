@@ -137,7 +137,7 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
 
     row("job", "iteration", found.iteration)
     for phase in found.phases:
-        row(phase.group, f"{phase.phase}, {phase.resource}", phase.time)
+        row(phase.group or "job", f"{phase.phase}, {phase.resource}" if phase.group else "collectives", phase.time)
     for name, comparison in found.memory.items():
         row(name, "peak memory", comparison, format_bytes)
     for operator in found.operators[:top]:

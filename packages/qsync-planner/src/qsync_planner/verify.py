@@ -36,7 +36,7 @@ class Comparison:
 
 @attrs.frozen
 class PhaseRow:
-    """Time of one phase on one resource of one rank of a group."""
+    """Time of one phase on one resource of one rank of a group; of collectives, which all ranks share, ``group`` is empty."""
 
     group: str
     phase: Phase
@@ -61,7 +61,7 @@ class Verification:
 
     Attributes:
         iteration: the steady-state period.
-        phases: per group, phase and resource, in that order.
+        phases: per group, phase and resource, in that order; communication last.
         operators: those that both timelines know, the largest difference first.
         only_predicted, only_measured: operators that the other timeline lacks.
         memory: peak bytes of the groups that both know.
@@ -101,7 +101,7 @@ def verify(predicted: Timeline, measured: Timeline) -> Verification:
     known = {op_id for _, op_id, _, _ in ours if op_id}, {op_id for _, op_id, _, _ in theirs if op_id}
     return Verification(
         iteration=Comparison(predicted.iteration_ns, measured.iteration_ns),
-        phases=_phase_rows(groups, ours, theirs),
+        phases=(*_phase_rows(groups, ours, theirs), *_communication_row(predicted, measured)),
         operators=_operator_rows(ours, theirs, known[0] & known[1]),
         only_predicted=tuple(sorted(known[0] - known[1])),
         only_measured=tuple(sorted(known[1] - known[0])),
@@ -128,7 +128,7 @@ def _times(timeline: Timeline, groups: Iterable[str]) -> dict[Key, int]:
 def _phase_rows(groups: Iterable[str], ours: dict[Key, int], theirs: dict[Key, int]) -> tuple[PhaseRow, ...]:
     rows = []
     for group in groups:
-        for phase in Phase:
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             for resource in Resource:
                 both = [
                     sum(time for (g, _, p, r), time in times.items() if (g, p, r) == (group, phase, resource))
@@ -137,6 +137,19 @@ def _phase_rows(groups: Iterable[str], ours: dict[Key, int], theirs: dict[Key, i
                 if any(both):
                     rows.append(PhaseRow(group, phase, resource, Comparison(*both)))
     return tuple(rows)
+
+
+def _communication_row(predicted: Timeline, measured: Timeline) -> tuple[PhaseRow, ...]:
+    """Time in collectives, of the rank that spends least: the others' includes waiting for it."""
+    least = []
+    for timeline in (predicted, measured):
+        per_rank = dict.fromkeys(timeline.rank_group, 0)
+        for interval in timeline.intervals:
+            if interval.resource is Resource.COMMUNICATION:
+                per_rank[interval.rank] += interval.duration_ns
+        least.append(min(per_rank.values(), default=0))
+    row = PhaseRow("", Phase.COMMUNICATION, Resource.COMMUNICATION, Comparison(*least))
+    return (row,) if any(least) else ()
 
 
 def _operator_rows(ours: dict[Key, int], theirs: dict[Key, int], known: set[OpId]) -> tuple[OperatorRow, ...]:
