@@ -33,7 +33,8 @@ def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) 
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     """Distance of neighbouring values of a float format around each element: 2^(e-k), e not below the smallest exponent."""
     _, exponent = torch.frexp(tensor)
-    exponent = (exponent - 1).clamp(min=precision.min_exponent)
+    smallest = precision.min_exponent
+    exponent = (exponent - 1).clamp(min=smallest).masked_fill(tensor == 0, smallest)  # frexp gives 0 an exponent of 0
     return torch.ldexp(torch.ones_like(tensor), exponent - precision.mantissa_bits)
 
 

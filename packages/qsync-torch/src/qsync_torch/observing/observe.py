@@ -21,6 +21,7 @@ from qsync_torch.observing.settled import SettledRule
 from qsync_torch.observing.tap import tapped
 from qsync_torch.profiling.software import parse_device
 from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.same_model import check_same_model
 
 STEPS = 50
 """Updates to observe at most, as in the paper."""
@@ -74,6 +75,7 @@ def observe(
             reaches any operator.
     """
     target = parse_device(str(device))
+    check_same_model(job, dag)
     size = batch_size or max(1, job.batch_size // 2)
     active = default_collectors() if collectors is None else list(collectors)
     runner = StepRunner.start(attrs.evolve(job, batch_size=size), target, batches=0)

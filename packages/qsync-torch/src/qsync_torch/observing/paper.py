@@ -43,5 +43,6 @@ def effective_exponent(tensor: torch.Tensor) -> torch.Tensor:
     """floor(log2(max |x|)), at least the smallest normal exponent of float32; NaN or inf where the tensor has any."""
     largest = tensor.abs().amax()
     _, exponent = torch.frexp(largest)
-    bounded = (exponent - 1).clamp(min=Precision.FLOAT32.min_exponent).to(torch.float64)
+    smallest = Precision.FLOAT32.min_exponent
+    bounded = (exponent - 1).clamp(min=smallest).masked_fill(largest == 0, smallest).to(torch.float64)
     return torch.where(torch.isfinite(largest), bounded, largest.to(torch.float64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -16,8 +16,8 @@ from qsync_core.dag import Operator
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
-from qsync_torch.apply import Applied, _call_site, _lowered_module
-from qsync_torch.functional_calls import CallSite
+from qsync_torch.apply import Applied
+from qsync_torch.functional_calls import CallSite, CallSites
 from qsync_torch.interception import Interception
 from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.operators.conv2d import pair, resolve_padding
@@ -113,33 +113,51 @@ def tapped(model: torch.nn.Module, operators: Sequence[Operator]) -> Iterator[Ta
         PlanError: when the model does not have one of the operators.
     """
     tap = Tap(operators)
-    ids = {operator.op_id: _ASSIGNED for operator in operators}
-    addressed = locate(model, ids, None)
+    addressed = locate(model, {operator.op_id: _ASSIGNED for operator in operators}, None)
     # The same places that apply_ takes hold of; the calls put there only record.
     applied = Applied(model, {}, None)
-    for op_id, module in addressed.modules:
-        applied.replace_forward(module, functools.partial(_lowered_module, _TappedCall(tap, op_id.fqn)))
-    for owner, by_name in addressed.functional.items():
-        calls = {name: {op_id.call: _TappedCall(tap, op_id.fqn) for op_id in op_ids} for name, op_ids in by_name.items()}
-        site = CallSite(calls)
-        applied.sites.all.append(site)
-        module = model.get_submodule(owner)
-        applied.replace_forward(module, functools.partial(_call_site, applied.sites, site))
-        for child in module.children():
-            applied.replace_forward(child, functools.partial(_call_site, applied.sites, None))
+    with ExitStack() as stack:
+        stack.callback(applied.remove)
+        # First of all hooks: a functional call of the model itself is counted after this.
+        stack.callback(model.register_forward_pre_hook(functools.partial(_start, tap, applied.sites)).remove)
+        for op_id, module in addressed.modules:
+            applied.replace_forward(module, functools.partial(_tapped_forward, _TappedCall(tap, op_id.fqn)))
+        for owner, by_name in addressed.functional.items():
+            calls = {name: {op_id.call: _TappedCall(tap, op_id.fqn) for op_id in ids} for name, ids in by_name.items()}
+            site = CallSite(calls)
+            applied.sites.all.append(site)
+            module = model.get_submodule(owner)
+            for place, running in ((module, site), *((child, None) for child in module.children())):
+                stack.callback(place.register_forward_pre_hook(functools.partial(_enter, applied.sites, running)).remove)
+                stack.callback(place.register_forward_hook(functools.partial(_leave, applied.sites), always_call=True).remove)
+        applied.replace_forward(model, functools.partial(_intercepted, applied))
+        yield tap
+
+
+def _tapped_forward(call: _TappedCall, inner: Callable[..., Any]) -> Callable[..., Any]:
+    if inner is torch.nn.Linear.forward:
+        return lambda self, input: call.linear(input, self.weight, self.bias)
+    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def _start(tap: Tap, sites: CallSites, *_: Any) -> None:
+    tap.start_step()
+    sites.start_step()
+
+
+def _enter(sites: CallSites, site: Any, *_: Any) -> None:
+    sites.enter(site)
+
+
+def _leave(sites: CallSites, *_: Any) -> None:
+    sites.leave()
+
+
+def _intercepted(applied: Applied, inner: Callable[..., Any]) -> Callable[..., Any]:
     interception = Interception(applied.cache, applied.sites)
 
-    def whole_model(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            tap.start_step()
-            applied.sites.start_step()
-            with interception:
-                return inner(self, *args, **kwargs)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with interception:
+            return inner(self, *args, **kwargs)
 
-        return forward
-
-    applied.replace_forward(model, whole_model)
-    try:
-        yield tap
-    finally:
-        applied.remove()
+    return forward

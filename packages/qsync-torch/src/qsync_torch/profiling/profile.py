@@ -32,6 +32,7 @@ from qsync_torch.profiling.software import device_type, parse_device, software_v
 from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
 from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
+from qsync_torch.same_model import check_same_model
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ def profile(
         memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
         ladder: variants a plan may use; float32 is always measured as well.
         backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer.
-        resume: file in which finished measurements are kept, so that a killed run continues; removed at the end.
+        resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         progress: told how far it is.
         operator_effort, cast_effort, step_effort: how long to repeat.
 
@@ -98,6 +99,7 @@ def profile(
         QSyncError: when the device is not there, the graph is of another model, or a kernel can not run.
     """
     target = parse_device(str(device))
+    check_same_model(job, dag)
     variants = tuple(dict.fromkeys((*ladder, BASE)))
     type_ = device_type(target, share, memory_cap_bytes)
     software = software_versions(target)

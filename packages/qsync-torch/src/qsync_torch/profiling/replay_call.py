@@ -73,8 +73,17 @@ def prepare_call(operator: Operator, device: torch.device, precision: Precision)
     for tensor in parameters:
         tensor.requires_grad_()
     wanted = tuple(tensor for tensor in (*inputs, *parameters) if tensor.requires_grad)
-    armed = Armed(call.bind(inputs, parameters, device), wanted)
-    return Prepared(lambda: armed, tuple(inputs), tuple(parameters))
+    bound = call.bind(inputs, parameters, device)
+    armed = Armed(bound, wanted)
+    return Prepared(lambda: armed, tuple(inputs), (*parameters, *_buffers(bound, {id(t) for t in (*inputs, *parameters)})))
+
+
+def _buffers(bound: Callable[[], Any], known: set[int]) -> list[torch.Tensor]:
+    """Other floating-point tensors that a bound call reads: running statistics and the like, which live anyway."""
+    if not isinstance(bound, partial):
+        return []
+    leaves = pytree.tree_leaves((bound.args, bound.keywords))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and id(leaf) not in known]
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:

@@ -1,0 +1,137 @@
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_core.dfg import Phase, Resource
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.timeline import Interval, Timeline
+from qsync_core.variant import Variant
+from qsync_torch.apply import apply_
+from qsync_torch.job import load_job
+from qsync_torch.profiling.measured_timeline import measured_timeline, merge_timelines
+from qsync_torch.profiling.operator_spans import spans_of
+from qsync_torch.profiling.recorded_step import RANGE, STEP, Event
+from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.trace import trace
+
+TINY_BERT = "bert-base:layers=1,hidden=16,heads=2,vocab=50,seq=8"
+TINY_RESNET = "resnet18:image=16,small_stem=true,width=4,classes=5"
+
+
+def _measure(text, precision):
+    job = load_job(text, batch_size=2)
+    dag = trace(job)
+    runner = StepRunner.start(job, torch.device("cpu"))
+    apply_(runner.model, {operator.op_id: Variant.of(precision) for operator in dag.adjustable})
+    return dag, measured_timeline(runner.model, dag, lambda: runner.train_step(0), group="train", steps=1, peak_bytes=77)
+
+
+@pytest.mark.parametrize(("text", "precision"), [(TINY_RESNET, Precision.FLOAT32), (TINY_BERT, Precision.INT8)])
+def test_every_operator_of_a_real_step_is_found_forward_and_backward(text, precision):
+    dag, timeline = _measure(text, precision)
+    ids = {operator.op_id for operator in dag.operators if operator.kind != "input"}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert {interval.op_id for interval in timeline.intervals if interval.phase is phase} - {None} == ids
+    assert {interval.resource for interval in timeline.intervals} == {Resource.COMPUTE}
+    assert sum(interval.phase is Phase.OPTIMIZER for interval in timeline.intervals) == 2  # step and zero_grad
+    forward = [interval.op_id for interval in timeline.intervals if interval.phase is Phase.FORWARD and interval.op_id]
+    assert forward == [operator.op_id for operator in dag.operators if operator.kind != "input"]
+    assert timeline.iteration_ns > 0
+    assert (timeline.source, timeline.rank_group, timeline.peak_bytes) == ("measured", {0: "train"}, {"train": 77})
+    assert min(interval.start_ns for interval in timeline.intervals) == 0
+
+
+def test_forward_of_a_module_called_twice():
+    from qsync_torch.job import Batch, Job
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(torch.tanh(self.layer(x)))
+
+    job = Job(
+        "twice",
+        Twice(),
+        lambda step, size: Batch((torch.randn(size, 4),), target=torch.zeros(size, dtype=torch.long)),
+        lambda output, batch: F.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=2,
+    )
+    dag, runner = trace(job), StepRunner.start(job, torch.device("cpu"))
+    timeline = measured_timeline(runner.model, dag, lambda: runner.train_step(0), group="g", steps=1)
+    forward = [str(interval.op_id) for interval in timeline.intervals if interval.phase is Phase.FORWARD and interval.op_id]
+    assert forward == ["layer#0", "tanh#0", "layer#1", "$loss.cross_entropy_loss#0"]
+
+
+def _cuda_like_events():
+    """A linear and a functional addition on a device: two launches forward, two backward, an all-reduce beside them."""
+
+    def cpu(name, start, end, thread=1, sequence=-1, correlation=0):
+        return Event(name, start, end, thread, sequence, False, correlation, 0)
+
+    def kernel(name, start, end, linked):
+        return Event(name, start, end, 0, -1, True, 0, linked)
+
+    return [
+        cpu(STEP, 0, 1000),
+        cpu(f"{RANGE}fc#0", 10, 30),
+        cpu("aten::linear", 12, 28, sequence=5),
+        cpu("aten::addmm", 14, 26, sequence=6, correlation=1),
+        cpu("aten::add", 40, 50, sequence=7, correlation=2),
+        kernel("gemm", 60, 160, 1),
+        kernel("elementwise", 160, 180, 2),
+        cpu("autograd::engine::evaluate_function: AddBackward0", 70, 75, thread=2, sequence=7, correlation=3),
+        cpu("autograd::engine::evaluate_function: AddmmBackward0", 80, 95, thread=2, sequence=6, correlation=4),
+        cpu("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 96, 99, thread=2),
+        kernel("gemm", 180, 400, 4),
+        kernel("ncclDevKernel_AllReduce_Sum", 300, 500, 9),
+        cpu("Optimizer.step#SGD.step", 110, 150, correlation=5),
+        kernel("sgd", 500, 520, 5),
+    ]
+
+
+def test_kernels_belong_to_whoever_launched_them():
+    from qsync_core.dag import OpClass, Operator, PrecisionDag
+
+    dag = PrecisionDag(
+        "m",
+        (
+            Operator(OpId("$input.x"), "input", OpClass.FIXED, (), (), (2, 2)),
+            Operator(OpId("fc"), "linear", OpClass.ADJUSTABLE, (OpId("$input.x"),), ((2, 2),), (2, 2), weight_shape=(2, 2)),
+            Operator(OpId("add"), "add", OpClass.DEPENDENT, (OpId("fc"),), ((2, 2),), (2, 2)),
+        ),
+        (),
+    )
+    spans = spans_of(_cuda_like_events(), dag, {"fc"})
+    rows = [(span.name, span.phase, span.resource, span.start_ns, span.end_ns) for span in spans]
+    assert rows == [
+        ("all-reduce", Phase.COMMUNICATION, Resource.COMMUNICATION, 300, 500),
+        ("fc#0", Phase.FORWARD, Resource.COMPUTE, 60, 160),
+        ("add#0", Phase.FORWARD, Resource.COMPUTE, 160, 180),
+        ("fc#0", Phase.BACKWARD, Resource.COMPUTE, 180, 400),
+        ("sgd", Phase.OPTIMIZER, Resource.COMPUTE, 500, 520),
+        ("fc#0", Phase.FORWARD, Resource.DISPATCH, 10, 30),
+        ("add#0", Phase.FORWARD, Resource.DISPATCH, 40, 50),
+        ("add#0", Phase.BACKWARD, Resource.DISPATCH, 70, 75),
+        ("fc#0", Phase.BACKWARD, Resource.DISPATCH, 80, 95),
+        ("AccumulateGrad", Phase.BACKWARD, Resource.DISPATCH, 96, 99),
+        ("Optimizer.step", Phase.OPTIMIZER, Resource.DISPATCH, 110, 150),
+    ]
+
+
+def test_ranks_are_merged_and_the_slowest_sets_the_period():
+    def one(rank, group, period, peak):
+        interval = Interval("x", None, Phase.FORWARD, Resource.COMPUTE, rank, 0, 5)
+        return Timeline("measured", "m", period, {rank: group}, (interval,), {group: peak})
+
+    merged = merge_timelines([one(1, "infer", 90, 7), one(0, "train", 60, 5), one(2, "infer", 80, 9)])
+    assert merged.iteration_ns == 90
+    assert merged.rank_group == {1: "infer", 0: "train", 2: "infer"}
+    assert merged.peak_bytes == {"infer": 9, "train": 5}
+    assert [interval.rank for interval in merged.intervals] == [0, 1, 2]
+    assert attrs.asdict(merged.intervals[0])["duration_ns"] == 5

@@ -1,0 +1,210 @@
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core import artifact
+from qsync_core.dag import OpClass
+from qsync_core.errors import QSyncError
+from qsync_core.precision import Precision
+from qsync_core.profile import DeviceKind, Profile
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling.cast_keys import possible_casts
+from qsync_torch.profiling.profile import distinct_items, profile
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.trace import trace
+
+QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
+LADDER = (INT8, BFLOAT16, FLOAT32)
+
+
+class Twins(nn.Module):
+    """Two equal convolutions and their norms, an addition, a linear: five distinct kinds of work, eight operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.a, self.b = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in "ab")
+        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.stem(x)
+        y = self.norm_a(self.a(y)) + self.norm_b(self.b(y))
+        return self.head(F.relu(y).mean((2, 3)))
+
+
+def _job():
+    torch.manual_seed(0)
+    return Job(
+        "twins",
+        Twins(),
+        lambda step, size: Batch((torch.randn(size, 3, 8, 8),), target=torch.arange(size) % 4),
+        lambda output, batch: F.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.Adam(parameters),
+        batch_size=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def job():
+    return _job()
+
+
+@pytest.fixture(scope="module")
+def dag(job):
+    return trace(job)
+
+
+@pytest.fixture(scope="module")
+def found(job, dag):
+    return profile(job, dag, ladder=LADDER, share=0.5, memory_cap_bytes=123, **EFFORTS)
+
+
+def test_every_operator_has_a_cost_in_every_format_it_can_run_in(dag, found):
+    for operator in dag.operators:
+        known = set(found.cost_index.get(operator.op_id, {}))
+        if operator.kind == "input":
+            assert not known
+        elif operator.is_adjustable:
+            assert known == set(LADDER)
+        elif operator.op_class is OpClass.FIXED:
+            assert known == {FLOAT32}
+        else:
+            assert known == {Variant.plain(Precision.BFLOAT16), Variant.plain(Precision.FLOAT32)}
+
+
+def test_operators_that_cost_the_same_are_measured_once(dag, found):
+    by_name = {operator.op_id.fqn: operator.op_id for operator in dag.operators}
+    assert found.cost_index[by_name["a"]] == found.cost_index[by_name["b"]]
+    assert found.cost_index[by_name["norm_a"]] == found.cost_index[by_name["norm_b"]]
+    assert found.cost_index[by_name["a"]] != found.cost_index[by_name["stem"]]
+    assert len(found.costs) == len(distinct_items(dag, LADDER))
+
+
+def test_costs_are_positive_where_work_is_done(dag, found):
+    for operator in dag.adjustable:
+        for variant in LADDER:
+            cost = found.cost(operator.op_id, variant)
+            assert cost.forward_dispatch_ns + cost.forward_compute_ns > 0
+            assert cost.backward_dispatch_ns + cost.backward_compute_ns > 0
+            assert cost.saves_inputs == (0,)
+            assert cost.backend == "aten"
+
+
+def test_every_cast_of_the_ladder_has_a_model(found):
+    assert {model.key for model in found.casts} == set(possible_casts(LADDER))
+    for model in found.casts:
+        assert model.r2 <= 1
+        assert len(model.samples) >= 3
+
+
+def test_steps_of_every_rung_with_memory(found):
+    assert {step.variant for step in found.steps} == set(LADDER)
+    for step in found.steps:
+        assert step.iteration_ns == step.forward_compute_ns + step.backward_compute_ns + step.optimizer_compute_ns
+        assert step.forward_dispatch_ns == step.backward_dispatch_ns == 0
+        # Weights, gradients and Adam's two moments at the least.
+        assert step.peak_bytes > 4 * 4 * sum(p.numel() for p in Twins().parameters())
+
+
+def test_static_facts(job, found):
+    numel = sum(p.numel() for p in job.model.parameters())
+    count = sum(1 for _ in job.model.parameters())
+    assert found.optimizer_state_bytes == 2 * 4 * numel + 4 * count  # two moments, and a step count a parameter
+    assert found.input_bytes == 2 * 3 * 8 * 8 * 4 + 2 * 8
+    assert (found.device.kind, found.device.share, found.device.memory_cap_bytes) == (DeviceKind.CPU, 0.5, 123)
+    assert found.software["torch"] == torch.__version__
+    assert found.collective is None
+
+
+def test_it_can_be_stored(found):
+    assert artifact.from_bytes(artifact.to_bytes(found), Profile) == found
+
+
+def test_the_jobs_model_is_not_touched(job, dag):
+    before = {name: value.clone() for name, value in job.model.state_dict().items()}
+    profile(job, dag, ladder=(FLOAT32,), **EFFORTS)
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
+    assert all(p.grad is None for p in job.model.parameters())
+
+
+def test_a_killed_run_continues_where_it_stopped(job, dag, tmp_path, monkeypatch):
+    path, measured = tmp_path / "x.partial", []
+    original = profile_module.measure_operator
+
+    def counting(*args, **kwargs):
+        measured.append(1)
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(profile_module, "measure_operator", counting)
+    with pytest.raises(KeyboardInterrupt):
+        profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
+    monkeypatch.setattr(profile_module, "measure_operator", original)
+    total = len(distinct_items(dag, (FLOAT32,)))
+    again = []
+
+    def counting_again(*args, **kwargs):
+        again.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(profile_module, "measure_operator", counting_again)
+    first = profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
+    assert len(again) == total - 3
+    # The third run finds everything and so gives the same bytes.
+    assert artifact.digest(profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)) == artifact.digest(first)
+    assert len(again) == total - 3
+
+
+def test_progress_reaches_its_total(job, dag):
+    told = []
+    profile(job, dag, ladder=(FLOAT32,), progress=lambda done, total, what: told.append((done, total)), **EFFORTS)
+    assert [done for done, _ in told] == list(range(len(told)))
+    assert told[-1][0] == told[-1][1]
+
+
+def test_layout_of_the_job_is_the_layout_that_is_measured(job):
+    model = Twins().to(memory_format=torch.channels_last)
+
+    def batch(step, size):
+        return Batch((torch.randn(size, 3, 8, 8).to(memory_format=torch.channels_last),), target=torch.arange(size) % 4)
+
+    last = attrs.evolve(job, model=model, batch=batch)
+    keys = {operator.op_id.fqn: operator.cost_key for operator in trace(last).operators}
+    other = {operator.op_id.fqn: operator.cost_key for operator in trace(job).operators}
+    assert keys["a"] != other["a"]
+    assert keys["norm_a"] != other["norm_a"]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:0", "torch sees no CUDA device here; use --device cpu, or see 'qsync doctor'"),
+        ("mps", "QSync measures cpu and cuda devices, got 'mps'"),
+        ("tpu:zero", "not a device: 'tpu:zero'"),
+    ],
+)
+def test_devices_that_are_not_there(job, dag, device, message):
+    if device == "cuda:0" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(QSyncError, match=message):
+        profile(job, dag, device=device)
+
+
+def test_a_graph_of_another_model_is_refused(job, dag):
+    class Other(Twins):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Conv2d(3, 8, 5, padding=2)
+
+    with pytest.raises(
+        QSyncError, match=r"parameter stem.weight has shape \[8, 3, 5, 5\] in the job and \[8, 3, 3, 3\] in the graph"
+    ):
+        profile(attrs.evolve(job, model=Other()), dag)

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from qsync_core import artifact
+from qsync_core.cli.root import cli
+from qsync_core.observations import Observations
+from qsync_core.precision import Precision
+from qsync_core.profile import Profile
+from qsync_core.variant import Variant
+from qsync_torch.job import load_job
+from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.trace import trace
+
+JOB = """
+import torch
+from qsync_torch.job import Batch, Job
+
+def tiny():
+    return Job(
+        "tiny",
+        torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)),
+        lambda step, size: Batch((torch.randn(size, 6),), target=torch.arange(size) % 3),
+        lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+
+def wider():
+    job = tiny()
+    job.model[0] = torch.nn.Linear(6, 7)
+    job.model[2] = torch.nn.Linear(7, 3)
+    return job
+"""
+
+CLUSTER = """
+[[group]]
+name = "train"
+device = "cpu"
+count = 1
+role = "train"
+
+[[group]]
+name = "infer"
+device = "cpu"
+count = 1
+role = "infer"
+share = 0.25
+ladder = ["int8", "float32"]
+rounding = "nearest"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    for name in ("operator_effort", "cast_effort", "step_effort"):
+        monkeypatch.setitem(profile_module.profile.__kwdefaults__, name, quick)
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    artifact.save(trace(load_job("job.py:tiny")), tmp_path / "dag.qsync")
+    return tmp_path
+
+
+def _run(*arguments):
+    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+
+
+def _message(*arguments):
+    result = _run(*arguments)
+    assert result.exit_code != 0
+    return result.output
+
+
+def test_profile_writes_an_artifact_and_says_what(folder):
+    result = _run("profile", "job.py:tiny", "--dag", "dag.qsync", "-o", "p.qsync", "--memory-cap", "2 GiB", "--share", "0.5")
+    assert result.exit_code == 0, result.output
+    found = artifact.load(folder / "p.qsync", Profile)
+    assert (found.device.share, found.device.memory_cap_bytes) == (0.5, 2 << 30)
+    assert "tiny on cpu" in result.output
+    assert "wrote p.qsync" in result.output
+    assert not (folder / "p.qsync.partial").exists()
+
+
+def test_profile_json_is_one_object(folder):
+    data = json.loads(_run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "bfloat16,float32", "--json").output)
+    assert data["model"] == "tiny"
+    assert [step["variant"] for step in data["steps"]] == ["float32", "bfloat16"]
+    assert {cast["target"] for cast in data["casts"]} == {"bfloat16", "float32"}
+
+
+def test_profile_takes_ladder_and_share_from_a_cluster_file(folder):
+    result = _run("profile", "job.py:tiny", "-o", "p.qsync", "--cluster", "cluster.toml", "--group", "infer")
+    assert result.exit_code == 0, result.output
+    found = artifact.load(folder / "p.qsync", Profile)
+    variants = {str(step.variant) for step in found.steps}
+    assert found.device.share == 0.25
+    assert any(text.startswith("int8") and "round=nearest" in text for text in variants)
+
+
+def test_observe_writes_an_artifact(folder):
+    result = _run(
+        "observe", "job.py:tiny", "--dag", "dag.qsync", "-o", "o.qsync", "--steps", "2", "--rungs", "int8,float32", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    found = artifact.load(folder / "o.qsync", Observations)
+    data = json.loads(result.output)
+    assert (data["iterations"], data["batch_size"], data["stopped"]) == (2, 2, "budget")
+    assert data["series"] == len(found.series)
+    assert found.dag_digest == artifact.digest(artifact.load(folder / "dag.qsync"))
+    assert {series.variant for series in found.series} == {None, Variant.of(Precision.INT8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rungs", "int9"], "--rungs: not a precision: 'int9'; known are int8, float8_e4m3fn, bfloat16, float16, float32"),
+        (["--rungs", ","], "--rungs names no precision"),
+        (["--rungs", "int8;out=int8"], "--rungs: not a variant: 'int8;out=int8'"),
+        (["--rungs", "int8", "--cluster", "cluster.toml"], "--rungs and --cluster both give a ladder"),
+        (["--cluster", "cluster.toml"], "describes the groups train, infer; say which one with --group"),
+        (["--cluster", "cluster.toml", "--group", "x"], "has no group 'x'; its groups are train, infer"),
+        (["--share", "0"], "--share is a fraction of the device, above 0 and at most 1, got 0"),
+        (["--memory-cap", "much"], "--memory-cap: not a size: 'much'"),
+        (["--device", "mps"], "QSync measures cpu and cuda devices, got 'mps'"),
+        (["--dag", "cluster.toml"], "cluster.toml"),
+        (["--rungs", "float8_e4m3fn,float32"], "it has no float8 products"),
+    ],
+)
+def test_profile_refuses_with_one_sentence(folder, options, message):
+    output = _message("profile", "job.py:tiny", "-o", "p.qsync", *options)
+    assert message in output
+    assert "Traceback" not in output
+    assert not (folder / "p.qsync").exists()
+
+
+@pytest.mark.parametrize("command", ["profile", "observe"])
+def test_a_graph_of_another_model(folder, command):
+    output = _message(command, "job.py:wider", "--dag", "dag.qsync", "-o", "x.qsync")
+    assert "parameter 0.weight has shape [7, 6] in the job and [5, 6] in the graph; run 'qsync trace' for this job" in output
+
+
+@pytest.mark.parametrize("command", ["profile", "observe"])
+def test_a_graph_of_another_batch_size(folder, command):
+    output = _message(command, "job.py:tiny", "--dag", "dag.qsync", "-o", "x.qsync", "--batch-size", "6")
+    assert "the graph was traced with batch size 4 and the job has 6; give --batch-size 4" in output
+
+
+def test_nothing_was_left_initialised(folder):
+    _run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "float32")
+    assert not torch.distributed.is_initialized()
