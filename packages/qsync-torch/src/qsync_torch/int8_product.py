@@ -2,18 +2,13 @@
 
 Shape suffixes: M rows, K the contracted dimension, N columns; B batch, C channels, O output channels, H and W as usual.
 
-Exactness: |q| <= 127, so a sum is exact while K * 127**2 < 2**31, that is K <= 133,144; a longer contraction is cut into pieces
-that are added in float64-free int64 by the caller's refusal: see :data:`MAX_CONTRACTION`.
+Exactness: |q| <= 127, so a sum is exact while K * 127**2 < 2**31, that is K <= 133,144.  The backend refuses longer ones.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-MAX_CONTRACTION = (2**31 - 1) // 127**2
-"""Longest contraction whose int32 sum can not overflow."""
 _CUDA_MIN_ROWS = 17
 """cuBLASLt's int8 product needs more than 16 rows, and K and N in multiples of 8; operands are padded with zeros to that."""
 _CUDA_MULTIPLE = 8
@@ -39,6 +34,8 @@ def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     n = b_NK.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=torch.int32, device=a_MK.device)
+    if k == 1:  # an outer product; ``torch._int_mm`` of torch 2.13 returns wrong values for it on a CPU
+        return a_MK.to(torch.int32) * b_NK.to(torch.int32).t()
     if a_MK.device.type != "cuda":
         return torch._int_mm(a_MK, b_NK.t())
     rows, inner, columns = max(m, _CUDA_MIN_ROWS), _round_up(k, _CUDA_MULTIPLE), _round_up(n, _CUDA_MULTIPLE)
@@ -95,6 +92,8 @@ def int8_conv2d(
     kernel = (kernel_h, kernel_w)
     if groups == 1:
         return int8_product(im2col_channels_last(x_BHWC.contiguous(), kernel, stride, padding, dilation), w_OK)
+    if group_channels == 1:
+        return _depthwise(x_BHWC, w_OHWC, stride, padding, dilation)
     products = []
     step = out_channels // groups
     for group in range(groups):
@@ -104,6 +103,23 @@ def int8_conv2d(
     return torch.cat(products, dim=1)
 
 
-def contraction_length(weight_shape: tuple[int, ...]) -> int:
-    """K of the product that a linear or convolution weight takes part in."""
-    return math.prod(weight_shape[1:])
+def _depthwise(
+    x_BHWC: torch.Tensor, w_OHWC: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
+) -> torch.Tensor:
+    """One input channel a group: no matrix product is in it, only a sum over the kernel's positions."""
+    batch, height, width, channels = x_BHWC.shape
+    out_channels, kernel_h, kernel_w, _ = w_OHWC.shape
+    x = torch.nn.functional.pad(x_BHWC, (0, 0, padding[1], padding[1], padding[0], padding[0])).to(torch.int32)
+    if out_channels != channels:
+        x = x.repeat_interleave(out_channels // channels, dim=3)
+    w_HWO = w_OHWC[..., 0].permute(1, 2, 0).to(torch.int32)
+    out_h = conv_output_size(height, kernel_h, stride[0], padding[0], dilation[0])
+    out_w = conv_output_size(width, kernel_w, stride[1], padding[1], dilation[1])
+    total = torch.zeros((batch, out_h, out_w, out_channels), dtype=torch.int32, device=x.device)
+    for i in range(kernel_h):
+        for j in range(kernel_w):
+            top, left = i * dilation[0], j * dilation[1]
+            rows = slice(top, top + (out_h - 1) * stride[0] + 1, stride[0])
+            columns = slice(left, left + (out_w - 1) * stride[1] + 1, stride[1])
+            total.addcmul_(x[:, rows, columns], w_HWO[i, j])
+    return total.view(-1, out_channels)

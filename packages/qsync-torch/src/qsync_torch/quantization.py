@@ -1,7 +1,7 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
-Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros has
-scale 1 (DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one
+Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``; a group of zeros (or
+of magnitudes below 1e-36) has scale 1 (DESIGN sections 4 and 5).  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one
 per row of the flattened 2-d activation.  Zero points exist in the reference below only.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
@@ -24,6 +24,8 @@ from qsync_torch.random_bits import random_thresholds
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
+_SMALLEST = 2.0**-126
+"""A smaller scale has no finite inverse in float32; such a group counts as zeros."""
 
 
 def scale_count(shape: tuple[int, ...] | torch.Size, granularity: Granularity) -> int:
@@ -79,12 +81,13 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
         low, high = torch.aminmax(groups)
         # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
         absmax = -float(low) if -float(low) > float(high) else float(high)
-        out.fill_(absmax / LARGEST[precision] or 1.0)
+        scale = absmax / LARGEST[precision]
+        out.fill_(1.0 if scale < _SMALLEST else scale)
         return
     # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
     low, high = torch.aminmax(groups) if groups.shape[0] == 1 else (groups.amin(1), groups.amax(1))
     out.copy_(torch.maximum(low.neg(), high).view(-1)).div_(LARGEST[precision])
-    out.masked_fill_(out == 0, 1.0)
+    out.masked_fill_(out < _SMALLEST, 1.0)
 
 
 def _round_int8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
