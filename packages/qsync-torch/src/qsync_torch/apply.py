@@ -106,7 +106,8 @@ def apply_(
 ) -> Applied:
     """Make ``model`` run as planned, in place.
 
-    Call it before wrapping the model in DistributedDataParallel or ``torch.compile``.
+    Call it before wrapping the model in DistributedDataParallel or ``torch.compile``, and after ``init_process_group``: then all
+    ranks compare their plans and versions first, so every rank must call it.
 
     Args:
         model: any module; its parameters stay as they are.
@@ -119,7 +120,9 @@ def apply_(
         A handle with ``remove()``.
 
     Raises:
-        PlanError: when the plan is for another model, names an operator the model does not have, or the model has a plan already.
+        PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
+            the ranks hold different plans, or rank 0 is not of a training group.
+        CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a backend is missing or refuses a variant, with all reasons.
     """
     if _MARK in model.__dict__:
@@ -129,10 +132,13 @@ def apply_(
 
         plan = load(Path(plan), PrecisionPlan)
     whole_plan = isinstance(plan, PrecisionPlan)
-    if isinstance(plan, PrecisionPlan) and group is None:
-        from qsync_torch.group import which_group
+    if isinstance(plan, PrecisionPlan):
+        from qsync_torch.agreement import check_ranks_agree
+        from qsync_torch.group import check_rank0, which_group
 
-        group = which_group(plan)
+        check_ranks_agree(plan)
+        group = which_group(plan) if group is None else group
+        check_rank0(plan, group)
     assigned = assignments_of(plan, group, backend)
     addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
     check_backends(addressed, _device_of(model))

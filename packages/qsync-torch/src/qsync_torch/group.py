@@ -7,9 +7,10 @@ import platform
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 from qsync_core.errors import PlanError
-from qsync_core.plan import GroupPlan, PrecisionPlan
+from qsync_core.plan import GroupPlan, PrecisionPlan, Role
 from qsync_core.profile import DeviceKind
 
 GROUP_VARIABLE = "QSYNC_GROUP"
@@ -24,7 +25,10 @@ def device_name() -> tuple[str, DeviceKind]:
 
 def _matches(group: GroupPlan, name: str, kind: DeviceKind) -> bool:
     wanted = group.device.name.lower()
-    return group.device.kind is kind and (wanted == name.lower() or wanted in name.lower().replace("-", " ").split())
+    known_as = {name.lower(), *name.lower().replace("-", " ").split()}
+    if kind is DeviceKind.CPU:
+        known_as.add("cpu")  # what profiles call every CPU
+    return group.device.kind is kind and wanted in known_as
 
 
 def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = None) -> str:
@@ -54,3 +58,19 @@ def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = Non
         f"{found} this device ({name}, {kind}); the plan's groups are {', '.join(names)}: "
         f"set {GROUP_VARIABLE} to the one of this process"
     )
+
+
+def check_rank0(plan: PrecisionPlan, group: str) -> None:
+    """On rank 0 of a job, refuse a group that does not train: DistributedDataParallel broadcasts its buffers to all ranks.
+
+    Raises:
+        PlanError: naming the groups that rank 0 may be of.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() != 0 or dist.get_world_size() == 1:
+        return
+    training = [entry.group for entry in plan.groups if entry.role is Role.TRAIN]
+    if training and group not in training:
+        raise PlanError(
+            f"rank 0 is of group {group!r}, but its BatchNorm statistics go to all ranks, so it must be of a training group "
+            f"({', '.join(training)}); start that group's machine as node rank 0"
+        )

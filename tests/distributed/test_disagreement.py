@@ -1,0 +1,49 @@
+"""Ranks that do not agree end at start-up, before the first step, with a sentence; nobody hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import EXAMPLES, Ended, run_machines, train
+
+from qsync_core.precision import Precision
+
+pytestmark = pytest.mark.distributed
+OTHER_VERSION = Path(__file__).with_name("other_version_on_rank1.py")
+
+
+def check_refused(ended: list[Ended], sentence: str, *, by: tuple[int, ...] = (0, 1)) -> None:
+    """All ranks ended with an error before the first step; those in ``by`` with the sentence and without a traceback.
+
+    A rank whose own part is in order only sees the other one go.
+    """
+    assert all(e.status != 0 for e in ended), ended
+    assert not any("epoch 0" in e.output for e in ended)
+    for rank in by:
+        assert f"error: {sentence}" in ended[rank].output, ended[rank]
+        assert "Traceback" not in ended[rank].output.partition("error: ")[0], ended[rank]
+
+
+def test_different_plans(make_plan):
+    plans = [make_plan(), make_plan({"conv2": Precision.BFLOAT16}, "other")]
+    check_refused(train(plans), "the ranks of this job hold different plans")
+
+
+def test_different_versions(make_plan):
+    script = [str(OTHER_VERSION), str(EXAMPLES / "train_ddp.py"), "--plan", str(make_plan())]
+    ended = run_machines([script, script], [{"QSYNC_GROUP": "train"}, {"QSYNC_GROUP": "infer"}])
+    check_refused(ended, "the ranks of this job run different versions of QSync")
+
+
+def test_a_group_that_the_plan_does_not_have(make_plan):
+    ended = train([make_plan()] * 2, groups=("train", "inference"))
+    check_refused(ended, "QSYNC_GROUP is 'inference', but the plan's groups are train, infer; set it to one of them", by=(1,))
+
+
+def test_a_rank_that_could_be_of_either_group(make_plan):
+    check_refused(train([make_plan()] * 2, groups=("train", "")), "groups train, infer all match this device", by=(1,))
+
+
+def test_rank_0_of_an_inference_group(make_plan):
+    check_refused(train([make_plan()] * 2, groups=("infer", "train")), "rank 0 is of group 'infer'", by=(0,))
