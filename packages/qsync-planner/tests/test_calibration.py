@@ -140,6 +140,20 @@ def test_time_that_nothing_explains_is_spread_over_the_operators() -> None:
     assert Replayer(dag, single_group(), {"g": found}).replay({}).groups["g"].dispatch_ns == 402 + 801
 
 
+def test_what_a_rung_lacks_goes_to_its_operators_in_proportion_to_their_time() -> None:
+    dag, found = measured(STEPS[0], step(I8, 40_000, 70_000, 1_200))
+    replayer = Replayer(dag, single_group(), {"g": found})
+    alone = Replayer(dag, single_group(), {"g": attrs.evolve(found, steps=STEPS[:1])})
+    gained = []
+    for one in (replayer, alone):
+        nodes = one.global_dfg(uniform(dag, I8)).groups[0].nodes  # type: ignore[arg-type]
+        gained.append({n.op_id.fqn: n.duration_ns for n in nodes if n.op_id and n.phase == "forward" and "cast" not in n.name})
+    assert gained[0]["relu"] == gained[1]["relu"]
+    small, large = (gained[0][name] - gained[1][name] for name in ("small", "large"))
+    assert small > 0
+    assert large / small == pytest.approx(gained[1]["large"] / gained[1]["small"], rel=1e-3)
+
+
 def test_no_operator_becomes_negative_however_fast_the_measured_step() -> None:
     dag, found = measured(STEPS[0], step(I8, 10, 10, 1_200))
     replayer = Replayer(dag, single_group(), {"g": found})

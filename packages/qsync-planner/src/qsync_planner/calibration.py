@@ -5,8 +5,9 @@ steps at the base precision and at every rung uniformly; the model reproduces ea
 corrections:
 
 1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
-2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung: time that is missing in
-   proportion to flops, time that is too much in proportion to their kernels' time, so that none becomes negative.
+2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung, in proportion to their
+   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops throughout
+   would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time by a factor of ten.
 
 Memory likewise: what is missing at the base is added to every plan, the rest at a rung to its operators by their elements.
 
@@ -192,10 +193,9 @@ def _fit_rung(
     for column, (want, have) in enumerate(zip(target.values(), modelled.values(), strict=True)):
         dispatch = column % 2 == 0
         rest = 0 if dispatch and want == 0 else want - have  # a dispatch time of 0 was not measured apart
-        if rest < 0:
-            columns.append(spread_integer(max(rest, -sum(kernels[column])), kernels[column]))
-        else:
-            columns.append(spread_integer(rest, [1] * len(positions) if dispatch else flops))
+        times = kernels[column]
+        weights = times if any(times) else [1] * len(positions) if dispatch else flops
+        columns.append(spread_integer(max(rest, -sum(times)), weights))
     memory = [0] * len(positions)
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
