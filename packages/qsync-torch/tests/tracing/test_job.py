@@ -1,6 +1,8 @@
 """Jobs by name and from a person's own file, and what is said when they can not be loaded."""
 
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +170,9 @@ def test_what_can_not_be_loaded_is_named(text: str, message: str, job_file) -> N
         load_job(text.format(file=job_file))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_readmes_job_is_one() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "def job" in block]
+    exec(compile(block, "README.md", "exec"), {})
