@@ -6,8 +6,8 @@ corrections:
 
 1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
 2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung, in proportion to their
-   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops throughout
-   would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time by a factor of ten.
+   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
+   throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold.
 
 Memory likewise: what is missing at the base is added to every plan, the rest at a rung to its operators by their elements.
 
