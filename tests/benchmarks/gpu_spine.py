@@ -1,0 +1,206 @@
+"""S7: predicted against measured step time and peak memory of whole training runs on one GPU.
+
+For each job: trace, profile on the GPU, observe, indicate, plan under a memory budget that float32 does not fit, ``apply_``, train 50
+steps; and the same training at full and at uniform low precision.  Run it on a machine with a CUDA device::
+
+    python tests/benchmarks/gpu_spine.py --out OUT [--jobs resnet50,bert-base] [--directory docs/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from qsync_core.artifact import save
+from qsync_core.cluster import Cluster, DeviceGroup, Link
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import Role
+from qsync_core.precision import Precision
+from qsync_core.profile import Profile
+from qsync_core.variant import Variant
+from qsync_planner.allocator import allocate
+from qsync_planner.indicate import indicate
+from qsync_planner.replay import Replayer
+from qsync_torch.apply import apply_
+from qsync_torch.job import Job, load_job
+from qsync_torch.observing.observe import observe
+from qsync_torch.profiling.profile import profile
+from qsync_torch.trace import trace
+from results import write_rows
+
+JOBS = {"resnet50": ("resnet50:image=224", 128), "bert-base": ("bert-base:seq=384", 12)}
+LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
+BUDGET_SHARE = 0.7
+"""Memory budget of the planned run over the full-precision peak: what float32 does not fit and bfloat16 does."""
+STEPS, WARM_UP = 50, 10
+NVLINK = Link(("train", "infer"), alpha_ns=20_000.0, beta_ns_per_byte=1 / 200.0)
+
+
+def cluster_of(profile_: Profile, budget_bytes: int) -> Cluster:
+    """A training group and a memory-bound inference group of the measured device."""
+
+    def group(name: str, role: Role, memory_bytes: int) -> DeviceGroup:
+        return DeviceGroup(name, profile_.device.name, 1, role, Precision.FLOAT32, LADDER, memory_bytes)
+
+    return Cluster("one GPU twice", (group("train", Role.TRAIN, 0), group("infer", Role.INFER, budget_bytes)), (NVLINK,))
+
+
+def alone(cluster: Cluster) -> Cluster:
+    """The inference group by itself, one rank: what one process can check."""
+    return Cluster("alone", (cluster.group("infer"),))
+
+
+def train(job: Job, variants: Mapping[OpId, Variant] | None) -> tuple[float, float, int, float, float]:
+    """Train ``STEPS`` steps; (median step s, relative interquartile range, peak bytes, first loss, last loss)."""
+    torch.manual_seed(0)
+    model = job.model.cuda().train()
+    applied = apply_(model, variants) if variants is not None else None
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    batches = [job.batch(step, job.batch_size).to("cuda") for step in range(4)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    losses = []
+    for step in range(STEPS):
+        starts[step].record()
+        loss = job.compute_loss(batches[step % 4], model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    starts[STEPS].record()
+    torch.cuda.synchronize()
+    times = [starts[i].elapsed_time(starts[i + 1]) / 1e3 for i in range(WARM_UP, STEPS)]
+    low, median, high = statistics.quantiles(times, n=4)
+    peak = torch.cuda.max_memory_allocated()
+    if applied is not None:
+        applied.remove()
+    return statistics.fmean(times), (high - low) / median, peak, float(losses[0]), float(losses[-1])
+
+
+def fresh(name: str) -> Job:
+    text, batch_size = JOBS[name]
+    torch.manual_seed(0)
+    return load_job(text, batch_size)
+
+
+def release() -> None:
+    import gc
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def report(done: int, total: int, what: str) -> None:
+    """A line of progress every ten measurements."""
+    if done % 10 == 0:
+        print(f"  {time.strftime('%X')} {done}/{total} {what}", flush=True)
+
+
+def measure(name: str, out: Path) -> list[dict[str, object]]:
+    clock = time.perf_counter()
+
+    def lap(what: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        print(f"{name}: {what} took {now - clock:.1f} s", flush=True)
+        clock = now
+
+    job = fresh(name)
+    dag: PrecisionDag = trace(job)
+    lap(f"trace ({len(dag.operators)} operators, {len(dag.adjustable)} adjustable)")
+    profile_ = profile(job, dag, device="cuda:0", ladder=LADDER, progress=report)
+    lap("profile")
+    release()
+    observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
+    lap(f"observe ({observations.stopped})")
+    sensitivity = indicate(observations, dag, LADDER)
+    full_peak = max(step.peak_bytes for step in profile_.steps)
+    cluster = cluster_of(profile_, int(full_peak * BUDGET_SHARE))
+    plan = allocate(dag, cluster, {"train": profile_, "infer": profile_}, sensitivity)
+    lap("plan")
+    for artifact, kind in ((dag, "dag"), (profile_, "profile"), (sensitivity, "sensitivity"), (plan, "plan")):
+        save(artifact, out / f"{name}.{kind}.qsync")
+    planned = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
+    runs: dict[str, dict[OpId, Variant] | None] = {"full": None}
+    runs |= {f"uniform-{rung.compute}": {op.op_id: rung for op in dag.adjustable} for rung in LADDER[:-1]}
+    runs["plan"] = planned
+    replayer = Replayer(dag, alone(cluster), {"infer": profile_})
+    rows: list[dict[str, object]] = []
+    for run, variants in runs.items():
+        job = fresh(name)
+        seconds, spread, peak, first, last = train(job, variants)
+        del job
+        release()
+        prediction = replayer.replay({"infer": variants} if variants else {})
+        predicted_s, predicted_peak = prediction.iteration_ns / 1e9, prediction.groups["infer"].peak_bytes
+        counts = ""
+        if variants:
+            per = [v.label for v in variants.values()]
+            counts = ", " + ", ".join(f"{per.count(label)} {label}" for label in sorted(set(per)))
+        title = f"{name}, batch {JOBS[name][1]}, {run}{counts}"
+        loss = f"; loss {first:.3f} → {last:.3f} over {STEPS} steps"
+        for row_id, what, value, unit, row_spread in (
+            ("time-measured", f"step time, measured, {title}{loss}", seconds * 1e3, "ms", f"{spread:.4f} IQR/median"),
+            ("time-predicted", f"step time, predicted, {title}", predicted_s * 1e3, "ms", ""),
+            (
+                "time-error",
+                f"step time, |predicted − measured| / measured, {title}",
+                abs(predicted_s / seconds - 1),
+                "fraction",
+                "",
+            ),
+            ("peak-measured", f"peak memory, measured, {title}", peak / 2**30, "GiB", ""),
+            ("peak-predicted", f"peak memory, predicted, {title}", predicted_peak / 2**30, "GiB", ""),
+            (
+                "peak-error",
+                f"peak memory, |predicted − measured| / measured, {title}",
+                abs(predicted_peak / peak - 1),
+                "fraction",
+                "",
+            ),
+        ):
+            row = {"id": f"S7-{name}-{run}-{row_id}", "what": what, "value": value, "unit": unit, "target": "reported",
+                   "device": torch.cuda.get_device_name()}  # fmt: skip
+            rows.append(row | ({"spread": row_spread} if row_spread else {}))
+        print(f"{title}: {seconds * 1e3:.2f} ms (predicted {predicted_s * 1e3:.2f}), peak {peak / 2**30:.2f} GiB "
+              f"(predicted {predicted_peak / 2**30:.2f}){loss}", flush=True)  # fmt: skip
+        lap(f"train {run}")
+    print(f"{name}: budget {cluster.group('infer').memory_bytes / 2**30:.2f} GiB; T {plan.time_limit_ns / 1e6:.2f} ms", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the artifacts of the run")
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
+    faulthandler.dump_traceback_later(120, repeat=True)  # a hang on a machine that is far away should say where
+    failed = []
+    for name in arguments.jobs.split(","):
+        try:
+            rows = measure(name, arguments.out)
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        where = {"directory": arguments.directory} if arguments.directory else {}
+        write_rows("spine", rows, "python tests/benchmarks/gpu_spine.py --out OUT", **where)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
