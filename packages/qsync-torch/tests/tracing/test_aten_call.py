@@ -1,18 +1,24 @@
 """Calls as text: every operator that a plan does not lower can be run again from what the graph stores."""
 
+import functools
 import json
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from qsync_core.dag import OpClass, Operator
+from qsync_core.dag import OpClass, Operator, PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_torch.aten_call import AtenCall
 from qsync_torch.job import load_job
 from qsync_torch.trace import trace
 
 BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
+
+
+@functools.cache
+def traced(text: str) -> PrecisionDag:
+    return trace(load_job(text, batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,7 @@ BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_call_runs_again_forward_and_backward(text: str, dtype: torch.dtype) -> None:
-    dag = trace(load_job(text, batch_size=2))
+    dag = traced(text)
     checked = 0
     for operator in dag.operators:
         call = AtenCall.of(operator)
@@ -51,7 +57,7 @@ def test_every_call_runs_again_forward_and_backward(text: str, dtype: torch.dtyp
 
 
 def test_memory_layout_is_kept() -> None:
-    dag = trace(load_job(f"bert-base:{BERT}", batch_size=2))
+    dag = traced(f"bert-base:{BERT}")
     attention = next(o for o in dag.operators if o.kind == "scaled_dot_product_attention")
     inputs = AtenCall.of(attention).make_inputs([torch.float32] * 3)
     assert [tuple(tensor.shape) for tensor in inputs] == [(2, 2, 8, 8)] * 3

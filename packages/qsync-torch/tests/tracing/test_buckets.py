@@ -32,7 +32,7 @@ def real_buckets(job: Job, **options) -> tuple[bool, list[int], list[list[int]]]
     ("text", "cap"),
     [
         ("resnet18:image=32", None),
-        ("vgg16_bn:image=32,hidden=512", None),
+        ("vgg16_bn:image=32,hidden=64,pool_size=1", None),
         ("bert-base:layers=2,hidden=128,vocab=3000,seq=8", 0.5),
         ("bert-base:layers=2,hidden=128,vocab=3000,seq=8,head=mlm", 0.5),
         ("bert-base:layers=2,hidden=768,vocab=2000,seq=8,head=mlm", None),
