@@ -6,7 +6,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.artifact import load, save
 from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
 from qsync_core.timeline import Timeline
+from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
 from qsync_torch.demo.rendezvous import Rendezvous
 from qsync_torch.demo.tasks import GROUPS, Method, MethodResult, Trained, TrainTask, write_json
@@ -44,7 +47,7 @@ def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
     workload = load_workload(task.model, tiny=task.tiny)
     dag = load(Path(task.folder) / "dag.qsync", PrecisionDag)
     methods = (*task.compared, *task.probes)
-    trainees = [_Trainee(workload, method, rendezvous.rank) for method in methods]
+    trainees = [_Trainee(workload, m, rendezvous.rank, load(Path(m.plan), PrecisionPlan)) for m in methods]
     turns = _turns(len(trainees), task.steps, task.block)
     for done, (index, first, count) in enumerate(turns):
         if rendezvous.rank == 0:
@@ -85,7 +88,7 @@ class _Step:
 class _Trainee:
     """The model, optimizer and DDP wrapper of one method on this rank."""
 
-    def __init__(self, workload: Workload, method: Method, rank: int) -> None:
+    def __init__(self, workload: Workload, method: Method, rank: int, plan: PrecisionPlan | Mapping[OpId, Variant]) -> None:
         self.method = method
         self._workload = workload
         sizes = [method.local_batches[group] for group in GROUPS]
@@ -93,7 +96,7 @@ class _Trainee:
         # DDP averages over ranks; gradients must average over samples.
         self._loss_weight = self._size * len(sizes) / self._global_batch
         self.model = copy.deepcopy(workload.model).train()
-        apply_(self.model, method.plan, group=GROUPS[rank])
+        apply_(self.model, plan)
         self._ddp = DistributedDataParallel(self.model)
         self._optimizer = workload.optimizer(self.model.parameters())
         self._steps: list[_Step] = []

@@ -1,0 +1,60 @@
+"""The demo's cluster, budget and figures, on the tiny job with hand-made profiles of the planner's own tests' kind."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from qsync_core.cluster_file import parse_cluster
+from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.precision import Precision
+from qsync_core.profile import DeviceKind, DeviceType
+from qsync_core.variant import Variant
+from qsync_torch.demo.digits import digits_resnet
+from qsync_torch.demo.measuring import LADDER
+from qsync_torch.demo.planning import cluster_toml, low_precision_flops, recovered_share
+from qsync_torch.trace import trace
+
+
+def test_the_cluster_file_has_the_ladder_that_is_profiled():
+    cluster = parse_cluster(cluster_toml(0.64, 12_345), "the demo's cluster")
+    infer = cluster.group("infer")
+    assert infer.ladder == LADDER
+    assert (infer.share, infer.memory_bytes) == (0.64, 12_345)
+    assert cluster.group("train").ladder == (Variant.plain(Precision.FLOAT32),)
+    assert parse_cluster(cluster_toml(0.5), "x").group("infer").memory_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def dag():
+    return trace(digits_resnet(tiny=True).job())
+
+
+def plan_of(dag, lowered: set[str]) -> PrecisionPlan:
+    assignments = {
+        o.op_id: Assignment(Variant.of(Precision.BFLOAT16 if o.op_id.fqn in lowered else Precision.FLOAT32), "aten", "", "")
+        for o in dag.adjustable
+    }
+    device = DeviceType("cpu", DeviceKind.CPU)
+    group = GroupPlan("infer", Role.INFER, 1, device, Precision.FLOAT32, assignments)
+    fields = {"model": dag.model, "dag_digest": "", "operator_ids": (), "input_digests": {}, "solver": "", "indicator": ""}
+    times = {"time_limit_ns": 0, "predicted_iteration_ns": 0, "objective": 0.0, "bound": None}
+    return PrecisionPlan(**fields, **times, groups=(group,), rank0_group="infer")
+
+
+def test_recovered_share_counts_operations(dag):
+    every = {o.op_id.fqn: o.flops for o in dag.adjustable}
+    uniform = plan_of(dag, set(every))
+    still_low = {"blocks.0.conv1", "fc"}
+    expected = 1 - (every["blocks.0.conv1"] + every["fc"]) / sum(every.values())
+    assert recovered_share(dag, uniform, plan_of(dag, still_low)) == pytest.approx(expected)
+    assert recovered_share(dag, uniform, uniform) == 0
+    assert recovered_share(dag, uniform, plan_of(dag, set())) == 1
+    assert recovered_share(dag, plan_of(dag, set()), uniform) == 0
+    assert sum(low_precision_flops(dag, uniform).values()) == sum(every.values())
+
+
+def test_operations_of_a_convolution_by_hand(dag):
+    """16 images, 8 to 8 channels, 3×3, 8×8 positions: 2 operations a multiply-add."""
+    conv = next(o for o in dag.adjustable if o.op_id.fqn == "blocks.0.conv1")
+    assert attrs.evolve(conv).flops == 2 * 16 * 8 * 8 * 9 * 64

@@ -1,0 +1,117 @@
+"""The weak worker: its calibration, and that nothing of it outlives the demo."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+
+from qsync_torch.demo import weak_worker
+from qsync_torch.demo.cpu_quota import CpuQuota
+from qsync_torch.demo.weak_worker import LEAST_RATIO, TARGET_RATIO, Weakness, WeakWorker
+
+
+class FakeQuota:
+    share = 0.0
+    closed = False
+
+    def set_share(self, share: float) -> None:
+        self.share = share
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLoad(FakeQuota):
+    niceness = 0
+
+    def __init__(self, core: int) -> None:
+        self.history: list[int] = []
+
+    def set_niceness(self, niceness: int) -> None:
+        assert niceness >= self.niceness or niceness in self.history, "without privileges niceness only goes up"
+        self.niceness = niceness
+        self.history.append(niceness)
+
+
+@pytest.mark.parametrize("efficiency", [0.8, 1.0, 1.2])
+def test_a_quota_is_adjusted_to_the_wanted_ratio(monkeypatch, efficiency):
+    """``efficiency``: how fast the weak worker's core is beside the strong one's."""
+    quota = FakeQuota()
+    monkeypatch.setattr(weak_worker.CpuQuota, "create", lambda: quota)
+    with WeakWorker(0) as weak:
+        ratio = weak.calibrate(lambda: 1 / (quota.share * efficiency))
+        assert ratio == pytest.approx(TARGET_RATIO, abs=0.03)
+        assert ratio == pytest.approx(1 / (quota.share * efficiency))
+        assert weak.weakness == Weakness("quota", quota.share)
+    assert quota.closed
+
+
+def test_a_load_takes_the_niceness_nearest_to_the_wanted_ratio(monkeypatch):
+    loads = []
+    monkeypatch.setattr(weak_worker.CpuQuota, "create", lambda: None)
+    monkeypatch.setattr(weak_worker, "ColocatedLoad", lambda core: loads.append(FakeLoad(core)) or loads[-1])
+    # The kernel's weights: 1024 against 1024 / 1.25 ** niceness, and 10% for the caches.
+    with WeakWorker(0) as weak:
+        ratio = weak.calibrate(lambda: 1.1 * (1 + 1.25 ** -loads[0].niceness))
+    assert weak.weakness.kind == "load"
+    assert LEAST_RATIO <= ratio < 1.7
+    assert loads[0].closed
+
+
+def test_a_known_weakness_is_used_again(monkeypatch):
+    quota = FakeQuota()
+    monkeypatch.setattr(weak_worker.CpuQuota, "create", lambda: quota)
+    with WeakWorker(0, Weakness("quota", 0.61)):
+        assert quota.share == 0.61
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="pidfd_open is Linux")
+def test_the_load_ends_when_its_starter_is_killed():
+    script = (
+        "import os, signal\n"
+        "from qsync_torch.demo.colocated_load import ColocatedLoad\n"
+        "load = ColocatedLoad(min(os.sched_getaffinity(0)))\n"
+        "print(load._process.pid, flush=True)\n"
+        "input()\n"  # until the test has opened the process
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    load = os.pidfd_open(int(starter.stdout.readline()))
+    try:
+        assert not select.select([load], [], [], 0)[0], "the load runs"
+        starter.communicate("\n")
+        assert select.select([load], [], [], 30)[0], "the load is still running after its starter was killed"
+    finally:
+        os.close(load)
+
+
+def test_a_quota_leaves_nothing_behind():
+    """In a process of its own: moves into a cgroup, limits itself, and goes back."""
+    script = (
+        "import pathlib\n"
+        "from qsync_torch.demo.cpu_quota import CpuQuota\n"
+        "before = pathlib.Path('/proc/self/cgroup').read_text()\n"
+        "quota = CpuQuota.create()\n"
+        "if quota is None:\n"
+        "    print('not permitted')\n"
+        "else:\n"
+        "    inside = pathlib.Path('/proc/self/cgroup').read_text()\n"
+        "    quota.set_share(0.5)\n"
+        "    quota.close()\n"
+        "    assert inside != before == pathlib.Path('/proc/self/cgroup').read_text()\n"
+        "    assert not quota._cgroup.exists()\n"
+        "    print('fine')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("fine", "not permitted")
+
+
+def test_descriptions_are_for_people():
+    assert Weakness("quota", 0.64).description == "a cgroup quota of 64% of its core"
+    assert Weakness("load", 3).description == "another process on its core, at niceness 3"
+    assert CpuQuota.create is not None

@@ -1,0 +1,84 @@
+"""The whole demo at toy size, and what its dynamic-batch training rests on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from launching import run_machines
+
+from qsync_core.artifact import load
+from qsync_core.plan import PrecisionPlan
+from qsync_core.timeline import Timeline
+
+pytestmark = pytest.mark.distributed
+
+
+def test_unequal_batches_give_the_gradient_of_the_whole_batch():
+    script = [str(Path(__file__).with_name("weighted_gradients.py"))]
+    ended = run_machines([script, script], [{}, {}])
+    assert [e.status for e in ended] == [0, 0], ended
+
+
+class Outside(HTMLParser):
+    """Collects everything in a page that a browser would fetch or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("script", "link", "iframe", "img", "object", "embed"):
+            self.found.append(tag)
+        self.found += [pair for pair in attributes if pair[0] in ("src", "href") or pair[0].startswith("on")]
+
+
+@pytest.mark.parametrize(("model", "arguments"), [("resnet", {"predict_check": True}), ("bert", {"memory_budget": "auto"})])
+def test_demo_from_end_to_end(model, arguments, tmp_path):
+    from qsync_torch.demo.flow import Options, run_demo
+    from qsync_torch.demo.report import write_report
+
+    options = Options(model, steps=20, folder=tmp_path, tiny=True, observe_steps=5, **arguments)
+    result = run_demo(options, lambda done, total, what: None)
+    outcome = result.outcome
+    assert [row.name for row in outcome.rows] == ["full", "uniform", "dynamic-batch", "qsync"]
+    for row in outcome.rows:
+        plan = load(tmp_path / f"plan-{row.name}.qsync", PrecisionPlan)
+        assert row.predicted_ns == plan.predicted_iteration_ns
+        assert sum(row.operators.values()) == len(plan.operator_ids)
+        assert 0 <= row.evaluation.accuracy <= 1
+    assert outcome.row("full").operators == {"float32": len(result.dag.adjustable)}
+    assert sum(outcome.row("dynamic-batch").local_batches.values()) == 2 * result.dag.batch_size
+    if "predict_check" in arguments:
+        assert [row.name for row in outcome.probes] == ["uniform int8", "uniform bfloat16", "random 11", "random 12"]
+        assert len(outcome.prediction_errors) == 5
+    else:
+        assert 0 < outcome.budget_bytes < outcome.row("full").predicted_peak_bytes
+        assert outcome.row("qsync").predicted_peak_bytes <= outcome.budget_bytes
+
+    page = write_report(result, tmp_path).read_text()
+    outside = Outside()
+    outside.feed(page)
+    assert outside.found == []
+    assert "url(" not in page
+    assert "@import" not in page
+    for operator in result.dag.adjustable:
+        assert str(operator.op_id) in page
+    for name in ("full", "uniform", "qsync"):
+        measured = load(tmp_path / f"measured-{name}.qsync", Timeline)
+        assert measured.rank_group == {0: "train", 1: "infer"}
+        assert measured.peak_bytes["infer"] == outcome.row(name).peak_bytes
+        for source in ("predicted", "measured"):
+            assert json.loads((tmp_path / f"{source}-{name}.perfetto.json").read_text())["traceEvents"]
+
+
+def test_the_command_refuses_a_budget_that_is_no_size():
+    command = [sys.executable, "-m", "qsync_core.cli", "demo", "--memory-budget", "plenty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--memory-budget is a size, 'auto' or 'none': not a size: 'plenty'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
