@@ -255,6 +255,18 @@ def test_bad_arguments_are_named() -> None:
         allocate(case.dag, case.cluster, case.profiles, None)
 
 
+def test_a_model_without_adjustable_operators_is_planned_too() -> None:
+    case = random_case(0)
+    operators = tuple(attrs.evolve(o, not_applicable="a test" if o.is_adjustable else "") for o in case.dag.operators)
+    dag = attrs.evolve(case.dag, operators=operators, batch_size=0)
+    profiles = {name: attrs.evolve(profile, dag_digest=digest(dag)) for name, profile in case.profiles.items()}
+    sensitivity = attrs.evolve(case.sensitivity, dag_digest=digest(dag), omega={})
+    for solver in SOLVERS:
+        plan = allocate(dag, case.cluster, profiles, sensitivity, solver=solver)
+        assert plan.operator_ids == ()
+        assert plan.predicted_iteration_ns == plan.baselines["full"] == plan.baselines["uniform"]
+
+
 def test_a_group_without_a_profile_is_named() -> None:
     case = random_case(0)
     profiles = {"train0": case.profiles["train0"]}

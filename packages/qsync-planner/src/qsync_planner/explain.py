@@ -26,7 +26,8 @@ def select_operators(plan: PrecisionPlan, fqn: str | None) -> tuple[OpId, ...]:
         return chosen
     modules = {op_id.fqn.rsplit(".", depth)[0] for op_id in plan.operator_ids for depth in range(op_id.fqn.count(".") + 1)}
     close = difflib.get_close_matches(fqn, sorted(modules | {str(op_id) for op_id in plan.operator_ids}), n=3)
-    hint = f"did you mean {', '.join(close)}?" if close else f"the plan's operators begin with {plan.operator_ids[0]}"
+    first = f"the plan's operators begin with {plan.operator_ids[0]}" if plan.operator_ids else "the plan has none at all"
+    hint = f"did you mean {', '.join(close)}?" if close else first
     raise PlanError(f"the plan for {plan.model!r} has no adjustable operator or module {fqn!r}; {hint}")
 
 

@@ -49,7 +49,7 @@ class BatchScaling:
 
     def __init__(self, problem: Problem, group: DeviceGroup, busy_ns: int, further: BatchProfile | None) -> None:
         self.profile = problem.profiles[group.name]
-        self.batch_size = problem.dag.batch_size
+        self.batch_size = max(1, problem.dag.batch_size)
         self.measured_busy_ns = busy_ns
         self._forward, self._backward = self._fit(group.name, further)
         base = Variant.plain(group.base)
@@ -101,7 +101,7 @@ class BatchScaling:
 
     def _fit(self, group: str, further: BatchProfile | None) -> tuple[list[float], list[float]]:
         """Forward and backward slopes in ns per sample, one per cost, not negative."""
-        size = max(1, self.batch_size)
+        size = self.batch_size
         forward = [cost.forward_compute_ns / size for cost in self.profile.costs]
         backward = [cost.backward_compute_ns / size for cost in self.profile.costs]
         if further is None:

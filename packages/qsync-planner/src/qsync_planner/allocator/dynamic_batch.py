@@ -54,22 +54,23 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
     memory = {g.name: _MemoryScaling.of(problem, replayer, g) for g in groups}
     counts = [group.count for group in groups]
-    total = dag.batch_size * sum(counts)
+    traced = max(1, dag.batch_size)
+    total = traced * sum(counts)
     unlimited = [(total - sum(counts)) // count + 1 for count in counts]
     limited = [min(most, memory[g.name].largest_batch(g, most)) for g, most in zip(groups, unlimited, strict=True)]
     times = [scalings[group.name].busy_ns for group in groups]
-    batches = balance(counts, total, limited, times, dag.batch_size)
+    batches = balance(counts, total, limited, times, traced)
     does_not_fit = ""
     if batches is None:
         most = ", ".join(f"{group.name} takes at most {limit}" for group, limit in zip(groups, limited, strict=True))
         does_not_fit = f"the global batch of {total} does not fit the groups' memory ({most} per rank)"
-        batches = balance(counts, total, unlimited, times, dag.batch_size)
+        batches = balance(counts, total, unlimited, times, traced)
         assert batches is not None, "equal batches always add up to the global batch"
     local = {group.name: batch for group, batch in zip(groups, batches, strict=True)}
     balanced = Replayer(dag, problem.cluster, {name: scaling.profile_at(local[name]) for name, scaling in scalings.items()})
     predicted = balanced.replay({})
     predicted = _with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
-    notes = tuple(_batch_note(dag.batch_size, name, batch, name in further) for name, batch in local.items())
+    notes = tuple(_batch_note(traced, name, batch, name in further) for name, batch in local.items())
     solution = Solution(full.rungs, predicted, local_batches=local, notes=notes)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
 
