@@ -52,7 +52,7 @@ class _Recorder(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.target in _VALUE_READERS:
             # Fake tensors have no values; what a model does with one read by .item() does not change its graph any more.
-            return type(n.meta["val"].node.hint if hasattr(n.meta.get("val"), "node") else 1)(1)
+            return getattr(getattr(n.meta.get("val"), "node", None), "pytype", int)(1)
         if n.target in _VALUE_CHECKS:
             return None
         try:
