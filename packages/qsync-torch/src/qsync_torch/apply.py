@@ -25,6 +25,7 @@ from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.functional_calls import CallSite, CallSites
+from qsync_torch.guarded import in_float32
 from qsync_torch.interception import Interception
 from qsync_torch.lowered_call import LoweredCall, StepCounter
 from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, check_backends, locate, unplanned_modules
@@ -40,12 +41,14 @@ class Applied:
         model: the model.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
+        running: the model's forward is running now, interception is active.
     """
 
     def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None) -> None:
         self.model, self.variants, self.group = model, dict(variants), group
         self.cache = CastCache()
         self.sites = CallSites()
+        self.running = False
         self._steps = StepCounter()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
@@ -185,6 +188,12 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
         for child in module.children():
             applied.replace_forward(child, functools.partial(_call_site, applied.sites, None))
     interception = Interception(applied.cache, applied.sites)
+    planned = {id(module) for _, module in addressed.modules}
+    for module in applied.model.modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            applied.replace_forward(module, _recurrent)
+        if module is not applied.model and id(module) not in planned and _may_need_interception(module):
+            applied.replace_forward(module, functools.partial(_part_of_model, applied, interception))
     applied.replace_forward(applied.model, functools.partial(_whole_model, applied, interception))
 
 
@@ -206,16 +215,50 @@ def _call_site(sites: CallSites, site: CallSite | None, inner: Callable[..., Any
     return forward
 
 
+def _may_need_interception(module: nn.Module) -> bool:
+    """False for PyTorch's own leaves without parameters (ReLU, pooling, dropout), which run in any format."""
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    return not own or next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
+
+
+def _recurrent(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *in_float32(args), **in_float32(kwargs))
+
+    return forward
+
+
+def _part_of_model(applied: Applied, interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that gradient checkpointing, or a user, may run outside the model's forward: interception is active there too."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if applied.running:
+            return inner(self, *args, **kwargs)
+        applied.running = True
+        try:
+            with interception:
+                return inner(self, *args, **kwargs)
+        finally:
+            applied.running = False
+            applied.cache.end_forward()
+
+    return forward
+
+
 def _whole_model(applied: Applied, interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
     """A step: new random numbers, fresh counts and casts; outputs leave in float32, because the loss reads float32."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         applied._steps.step += 1
         applied.sites.start_step()
+        applied.running = True
         try:
             with interception:
                 output = inner(self, *args, **kwargs)
         finally:
+            applied.running = False
             applied.cache.end_forward()
         return tree_map_only(torch.Tensor, lambda y: y.to(torch.float32) if y.dtype in LOW_FLOATS else y, output)
 

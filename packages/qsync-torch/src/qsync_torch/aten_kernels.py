@@ -29,7 +29,7 @@ def _dequantize_product(
     product: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """``out = product * x_scale * w_scale + bias``: int32 (M, N) to a float (M, N), computed in float32."""
-    by_row = x_scale.numel() > 1
+    by_row = x_scale.numel() != 1
     scale = w_scale if by_row else w_scale * x_scale
     if product.device.type != "cpu":
         # One pointwise kernel reads int32 and writes the output's format; the intermediate product is float32.

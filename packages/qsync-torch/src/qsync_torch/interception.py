@@ -8,7 +8,6 @@ promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`
 
 from __future__ import annotations
 
-import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -54,12 +53,12 @@ WRITES: frozenset[Function] = frozenset(
 """Writes into an existing tensor: what is written takes the format of what is written to."""
 
 IN_PLACE: dict[Function, Function] = {
-    torch.Tensor.__iadd__: operator.add,
-    torch.Tensor.__isub__: operator.sub,
-    torch.Tensor.__imul__: operator.mul,
-    torch.Tensor.__itruediv__: operator.truediv,
+    torch.Tensor.add_: torch.add,
+    torch.Tensor.sub_: torch.sub,
+    torch.Tensor.mul_: torch.mul,
+    torch.Tensor.div_: torch.div,
 }
-"""``x += y`` binds a new value to ``x``, so a wider ``y`` widens it like ``x + y`` does."""
+"""What ``x += y`` and its like call.  It binds the result to ``x``, so a wider ``y`` widens it like ``x + y`` does."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -135,9 +134,13 @@ class Interception(TorchFunctionMode):
         return func(target, *rest, **{key: self._cast(value, target.dtype) for key, value in kwargs.items()})
 
     def _in_place(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        left, right = args
-        wider = isinstance(right, torch.Tensor) and left.dtype in LOW_FLOATS and widest_dtype(args) not in (None, left.dtype)
-        return IN_PLACE[func](left, right) if wider else func(*args, **kwargs)
+        dtype = widest_dtype(args) if args[0].dtype in LOW_FLOATS else None
+        if dtype in (None, args[0].dtype):
+            return func(*args, **kwargs)
+        result = IN_PLACE[func](*self._cast(args, dtype), **kwargs)
+        # Called as a method for its effect, the same function must still change the tensor, in the tensor's own format.
+        func(*args, **kwargs)
+        return result
 
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = self._sites.next_call("linear")

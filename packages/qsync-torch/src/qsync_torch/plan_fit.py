@@ -119,7 +119,7 @@ def unplanned_modules(model: nn.Module, addressed: Addressed) -> Iterator[tuple[
     """Linear and convolution modules that a whole plan does not name: they must not run (an auxiliary head may stand unused)."""
     planned = {id(module) for _, module in addressed.modules}
     for name, module in model.named_modules():
-        if is_own_forward(module) and id(module) not in planned and "forward" not in module.__dict__:
+        if is_own_forward(module) and id(module) not in planned:
             yield name, module
 
 

@@ -1,0 +1,324 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_core.errors import BackendError, NumericsError, PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.precision import Precision
+from qsync_core.profile import DeviceKind, DeviceType
+from qsync_core.variant import Variant
+from qsync_torch import apply_
+from qsync_torch.apply import Applied
+
+from .small_models import BFLOAT16, FLOAT32, INT8, Attention, ConvNet, Functional, images, named
+
+
+def plan_of(variants, model="small", backend="aten", group="infer"):
+    assignments = {op_id: Assignment(variant, backend, "", "") for op_id, variant in variants.items()}
+    device = DeviceType("cpu", DeviceKind.CPU)
+    groups = (GroupPlan(group, Role.INFER, 1, device, Precision.FLOAT32, assignments),)
+    return PrecisionPlan(
+        model=model,
+        dag_digest="",
+        operator_ids=tuple(variants),
+        input_digests={},
+        solver="greedy",
+        indicator="lossvar",
+        time_limit_ns=1,
+        predicted_iteration_ns=1,
+        objective=0.0,
+        bound=None,
+        groups=groups,
+        rank0_group=group,
+    )
+
+
+EVERYTHING = {"conv1": INT8, "conv2": BFLOAT16, "fc": INT8}
+
+
+def train_step(model, x):
+    model.zero_grad()
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_model_runs_as_planned_and_close_to_float32():
+    model, x = ConvNet(), images()
+    exact, exact_grads = train_step(copy.deepcopy(model), x)
+    applied = apply_(model, named(**EVERYTHING))
+    y, grads = train_step(model, x)
+    assert isinstance(applied, Applied)
+    assert y.dtype is torch.float32
+    assert 0 < (y - exact).norm() / exact.norm() < 0.05
+    for name, grad in grads.items():
+        assert grad.dtype is torch.float32
+        if name != "conv1.bias":  # BatchNorm takes it out: its gradient is rounding noise
+            assert (grad - exact_grads[name]).norm() / exact_grads[name].norm() < 0.4, name
+
+
+def test_parameters_state_dict_and_identity_of_modules_do_not_change():
+    model = ConvNet()
+    before = {name: (id(value), value.dtype, type(value)) for name, value in model.named_parameters()}
+    keys, modules = list(model.state_dict()), [id(module) for module in model.modules()]
+    apply_(model, named(**EVERYTHING))
+    train_step(model, images())
+    assert {name: (id(value), value.dtype, type(value)) for name, value in model.named_parameters()} == before
+    assert list(model.state_dict()) == keys
+    assert [id(module) for module in model.modules()] == modules
+    fresh = ConvNet()
+    fresh.load_state_dict(model.state_dict())
+    assert len(list(model.buffers())) == len(list(fresh.buffers()))
+
+
+def test_remove_restores_everything():
+    model, x = ConvNet().eval(), images()
+    expected = model(x)
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    applied = apply_(model, named(**EVERYTHING))
+    assert not torch.equal(model(x), expected)
+    applied.remove()
+    assert torch.equal(model(x), expected)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    apply_(model, named(fc=BFLOAT16)).remove()
+
+
+def test_a_forward_that_an_instance_already_had_is_called_and_restored():
+    model = ConvNet()
+    own = model.fc.forward
+    model.fc.forward = lambda input: own(input) + 100
+    replaced = model.forward
+    applied = apply_(model, named(conv1=BFLOAT16))
+    assert (model(images()) > 50).all()
+    applied.remove()
+    assert model.fc.forward is not replaced
+    assert (model(images()) > 50).all()
+
+
+def test_remove_refuses_when_somebody_replaced_a_forward_since():
+    model = ConvNet()
+    applied = apply_(model, named(fc=INT8))
+    model.fc.forward = lambda input: input
+    with pytest.raises(PlanError, match="the forward of Linear was replaced after apply_"):
+        applied.remove()
+
+
+def test_random_numbers_follow_seed_and_step():
+    x, state = images(), ConvNet().state_dict()
+
+    def outputs(seed, first_step=0):
+        model = ConvNet()
+        model.load_state_dict(state)
+        applied = apply_(model.eval(), named(conv1=INT8, fc=INT8), seed=seed)
+        applied.step = first_step
+        return model(x), model(x)
+
+    first, second = outputs(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(outputs(1)[0], first)
+    assert torch.equal(outputs(1, first_step=1)[0], second)
+    assert not torch.equal(outputs(2)[0], first)
+
+
+def test_ranks_draw_different_numbers_from_one_seed(monkeypatch):
+    x, state = images(), ConvNet().state_dict()
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        model = ConvNet()
+        model.load_state_dict(state)
+        apply_(model.eval(), named(fc=INT8), seed=3)
+        found.append(model(x))
+    assert not torch.equal(*found)
+
+
+def test_inference_without_gradients():
+    model, x = ConvNet().eval(), images()
+    expected = model(x)
+    apply_(model, named(**EVERYTHING))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = model(x)
+        assert not y.requires_grad
+        assert (y - expected).norm() / expected.norm() < 0.1
+
+
+def test_q_k_and_v_share_one_cast_of_the_activation(monkeypatch):
+    from qsync_torch import kernel_ops
+
+    model, x = Attention(), torch.randn(2, 5, 16)
+    applied = apply_(model, named(q=INT8, k=INT8, v=INT8, out=BFLOAT16))
+    casts = []
+    original = kernel_ops.kernel_for
+    monkeypatch.setattr(kernel_ops, "kernel_for", lambda op, *rest: casts.append((op, rest[1])) or original(op, *rest))
+    model(x).sum().backward()
+    quantized = [shapes[0] for op, shapes in casts if op == "quantize"]
+    assert sorted(quantized) == [(2, 5, 16), (16, 16), (16, 16), (16, 16)]
+    assert applied.cache.held_casts == 0
+
+
+def test_saved_memory_is_that_of_int8_copies():
+    model, x = Attention(), torch.randn(8, 32, 16, requires_grad=True)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = (tensor.dtype, tensor.untyped_storage().nbytes(), tensor)
+        return tensor
+
+    apply_(model, named(q=INT8, k=INT8, v=INT8))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    int8 = [nbytes for dtype, nbytes, _ in kept.values() if dtype is torch.int8]
+    # One copy of the activation, which three operators share, and three of weights.
+    assert sorted(int8) == [256, 256, 256, 8 * 32 * 16]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_rounds_the_same_way_again(use_reentrant):
+    """Checkpointed and plain training steps give the same gradients bit for bit, shared casts and functional calls included."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+            self.checkpoint = True
+
+        def forward(self, x):
+            if not self.checkpoint:
+                return self.block(x)
+            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=use_reentrant)
+
+    variants = {f"block.{name}": INT8 for name in ("0.q", "0.k", "0.v", "0.out", "1.child", "1.linear", "1.attention.linear")}
+    both = {**named(**variants), OpId("block.1.linear", 1): INT8, OpId("block.1.attention.linear", 1): BFLOAT16}
+    model = Checkpointed(nn.Sequential(Attention(8), Functional()))
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    applied = apply_(model, both, seed=4)
+    gradients = []
+    for checkpoint in (False, True):
+        model.checkpoint, applied.step = checkpoint, 0
+        _, found = train_step(model, x)
+        gradients.append(found)
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_functional_calls_are_addressed_by_module_and_count():
+    model, x = Functional(), torch.randn(2, 5, 8)
+    exact = model(x)
+    names = {
+        "linear": [OpId("linear", 0), OpId("linear", 1)],
+        "conv2d": [OpId("conv2d")],
+        "attention": [OpId("attention.linear", 0), OpId("attention.linear", 1)],
+    }
+    seen = []
+    for ids in names.values():
+        applied = apply_(model, dict.fromkeys(ids, INT8))
+        seen.append((model(x) - exact).norm() / exact.norm())
+        applied.remove()
+    assert all(0 < error < 0.05 for error in seen)
+    first = apply_(model, {OpId("linear", 0): BFLOAT16})
+    y_first = model(x)
+    first.remove()
+    second = apply_(model, {OpId("linear", 1): BFLOAT16})
+    assert not torch.equal(model(x), y_first)
+    second.remove()
+    assert torch.equal(model(x), exact)
+
+
+def test_shared_modules_share_a_variant():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2] = model[0]
+    apply_(model, {OpId("0", 0): INT8, OpId("0", 1): INT8}).remove()
+    with pytest.raises(PlanError, match="calls of 0 are to run as int8 and as bfloat16; calls that share a module share a variant"):
+        apply_(model, {OpId("0", 0): INT8, OpId("0", 1): BFLOAT16})
+
+
+def test_a_root_that_is_an_operator_itself():
+    """The root's FQN is empty, so that a plan can not name it; naming anything else is an error."""
+    with pytest.raises(PlanError, match="has no linear or convolution fc"):
+        apply_(nn.Linear(4, 3), named(fc=INT8))
+
+
+def test_deepcopy_of_an_applied_model_runs_on_its_own_parameters():
+    model, x = ConvNet().eval(), images()
+    apply_(model, named(conv1=BFLOAT16, fc=BFLOAT16))
+    twin = copy.deepcopy(model)
+    expected = model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(x), expected)
+
+
+def test_a_plan_of_float32_only_changes_nothing():
+    model, x = ConvNet().eval(), images()
+    expected = model(x)
+    apply_(model, plan_of(named(conv1=FLOAT32, conv2=FLOAT32, fc=FLOAT32)))
+    assert torch.equal(model(x), expected)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_plan_from_a_file(tmp_path):
+    from qsync_core.artifact import save
+
+    path = tmp_path / "plan.qsync"
+    save(plan_of(named(**EVERYTHING)), path)
+    applied = apply_(ConvNet(), str(path))
+    assert applied.group == "infer"
+    assert applied.variants == named(**EVERYTHING)
+
+
+def test_a_plan_for_another_model_names_the_first_differing_operators():
+    other = named(**{f"layer{i}.conv": INT8 for i in range(5)}, fc=INT8)
+    with pytest.raises(PlanError) as error:
+        apply_(ConvNet(), plan_of(other, model="resnet50"))
+    assert str(error.value) == (
+        "the plan was made for another model (resnet50): ConvNet has no linear or convolution layer0.conv, layer1.conv, "
+        "layer2.conv (and 2 more), and the plan does not know conv1, conv2; trace this model and plan again"
+    )
+
+
+def test_a_module_that_the_plan_does_not_know_must_not_run():
+    model = ConvNet()
+    apply_(model, plan_of(named(conv1=INT8, fc=FLOAT32)))
+    with pytest.raises(PlanError, match="conv2 runs but the plan does not name it, so the plan was made for another model"):
+        model(images())
+
+
+def test_a_refused_plan_leaves_the_model_alone():
+    model = ConvNet()
+    with pytest.raises(PlanError, match="has no linear or convolution nothing"):
+        apply_(model, named(fc=INT8, nothing=INT8))
+    float8 = Variant.parse("float8_e4m3fn")
+    with pytest.raises(
+        BackendError, match="operator conv1#0 can not run as float8_e4m3fn>bfloat16: aten: it has no float8 products"
+    ):
+        apply_(model, named(fc=INT8, conv1=float8))
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_backend_that_is_not_installed_is_named():
+    with pytest.raises(BackendError, match="kernel backend 'tensorrt' is not installed here"):
+        apply_(ConvNet(), plan_of(named(**EVERYTHING), backend="tensorrt"))
+    apply_(ConvNet(), plan_of(named(conv1=INT8, conv2=INT8, fc=INT8), backend="tensorrt"), backend="aten")
+
+
+def test_an_unknown_group_is_named_with_those_there_are():
+    with pytest.raises(PlanError, match="the plan has no group 'gpu'; its groups are infer"):
+        apply_(ConvNet(), plan_of(named(**EVERYTHING)), group="gpu")
+
+
+def test_two_plans_on_one_model_are_refused():
+    model = ConvNet()
+    apply_(model, named(fc=INT8))
+    with pytest.raises(PlanError, match="this model has a plan already; call remove"):
+        apply_(model, named(fc=INT8))
+
+
+def test_not_a_number_names_the_operator():
+    model = ConvNet()
+    apply_(model, named(fc=INT8))
+    with pytest.raises(NumericsError, match=r"operator fc#0: a tensor of shape .* holds NaN or infinite values"):
+        model(images() * float("nan"))

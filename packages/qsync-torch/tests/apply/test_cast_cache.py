@@ -1,0 +1,77 @@
+import gc
+import weakref
+
+import pytest
+import torch
+
+from qsync_core.precision import Precision
+from qsync_core.profile import CastKey
+from qsync_torch.cast_cache import CastCache
+
+KEY = CastKey(Precision.FLOAT32, Precision.BFLOAT16)
+OTHER = CastKey(Precision.FLOAT32, Precision.FLOAT16)
+
+
+class Maker:
+    """Counts casts and remembers their seeds."""
+
+    def __init__(self, x):
+        self.x, self.seeds = weakref.ref(x), []
+
+    def __call__(self, seed):
+        self.seeds.append(seed)
+        return self.x().to(torch.bfloat16)
+
+
+def test_equal_casts_of_one_tensor_are_made_once():
+    cache, x = CastCache(), torch.randn(4)
+    make = Maker(x)
+    assert cache.cast(x, KEY, 1, make) is cache.cast(x, KEY, 2, make)
+    assert make.seeds == [1]
+    cache.cast(x, OTHER, 3, make)
+    cache.cast(x.clone(), KEY, 4, make)
+    assert make.seeds == [1, 3, 4]
+
+
+def test_a_changed_tensor_is_cast_again_with_the_first_seed():
+    cache, x = CastCache(), torch.zeros(4)
+    make = Maker(x)
+    cache.cast(x, KEY, 1, make)
+    x.add_(1)
+    assert cache.cast(x, KEY, 2, make).tolist() == [1.0] * 4
+    assert make.seeds == [1, 2]
+
+
+def test_a_cast_made_without_gradients_is_not_used_with_them():
+    cache, x = CastCache(), torch.randn(4, requires_grad=True)
+    make = Maker(x)
+    with torch.no_grad():
+        assert not cache.cast(x, KEY, 1, make).requires_grad
+    assert cache.cast(x, KEY, 1, make).requires_grad
+
+
+def test_nothing_is_kept_past_the_forward_but_the_seed():
+    cache, x = CastCache(), torch.randn(4)
+    make = Maker(x)
+    cast = weakref.ref(cache.cast(x, KEY, 5, make))
+    assert cast() is not None
+    cache.end_forward()
+    gc.collect()
+    assert cast() is None
+    cache.cast(x, KEY, 6, make)
+    assert make.seeds == [5, 5]
+
+
+def test_an_activation_that_dies_takes_its_casts_along():
+    cache, x = CastCache(), torch.randn(4)
+    cast = weakref.ref(cache.cast(x, KEY, 1, Maker(x)))
+    del x
+    gc.collect()
+    assert cast() is None
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_changes_go_unnoticed_in_inference_mode_so_nothing_is_shared_there(inference):
+    with torch.inference_mode(inference):
+        assert CastCache().applies_to(torch.randn(2)) is not inference
