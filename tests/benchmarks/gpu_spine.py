@@ -1,7 +1,7 @@
 """S7: predicted against measured step time and peak memory of whole training runs on one GPU.
 
-For each job: trace, profile on the GPU, observe, indicate, plan under a memory budget that float32 does not fit, ``apply_``, train 50
-steps; and the same training at full and at uniform low precision.  Run it on a machine with a CUDA device::
+For each job: trace, profile on the GPU, observe, indicate, plan under a memory budget that float32 does not fit, ``apply_``, train
+50 steps; and the same training at full and at uniform low precision.  Run it on a machine with a CUDA device::
 
     python tests/benchmarks/gpu_spine.py --out OUT [--jobs resnet50,bert-base] [--directory docs/results]
 """
@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from results import write_rows
+
 from qsync_core.artifact import save
 from qsync_core.cluster import Cluster, DeviceGroup, Link
 from qsync_core.dag import PrecisionDag
@@ -32,7 +34,6 @@ from qsync_torch.job import Job, load_job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
 from qsync_torch.trace import trace
-from results import write_rows
 
 JOBS = {"resnet50": ("resnet50:image=224", 128), "bert-base": ("bert-base:seq=384", 12)}
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
@@ -57,7 +58,7 @@ def alone(cluster: Cluster) -> Cluster:
 
 
 def train(job: Job, variants: Mapping[OpId, Variant] | None) -> tuple[float, float, int, float, float]:
-    """Train ``STEPS`` steps; (median step s, relative interquartile range, peak bytes, first loss, last loss)."""
+    """Train ``STEPS`` steps; (mean step s, relative interquartile range, peak bytes, first loss, last loss)."""
     torch.manual_seed(0)
     model = job.model.cuda().train()
     applied = apply_(model, variants) if variants is not None else None
@@ -185,6 +186,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none")
+    # "float32" means float32 here, products and convolutions alike.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     faulthandler.dump_traceback_later(120, repeat=True)  # a hang on a machine that is far away should say where
     failed = []
     for name in arguments.jobs.split(","):

@@ -22,6 +22,14 @@ import attrs
 import torch
 
 from qsync_core.dag import Operator
+from qsync_torch.guarded import call_norm
+
+_NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": torch.layer_norm,
+    "group_norm": torch.group_norm,
+    "rms_norm": torch.rms_norm,
+}
+"""Run as ``apply_`` runs them: on 16-bit activations their float32 parameters may need a cast."""
 
 CALL_ATTRIBUTE = "call"
 """Key of ``Operator.attributes``."""
@@ -151,6 +159,8 @@ class AtenCall:
             else:
                 call = getattr(packet, overload)
                 return lambda: call(args[0].clone(), *args[1:], **kwargs)
+        if packet_name in _NORMS:
+            return partial(call_norm, _NORMS[packet_name], tuple(args), kwargs)
         return partial(getattr(packet, overload), *args, **kwargs)
 
 

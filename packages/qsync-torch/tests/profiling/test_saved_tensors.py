@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,3 +126,12 @@ def test_a_whole_model_keeps_what_the_parts_say():
             tensors[operator.op_id] = 4 * operator.output_numel
     # In-place ReLUs share the storage of their input, which batch_norm does not keep: nothing is counted twice.
     assert measured == sum(tensors.values()) + own
+
+
+def test_an_output_kept_by_its_own_node_is_freed_with_the_last_reference() -> None:
+    x = torch.randn(4, requires_grad=True)
+    saved = watch_saved(lambda: torch.relu(x), [x])
+    alive = weakref.ref(saved.result)
+    del saved
+    gc.collect()
+    assert alive() is None

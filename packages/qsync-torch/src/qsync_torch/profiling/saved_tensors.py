@@ -38,6 +38,7 @@ def watch_saved(forward: Callable[[], Any], activations: Sequence[torch.Tensor],
     alive: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # an output that its own node keeps would hold that node, and neither would ever be freed
         storage = tensor.untyped_storage()
         if storage.nbytes():
             kept[storage.data_ptr()] = storage.nbytes()

@@ -84,7 +84,7 @@ class CudaStopwatch:
             end.record()
             torch.cuda.synchronize()
         self.must_repeat = not queue_was_full and self._spin_ns < _MAX_SLEEP_NS
-        # Shrunk slowly: a backward that was too long for the spin is tried again after its forward, which must not undo the lengthening.
+        # Shrunk slowly: a backward that was too long for the spin is tried again after its forward, which must not undo that.
         kept = 2 * self._spin_ns if self.must_repeat else self._spin_ns * 7 // 10
         self._spin_ns = min(_MAX_SLEEP_NS, max(_QUEUE_MARGIN_NS, kept, 2 * issued_ns))
         return results, issued_ns // len(thunks), round(begin.elapsed_time(end) * 1e6) // len(thunks)
