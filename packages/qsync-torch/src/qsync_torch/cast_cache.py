@@ -60,7 +60,10 @@ class CastCache:
 
     def end_forward(self) -> None:
         """Let go of every cast tensor."""
-        for entry in self._entries.values():
+        if torch.compiler.is_compiling():
+            return
+        # A cast that goes may take its source along, and with it the entry.
+        for entry in list(self._entries.values()):
             entry.value = None
 
     def clear(self) -> None:

@@ -1,8 +1,9 @@
 """Guarded operators and losses on low-precision activations: they compute inside in float32 (DESIGN section 5).
 
 * Norms and softmax take and return the activation's format.  ATen's own kernels accumulate in float32 there; what they do not all
-  take is a float32 weight beside a 16-bit activation (CUDA's layer, group and RMS norm): there the weight and bias are cast to the
-  activation's format, as a model in that format has them, and get float32 gradients back.
+  take is a float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): there the weight and bias are cast to the
+  activation's format, as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
+  statistics: it is given float32 and its result is cast back.
 * Losses are fixed operators: their floating-point inputs are cast to float32.
 """
 
@@ -44,8 +45,14 @@ def call_norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     x = args[0] if args else kwargs["input"]
     if x.dtype not in LOW_FLOATS or not _needs_equal_dtypes(function, x):
         return function(*args, **kwargs)
+    if function in _ROUNDS_STATISTICS:
+        return function(*in_float32(args), **in_float32(kwargs)).to(x.dtype)
     rest = tuple(_like(x, value) for value in args[1:])
     return function(*args[:1], *rest, **{key: _like(x, value) if key in _AFFINE else value for key, value in kwargs.items()})
+
+
+_ROUNDS_STATISTICS = (F.group_norm, torch.group_norm)
+"""CUDA's group norm keeps mean and deviation in the activation's format, which loses an offset's digits."""
 
 
 def _needs_equal_dtypes(function: Callable[..., Any], x: torch.Tensor) -> bool:

@@ -140,7 +140,7 @@ def test_guarded_operators_return_their_format_and_compute_in_float32(device, na
     assert y.dtype is dtype
     unit = 2.0**-8 if dtype is BRAIN else 2.0**-11
     error = (y.float() - expected).abs() / expected.abs().clamp(min=expected.abs().mean())
-    assert error.max().item() <= 2.5 * unit
+    assert error.max().item() <= 3 * unit
     grad = torch.randn_like(expected)
     y.backward(grad.to(dtype))
     expected.backward(grad.to(dtype).float())
