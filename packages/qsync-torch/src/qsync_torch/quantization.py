@@ -13,6 +13,7 @@ operator: the loss shows it.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from qsync_core.errors import NumericsError
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_torch.quantize_cpu import CENTRE, quantize_int8_cpu
-from qsync_torch.random_bits import random_thresholds
+from qsync_torch.random_bits import random_thresholds, stream_key
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
@@ -84,23 +85,28 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
         scale = absmax / LARGEST[precision]
         out.fill_(1.0 if scale < _SMALLEST else scale)
         return
-    # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
-    low, high = torch.aminmax(groups) if groups.shape[0] == 1 else (groups.amin(1), groups.amax(1))
-    out.copy_(torch.maximum(low.neg(), high).view(-1)).div_(LARGEST[precision])
+    if groups.device.type == "cuda":
+        torch.linalg.vector_norm(groups, math.inf, dim=1, dtype=torch.float32, out=out)
+    else:
+        # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
+        out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
+    out.div_(LARGEST[precision])
     out.masked_fill_(out < _SMALLEST, 1.0)
 
 
-def _round_int8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
-    """Round ``y = x / scale`` in place; ``draws`` in [0, 1) where rounding is stochastic."""
-    if draws is not None:
-        y.add_(draws)
-    y = y.round_() if rounding is Rounding.NEAREST else y.floor_()
-    return y.clamp_(-127.0, 127.0)
-
-
 def _uniform(numel: int, seed: int, offset: int, device: torch.device) -> torch.Tensor:
-    """Float32 draws in [0, 1), multiples of 2**-16 (see :func:`~qsync_torch.random_bits.random_thresholds`)."""
+    """Float32 draws in [0, 1): on CUDA from its counter-based Philox generator, elsewhere multiples of 2**-16."""
+    if device.type == "cuda":
+        generator = _generator(device)
+        generator.manual_seed(stream_key(seed, offset))
+        return torch.rand(numel, generator=generator, device=device)
     return random_thresholds(numel, seed, offset, device=device).mul_(1.0 / 256.0).add_(CENTRE)
+
+
+@functools.lru_cache(maxsize=16)
+def _generator(device: torch.device) -> torch.Generator:
+    """A generator of our own, seeded anew for every tensor: PyTorch's random numbers (dropout) stay as they would be without us."""
+    return torch.Generator(device)
 
 
 def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
@@ -141,11 +147,12 @@ def quantize_into(
     if x.device.type == "cpu" and precision is Precision.INT8:
         quantize_int8_cpu(groups, scale, q_groups, rounding, seed, offset)
         return
-    y = groups.to(torch.float32) / scale[:, None]
-    draws = None
-    if rounding is Rounding.STOCHASTIC:
-        draws = _uniform(x.numel(), seed, offset, x.device).view_as(y)
-    q_groups.copy_(_round_int8(y, rounding, draws) if precision is Precision.INT8 else _round_float8(y, rounding, draws))
+    draws = _uniform(x.numel(), seed, offset, x.device).view_as(groups) if rounding is Rounding.STOCHASTIC else None
+    if precision is Precision.FLOAT8_E4M3FN:
+        q_groups.copy_(_round_float8(torch.div(groups, scale[:, None]).to(torch.float32), rounding, draws))
+        return
+    y = torch.div(groups, scale[:, None]) if draws is None else draws.addcdiv_(groups.to(torch.float32), scale[:, None])
+    q_groups.copy_((y.round_() if rounding is Rounding.NEAREST else y.floor_()).clamp_(-127.0, 127.0))
 
 
 def quantize_reference_asymmetric(
