@@ -40,9 +40,9 @@ Update = Callable[[int, int, str], None]
 """``progress(done, total, what)``, called before each measurement."""
 
 BASE = Variant.plain(Precision.FLOAT32)
-OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.15)
+OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.25)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
-STEP_EFFORT = Effort(min_repeats=5, max_repeats=30, target=0.005, budget_s=4.0)
+STEP_EFFORT = Effort(min_repeats=3, max_repeats=40, target=0.005, budget_s=4.0, warmup=0)
 
 
 def silent(done: int, total: int, what: str) -> None:
@@ -141,7 +141,7 @@ def profile(
                 store,
                 f"step {variant}",
                 partial(StepMeasurement, variant=variant),
-                partial(measure_step, runner, variant, dag, stopwatch, step_effort),
+                partial(measure_step, runner, variant, dag, stopwatch, step_effort, steps[0] if steps else None),
             )
             assert found is not None
             steps.append(found)
