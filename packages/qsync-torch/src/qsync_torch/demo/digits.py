@@ -64,7 +64,7 @@ class DigitsResNet(nn.Module):
         return self.fc(self.pool(x).flatten(1))
 
 
-STAGES = ((64, 1, 1), (128, 4, 1))
+STAGES = ((128, 5, 1),)
 TINY_STAGES = ((8, 1, 1), (16, 1, 2))
 
 
@@ -108,7 +108,7 @@ def digits_resnet(tiny: bool = False) -> Workload:
         take=_take,
         loss=_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True),
-        batch_size=16 if tiny else 48,
+        batch_size=16 if tiny else 40,
         evaluate_once=_evaluate,
     )
 

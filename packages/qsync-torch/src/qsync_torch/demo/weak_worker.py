@@ -10,7 +10,7 @@ from qsync_core.errors import QSyncError
 from qsync_torch.demo.colocated_load import ColocatedLoad
 from qsync_torch.demo.cpu_quota import CpuQuota
 
-TARGET_RATIO = 1.56
+TARGET_RATIO = 1.54
 """Weak worker's float32 step over the strong one's."""
 LEAST_RATIO = 1.5
 MOST_RATIO = 1.65
