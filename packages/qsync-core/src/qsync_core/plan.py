@@ -91,6 +91,7 @@ class PrecisionPlan:
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group (equal unless the solver is dynamic-batch).
         notes: anything else a reader must know.
+        unaddressed_ids: linear and convolution operators that ``apply_`` can not change; they run in float32 as they are.
     """
 
     model: str
@@ -109,6 +110,7 @@ class PrecisionPlan:
     baselines: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     local_batches: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     notes: tuple[str, ...] = ()
+    unaddressed_ids: tuple[OpId, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]

@@ -147,8 +147,8 @@ def apply_(
     check_backends(addressed, _device_of(model))
     applied = Applied(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
     _install(applied, addressed, _rank_seed(seed))
-    if whole_plan:
-        for fqn, module in unplanned_modules(model, addressed):
+    if isinstance(plan, PrecisionPlan):
+        for fqn, module in unplanned_modules(model, addressed, plan):
             applied.replace_forward(module, functools.partial(_refuse, fqn))
     model.__dict__[_MARK] = True
     return applied

@@ -115,11 +115,12 @@ def _other_model(model: nn.Module, missing: list[str], found: set[str], plan_mod
     return text + "; trace this model and plan again"
 
 
-def unplanned_modules(model: nn.Module, addressed: Addressed) -> Iterator[tuple[str, nn.Module]]:
-    """Linear and convolution modules that a whole plan does not name: they must not run (an auxiliary head may stand unused)."""
+def unplanned_modules(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> Iterator[tuple[str, nn.Module]]:
+    """Linear and convolution modules that a whole plan does not know: they must not run (an auxiliary head may stand unused)."""
     planned = {id(module) for _, module in addressed.modules}
+    unaddressed = {op_id.fqn for op_id in plan.unaddressed_ids}
     for name, module in model.named_modules():
-        if is_own_forward(module) and id(module) not in planned:
+        if is_own_forward(module) and id(module) not in planned and name not in unaddressed:
             yield name, module
 
 

@@ -1,5 +1,6 @@
 import copy
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -285,6 +286,16 @@ def test_a_module_that_the_plan_does_not_know_must_not_run():
     apply_(model, plan_of(named(conv1=INT8, fc=FLOAT32)))
     with pytest.raises(PlanError, match="conv2 runs but the plan does not name it, so the plan was made for another model"):
         model(images())
+
+
+def test_a_module_that_can_not_be_changed_runs_as_it_is():
+    torch.manual_seed(0)
+    model = ConvNet()
+    x = images()
+    plan = plan_of(named(conv1=FLOAT32, fc=FLOAT32))
+    expected = model(x)
+    apply_(model, attrs.evolve(plan, unaddressed_ids=(OpId("conv2"),)))
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_refused_plan_leaves_the_model_alone():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from qsync_core.artifact import digest
 from qsync_core.cluster import Cluster
-from qsync_core.dag import PrecisionDag
+from qsync_core.dag import OpClass, PrecisionDag
 from qsync_core.errors import PlanError
 from qsync_core.plan import PrecisionPlan, Role
 from qsync_core.profile import Profile
@@ -169,4 +169,7 @@ def _plan(
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,
+        unaddressed_ids=tuple(
+            operator.op_id for operator in dag.operators if operator.op_class is OpClass.ADJUSTABLE and operator.not_applicable
+        ),
     )
