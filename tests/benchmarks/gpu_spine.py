@@ -37,8 +37,8 @@ from qsync_torch.trace import trace
 
 JOBS = {"resnet50": ("resnet50:image=224", 128), "bert-base": ("bert-base:seq=384", 12)}
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
-BUDGET_SHARE = 0.7
-"""Memory budget of the planned run over the full-precision peak: what float32 does not fit and bfloat16 does."""
+BUDGET_SHARE = 0.4
+"""Where the memory budget of the planned run lies between uniform bfloat16's predicted peak (0) and float32's (1)."""
 STEPS, WARM_UP = 50, 10
 NVLINK = Link(("train", "infer"), alpha_ns=20_000.0, beta_ns_per_byte=1 / 200.0)
 
@@ -122,9 +122,12 @@ def measure(name: str, out: Path) -> list[dict[str, object]]:
     observations = observe(job, dag, LADDER, device="cuda:0", steps=10)
     lap(f"observe ({observations.stopped})")
     sensitivity = indicate(observations, dag, LADDER)
-    full_peak = max(step.peak_bytes for step in profile_.steps)
-    cluster = cluster_of(profile_, int(full_peak * BUDGET_SHARE))
-    plan = allocate(dag, cluster, {"train": profile_, "infer": profile_}, sensitivity)
+    profiles = {"train": profile_, "infer": profile_}
+    unlimited = Replayer(dag, cluster_of(profile_, 0), profiles)
+    low = unlimited.memory("infer", {op.op_id: LADDER[1] for op in dag.adjustable}).peak_bytes
+    high = unlimited.memory("infer", unlimited.base_variants("infer")).peak_bytes
+    cluster = cluster_of(profile_, int(low + BUDGET_SHARE * (high - low)))
+    plan = allocate(dag, cluster, profiles, sensitivity)
     lap("plan")
     for artifact, kind in ((dag, "dag"), (profile_, "profile"), (sensitivity, "sensitivity"), (plan, "plan")):
         save(artifact, out / f"{name}.{kind}.qsync")
