@@ -45,3 +45,4 @@ def test_no_or_two_matching_groups_are_errors(monkeypatch):
     half = attrs.evolve(T4, share=0.5)
     with pytest.raises(PlanError, match="groups infer, night all match this device"):
         which_group(plan(train=V100, infer=T4, night=half), {})
+    assert which_group(plan(train=V100, infer=T4, night=half), {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}) == "night"
