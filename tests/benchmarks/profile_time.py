@@ -5,7 +5,7 @@ itself would repeat it for each operator that has it, so that takes the sum of s
 done instead of computed.  The numerator is the whole of ``profile``: operators, casts, whole steps and everything between.
 
     python tests/benchmarks/profile_time.py
-    python tests/benchmarks/profile_time.py --job bert-base:seq=64,layers=2 --batch-size 1 --really
+    python tests/benchmarks/profile_time.py --job bert-base:seq=64,layers=2 --really
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of
 def main() -> None:
     """Measure and write the rows S3 and S3b."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--job", default="bert-base:seq=128")
-    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--job", default="bert-base:seq=32")
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--really", action="store_true", help="measure every operator for itself instead of computing it")
     parser.add_argument("--dry-run", action="store_true", help="write no results")
