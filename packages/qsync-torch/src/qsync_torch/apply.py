@@ -130,6 +130,8 @@ def apply_(
     """
     if _MARK in model.__dict__:
         raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
     if isinstance(plan, (str, os.PathLike)):
         from qsync_core.artifact import load
 

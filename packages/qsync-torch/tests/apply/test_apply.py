@@ -321,6 +321,11 @@ def test_an_unknown_group_is_named_with_those_there_are():
         apply_(ConvNet(), plan_of(named(**EVERYTHING)), group="gpu")
 
 
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(PlanError, match=r"call apply_ on the model itself, before it is wrapped \(OptimizedModule\)"):
+        apply_(torch.compile(ConvNet()), named(fc=INT8))
+
+
 def test_two_plans_on_one_model_are_refused():
     model = ConvNet()
     apply_(model, named(fc=INT8))
