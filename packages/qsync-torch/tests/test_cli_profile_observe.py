@@ -129,6 +129,7 @@ def test_observe_writes_an_artifact(folder):
         (["--device", "mps"], "QSync measures cpu and cuda devices, got 'mps'"),
         (["--dag", "cluster.toml"], "cluster.toml"),
         (["--rungs", "float8_e4m3fn,float32"], "it has no float8 products"),
+        (["--backend", "nobody"], "kernel backend 'nobody' is not installed here"),
     ],
 )
 def test_profile_refuses_with_one_sentence(folder, options, message):

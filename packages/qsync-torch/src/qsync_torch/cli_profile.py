@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take ladder and share from this file's group.")
 @click.option("--group", default=None, help="Which group of the cluster file.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step.  [the job's]")
+@click.option("--backend", default="aten", show_default=True, help="Kernel backend; a+b takes b for what a does not offer.")
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
 def profile(
@@ -44,6 +45,7 @@ def profile(
     cluster_path: Path | None,
     group: str | None,
     batch_size: int | None,
+    backend: str,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -82,7 +84,15 @@ def profile(
         partial.unlink(missing_ok=True)
     with process_group_from_environment(target) as rank, progress_bar("profile") as update:
         found = run_profile(
-            loaded, dag, device=target, share=share, memory_cap_bytes=cap, ladder=ladder, resume=partial, progress=update
+            loaded,
+            dag,
+            device=target,
+            share=share,
+            memory_cap_bytes=cap,
+            ladder=ladder,
+            backend=backend,
+            resume=partial,
+            progress=update,
         )
         if rank == 0:
             artifact.save(found, output)

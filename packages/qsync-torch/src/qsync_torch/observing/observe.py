@@ -76,7 +76,8 @@ def observe(
     """
     target = parse_device(str(device))
     check_same_model(job, dag)
-    size = batch_size or max(1, job.batch_size // 2)
+    # Batch norm of a 1x1 image needs two samples.
+    size = batch_size or max(job.batch_size // 2, min(2, job.batch_size))
     active = default_collectors() if collectors is None else list(collectors)
     runner = StepRunner.start(attrs.evolve(job, batch_size=size), target, batches=0)
     values: dict[Key, list[float]] = {}

@@ -56,9 +56,11 @@ def _spread(by_numel: dict[int, tuple[int, ...]], count: int) -> list[tuple[int,
     return [by_numel[n] for n in sorted(chosen)]
 
 
-def measure_cast(key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Stopwatch, effort: Effort) -> CastModel:
-    """Time one kind of cast at the given shapes and fit its cost model."""
-    cast = make_cast(key)
+def measure_cast(
+    key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Stopwatch, effort: Effort, backend: str = "aten"
+) -> CastModel:
+    """Time one kind of cast at the given shapes, 8-bit ones with a backend's kernel, and fit its cost model."""
+    cast = make_cast(key, backend)
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
         operands = _operands(key.source, shape, stopwatch.device)
@@ -83,12 +85,12 @@ def measure_cast(key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Sto
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
 
 
-def make_cast(key: CastKey) -> Callable[[torch.Tensor], object]:
+def make_cast(key: CastKey, backend: str = "aten") -> Callable[[torch.Tensor], object]:
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
         from qsync_torch.quantize import quantize
 
-        return lambda x: quantize(x, key.target, key.granularity, key.rounding, seed=1, offset=0)
+        return lambda x: quantize(x, key.target, key.granularity, key.rounding, seed=1, offset=0, backend=backend)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)
 

@@ -132,7 +132,7 @@ def profile(
         casts = []
         for key, sites in cast_sites.items():
             advance(f"cast {key.source}→{key.target}")
-            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort))
+            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort, backend))
         runner = StepRunner.start(job, target)
         steps = []
         for variant in sorted(variants, key=lambda v: v != BASE):
@@ -211,11 +211,17 @@ def _measure(item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwat
 
 
 def _measure_cast(
-    store: ResumeStore, dag: PrecisionDag, key: CastKey, sites: frozenset[CastSite], stopwatch: Stopwatch, effort: Effort
+    store: ResumeStore,
+    dag: PrecisionDag,
+    key: CastKey,
+    sites: frozenset[CastSite],
+    stopwatch: Stopwatch,
+    effort: Effort,
+    backend: str,
 ) -> CastModel:
     name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}"
     shapes = cast_shapes(dag, sites, key.granularity)
-    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort))
+    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort, backend))
     assert found is not None
     return found
 
