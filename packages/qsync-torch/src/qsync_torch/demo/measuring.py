@@ -58,13 +58,17 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
     """Both workers run float32 steps at once until the weak one's take the wanted multiple of the strong one's."""
     rounds = 0
     medians: list[int] = []
+    core_share = 1.0
 
     def measure_ratio() -> float:
-        nonlocal rounds, medians
+        nonlocal rounds, medians, core_share
         rounds += 1
         if weak is None:
             report(rounds, WeakWorker.ROUNDS + 1, "making the weak worker weak")
-        medians = rendezvous.gather(_median_step_ns(runner, quick=task.quick))
+        before, cpu_before = time.perf_counter(), time.process_time()
+        median = _median_step_ns(runner, quick=task.quick)
+        core_share = (time.process_time() - cpu_before) / (time.perf_counter() - before)
+        medians = rendezvous.gather(median)
         return medians[1] / medians[0]
 
     if weak is None:
@@ -74,7 +78,7 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
         weak.calibrate(measure_ratio)
     found = rendezvous.gather(attrs.asdict(weak.weakness) if weak else None)[1]
     ratio = measure_ratio()
-    return Measured(Weakness(**found), ratio, dict(zip(GROUPS, medians, strict=True)))
+    return Measured(Weakness(**found), ratio, dict(zip(GROUPS, medians, strict=True)), rendezvous.gather(core_share)[0])
 
 
 def _median_step_ns(runner: StepRunner, *, quick: bool) -> int:

@@ -62,6 +62,7 @@ class Outcome:
         budget_bytes: the weak worker's memory budget, 0 for none.
         rows: the compared methods; probes: configurations that were only timed.
         recovered: share of uniform's low-precision compute that QSync runs in float32.
+        strong_core_share: share of its core that the strong worker really got.
         seconds: how long the demo took.
     """
 
@@ -74,6 +75,7 @@ class Outcome:
     rows: tuple[Row, ...]
     probes: tuple[Row, ...]
     recovered: float
+    strong_core_share: float
     seconds: float
 
     def row(self, name: str) -> Row:
@@ -107,6 +109,7 @@ def make_outcome(
         rows=tuple(rows),
         probes=tuple(probes),
         recovered=recovered_share(dag, plans.compared["uniform"], plans.compared["qsync"]),
+        strong_core_share=measured.strong_core_share,
         seconds=seconds,
     )
 

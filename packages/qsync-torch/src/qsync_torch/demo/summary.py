@@ -23,6 +23,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "prediction_errors": dict(outcome.prediction_errors),
         "methods": [_row(row) for row in outcome.rows],
         "probes": [_row(row) for row in outcome.probes],
+        "strong_core_share": outcome.strong_core_share,
         "seconds": outcome.seconds,
     }
 

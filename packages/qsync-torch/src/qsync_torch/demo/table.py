@@ -9,6 +9,8 @@ from qsync_core.units import format_bytes
 from qsync_torch.demo.outcome import Outcome, Row
 
 _PRECISION_ORDER = ("int8", "float8_e4m3fn", "float16", "bfloat16", "float32")
+_BUSY_BELOW = 0.95
+"""Share of a core below which somebody else must be running on it."""
 
 
 def format_operators(row: Row) -> str:
@@ -17,7 +19,7 @@ def format_operators(row: Row) -> str:
 
 
 def format_batches(row: Row) -> str:
-    """``48 + 48``, the strong worker's first."""
+    """``40 + 40``, the strong worker's first."""
     return " + ".join(str(size) for size in row.local_batches.values())
 
 
@@ -63,5 +65,10 @@ def conclusions(outcome: Outcome) -> list[str]:
         found.append(
             f"The predicted iteration time was off by {errors[len(errors) // 2]:.1%} in the median of {len(errors)} "
             f"configurations, {errors[-1]:.1%} at worst."
+        )
+    if outcome.strong_core_share < _BUSY_BELOW:
+        found.append(
+            f"Other processes were running: the strong worker got only {outcome.strong_core_share:.0%} of its core, so expect "
+            "these figures to scatter; run the demo again when the machine is idle."
         )
     return found

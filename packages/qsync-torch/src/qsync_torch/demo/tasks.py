@@ -44,11 +44,17 @@ class MeasureTask:
 
 @attrs.frozen
 class Measured:
-    """Answer to a :class:`MeasureTask`: how the weak worker is weak, by which factor, and the medians behind it in ns."""
+    """Answer to a :class:`MeasureTask`.
+
+    Attributes:
+        weakness: how the weak worker is weak; ratio: by which factor; step_ns: the medians behind it, by group.
+        strong_core_share: share of its core that the strong worker really got; below 1 where something else runs on this machine.
+    """
 
     weakness: Weakness
     ratio: float
     step_ns: Mapping[str, int]
+    strong_core_share: float
 
 
 @attrs.frozen
