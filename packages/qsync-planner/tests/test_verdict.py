@@ -6,6 +6,7 @@ import attrs
 import pytest
 from planning_cases import Case, random_case
 
+from qsync_core.cluster import Link
 from qsync_core.plan import Verdict
 from qsync_core.profile import DeviceKind, Profile
 from qsync_planner.allocator import allocate
@@ -80,3 +81,17 @@ def test_there_is_none_without_a_training_or_an_inference_group() -> None:
     plan = allocate(case.dag, cluster, {"train0": case.profiles["train0"]}, case.sensitivity)
     assert plan.verdict is None
     assert plan.objective == 0
+
+
+def test_groups_without_a_link_of_their_own_communicate_as_with_those_left_out() -> None:
+    case = random_case(1, kind=DeviceKind.CPU)
+    train, infer = case.cluster.groups[0], case.cluster.groups[1]
+    groups = (attrs.evolve(train, count=2), infer)
+    slow = Link((train.name, infer.name), alpha_ns=5e6, beta_ns_per_byte=1.0)
+    profiles = {name: attrs.evolve(profile, collective=None) for name, profile in case.profiles.items()}
+    cluster = attrs.evolve(case.cluster, groups=groups, links=(slow,))
+    verdict = allocate(case.dag, cluster, profiles, case.arguments[3], solver="full").verdict
+    assert verdict is not None
+    among_themselves = attrs.evolve(cluster, groups=groups[:1], links=(attrs.evolve(slow, between=(train.name, train.name)),))
+    period = Replayer(case.dag, among_themselves, {train.name: profiles[train.name]}).replay({}).iteration_ns
+    assert verdict.training_only_ns == period

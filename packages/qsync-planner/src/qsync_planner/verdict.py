@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.cluster import Cluster, DeviceGroup, Link
 from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.plan import Role, Verdict
@@ -86,11 +86,23 @@ def _replay(
     """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
-    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
-    smaller = attrs.evolve(cluster, groups=groups, links=links)
+    smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
     replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups})
     period = replayer.replay({group.name: variants[group.name] for group in groups}).iteration_ns
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
+
+
+def _links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
+    """The links of the groups that remain.
+
+    Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
+    """
+    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
+    measured = any(model is not None and model.world_size > 1 for model in (profiles[name].collective for name in kept))
+    if links or measured:
+        return links
+    touching = [(link, next(iter(kept.intersection(link.between)))) for link in cluster.links if kept.intersection(link.between)]
+    return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())
 
 
 def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float) -> str:
