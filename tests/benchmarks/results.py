@@ -43,7 +43,17 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
     Raises:
         ValueError: when a row lacks a field, has an unknown one, or a value that JSON can not hold.
     """
-    run = {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}
+    return _merge(topic, rows, {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}, directory)
+
+
+def merge_file(path: Path, *, directory: Path = RESULTS) -> Path:
+    """Merge a results file that was written on another machine; its rows keep that machine, its versions, commit and command."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    run = {name: value for name, value in stored.items() if name != "rows"}
+    return _merge(path.stem, [{name: row[name] for name in row if name not in run} for row in stored["rows"]], run, directory)
+
+
+def _merge(topic: str, rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any], directory: Path) -> Path:
     path = directory / f"{topic}.json"
     directory.mkdir(parents=True, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
@@ -52,9 +62,9 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         earlier = {name: stored[name] for name in run if name in stored}
         merged = {row["id"]: earlier | row for row in stored["rows"]}
-        merged |= {row["id"]: run | _complete(row) for row in rows}
+        merged |= {row["id"]: {**run, **_complete(row)} for row in rows}
         ordered = [_without(merged[key], run) for key in sorted(merged, key=_natural)]
-        text = json.dumps(run | {"rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
+        text = json.dumps({**run, "rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
         write_atomically(path, (text + "\n").encode())
     finally:
         os.close(handle)
@@ -85,12 +95,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checked-out commit, with ``+changes`` where tracked files differ from it; ``unknown`` outside a repository."""
+    """The checked-out commit, with ``+changes`` where tracked files differ from it.
+
+    Outside a repository (a copy on a lent machine) what ``QSYNC_COMMIT`` says, else ``unknown``.
+    """
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "packages"], cwd=ROOT, check=False).returncode != 0
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("QSYNC_COMMIT", "unknown")
     return head + ("+changes" if changed else "")
 
 
@@ -113,3 +126,10 @@ def _without(row: dict[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
 def _natural(key: str) -> list[tuple[bool, int, str]]:
     """S2 before S10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", key)]
+
+
+if __name__ == "__main__":
+    import sys
+
+    for name in sys.argv[1:]:
+        print(f"merged into {merge_file(Path(name))}")

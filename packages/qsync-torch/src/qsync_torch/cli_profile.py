@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,8 @@ def profile(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  An interrupted run continues where it stopped
     when it is started again with the same output.  Under torchrun, all-reduces of the gradient buckets are measured as well.
     """
+    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.cli_ladder import ladder_of_group, read_rungs
     from qsync_torch.job import load_job
     from qsync_torch.process_group import process_group_from_environment
