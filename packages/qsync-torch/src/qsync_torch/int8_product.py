@@ -70,7 +70,9 @@ def im2col_channels_last(
         (sb, sh * stride[0], sw * stride[1], sh * dilation[0], sw * dilation[1], sc),
         words.storage_offset(),
     )
-    return patches.reshape(batch * out_h * out_w, kernel[0] * kernel[1] * words.shape[3]).view(torch.int8)
+    # ``reshape`` may give a strided view (of a single image), and bytes can be read through contiguous words only.
+    rows = patches.reshape(batch * out_h * out_w, kernel[0] * kernel[1] * words.shape[3])
+    return rows.contiguous().view(torch.int8)
 
 
 def _as_words(x_BHWC: torch.Tensor) -> torch.Tensor:

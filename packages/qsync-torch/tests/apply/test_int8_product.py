@@ -47,6 +47,16 @@ def test_convolutions_are_exact(device, kernel, stride, padding, dilation, group
     assert torch.equal(found.double(), expected.permute(0, 2, 3, 1).reshape(-1, 12))
 
 
+@pytest.mark.parametrize("channels", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("size, kernel, stride", [((2, 3), (1, 2), (1, 2)), ((5, 6), (3, 1), (1, 2)), ((5, 10), (3, 4), (3, 2))])
+def test_patches_that_do_not_overlap(channels, size, kernel, stride):
+    """Their rows can be a strided view of a single image, for example where one position is left in a dimension."""
+    x = torch.randint(-127, 128, (1, channels, *size), dtype=torch.int8)
+    w = torch.randint(-127, 128, (3, channels, *kernel), dtype=torch.int8)
+    expected = F.conv2d(x.double(), w.double(), None, stride)
+    assert torch.equal(int8_conv2d(x, w, stride, (0, 0), (1, 1), 1).double(), expected.permute(0, 2, 3, 1).reshape(-1, 3))
+
+
 def test_a_pointwise_convolution_copies_nothing():
     x = torch.randint(-127, 128, (2, 5, 5, 8), dtype=torch.int8)
     patches = im2col_channels_last(x, (1, 1), (1, 1), (0, 0), (1, 1))
