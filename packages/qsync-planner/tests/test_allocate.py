@@ -16,10 +16,13 @@ from qsync_core.artifact import digest, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
 from qsync_core.plan import PrecisionPlan
 from qsync_core.profile import DeviceKind
+from qsync_core.units import format_bytes
 from qsync_core.variant import Variant
 from qsync_planner.allocator import SOLVERS, allocate
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.replay import Replayer
+
+BFLOAT16_RUNG = Variant.of(BFLOAT16)
 
 CASES = st.builds(
     random_case,
@@ -244,11 +247,37 @@ def test_full_precision_that_does_not_fit_says_what_it_takes() -> None:
         assert any("full precision does not fit group infer0" in n for n in allocate(*case.with_memory(full - 1).arguments).notes)
 
 
+@pytest.mark.parametrize("solver", ["greedy", "uniform", "full"])
+def test_a_training_group_that_its_memory_does_not_fit_is_named_with_what_it_takes(solver: str) -> None:
+    case = random_case(5)
+    needed = allocate(*case.arguments).group("train0").predicted_peak_bytes
+    assert allocate(*case.with_memory(needed, "train0").arguments, solver=solver).group("train0").predicted_peak_bytes == needed
+    with pytest.raises(InfeasibleError) as caught:
+        allocate(*case.with_memory(needed - 1, "train0").arguments, solver=solver)
+    assert "the base precision of a training group does not fit the memory of group 'train0'" in str(caught.value)
+    assert f"the smallest feasible budget is {format_bytes(needed)} ({needed:,} bytes)" in str(caught.value)
+
+
+def test_a_rung_that_nothing_was_measured_at_is_said() -> None:
+    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
+    profile = case.profiles["infer0"]
+    index = {op_id: {v: i for v, i in by.items() if v != BFLOAT16_RUNG} for op_id, by in profile.cost_index.items()}
+    case = attrs.evolve(case, profiles={**case.profiles, "infer0": attrs.evolve(profile, cost_index=index)})
+    plan = allocate(*case.arguments, solver="uniform")
+    assert any("no operator was measured at bfloat16, so the plan can not use that rung" in note for note in plan.notes)
+    count = len({operator.variant_group for operator in case.dag.adjustable})
+    assert f"uniform precision of group infer0 is bfloat16; {count} of {count} operators were not measured so and run higher" in (
+        plan.notes
+    )
+    for assignment in plan.group("infer0").assignments.values():
+        assert assignment.reason.endswith("but this operator was not measured so")
+
+
 def test_bad_arguments_are_named() -> None:
     case = random_case(0)
     with pytest.raises(PlanError, match="there is no solver 'simplex'; choose one of greedy, uniform, full, dynamic-batch"):
         allocate(*case.arguments, solver="simplex")
-    for tolerance in (-0.1, math.nan, math.inf):
+    for tolerance in (-0.1, math.nan, math.inf, 1e300):
         with pytest.raises(PlanError, match="the tolerance must be a finite number ≥ 0"):
             allocate(*case.arguments, tolerance=tolerance)
     with pytest.raises(PlanError, match="the greedy solver needs a sensitivity; make one with 'qsync indicate'"):

@@ -35,6 +35,7 @@ def replay(
     from qsync_core.artifact import load, save
     from qsync_core.cluster_file import read_cluster
     from qsync_core.dag import PrecisionDag
+    from qsync_core.errors import PlanError
     from qsync_core.perfetto import to_perfetto
     from qsync_core.plan import PrecisionPlan
     from qsync_core.profile import Profile
@@ -55,7 +56,10 @@ def replay(
         if perfetto:
             from qsync_core.atomic_file import write_atomically
 
-            write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
+            try:
+                write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
+            except OSError as error:
+                raise PlanError(f"can not write {perfetto}: {error.strerror or error}") from None
     emit(json_flag, _prediction_data(prediction), lambda console: _print_prediction(console, graph.model, prediction))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from qsync_core.artifact import digest
@@ -17,6 +16,7 @@ from qsync_planner.allocator.batch_scaling import BatchProfile
 from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.full import solve_full
 from qsync_planner.allocator.greedy import solve_greedy
+from qsync_planner.allocator.infeasible import infeasible
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution, group_plans
@@ -27,6 +27,9 @@ from qsync_planner.verdict import judge
 
 SOLVERS = ("greedy", "uniform", "full", "dynamic-batch")
 """``greedy`` plans; the others are the baselines it is compared with."""
+
+MAX_TOLERANCE = 1000.0
+"""Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
 
 
 def allocate(
@@ -51,7 +54,8 @@ def allocate(
         batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
 
     Raises:
-        InfeasibleError: no plan fits a group's memory; names the smallest feasible budget.
+        InfeasibleError: no plan fits a group's memory, or its base precision that of a training group; names the smallest
+            feasible budget.
         PlanError: an unknown solver, or artifacts that do not belong together.
         ClusterError: a group without a profile, or one of another device.
     """
@@ -62,6 +66,8 @@ def allocate(
     problem = build_problem(dag, cluster, profiles, sensitivity)
     state = SearchState(problem, Replayer(dag, cluster, profiles))
     full = Solution.of(state)
+    if solver != "dynamic-batch":
+        _check_training_memory(cluster, full)
     balanced = balance_batches(problem, state.replayer, full, batch_profiles or {})
     solution = None
     if solver == "full":
@@ -82,6 +88,7 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
+    notes = (*notes, *_unmeasured_notes(problem))
     return _plan(problem, solution, sensitivity, solver, limit_ns, baselines, notes)
 
 
@@ -94,14 +101,24 @@ def _check_arguments(
 ) -> None:
     if solver not in SOLVERS:
         raise PlanError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    if not math.isfinite(tolerance) or tolerance < 0:
-        raise PlanError(f"the tolerance must be a finite number ≥ 0 (0.05 allows 5% more time), got {tolerance!r}")
+    if not 0 <= tolerance <= MAX_TOLERANCE:
+        raise PlanError(
+            f"the tolerance must be a finite number ≥ 0 and at most {MAX_TOLERANCE:g} (0.05 allows 5% more time), got {tolerance!r}"
+        )
     if sensitivity is None and solver == "greedy":
         raise PlanError("the greedy solver needs a sensitivity; make one with 'qsync indicate'")
     names = [group.name for group in cluster.groups]
     for name in batch_profiles:
         if name not in names:
             raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
+
+
+def _check_training_memory(cluster: Cluster, full: Solution) -> None:
+    """A training group keeps its base precision, so its memory fits or it does not."""
+    for group in cluster.groups:
+        peak = full.prediction.groups[group.name].peak_bytes
+        if group.role is Role.TRAIN and 0 < group.memory_bytes < peak:
+            raise infeasible(group, peak, what="the base precision of a training group does not fit")
 
 
 def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:
@@ -126,8 +143,22 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
         if index is None:
             notes.append(f"no single rung fits group {group.name}; the leanest mixed plan stands in for uniform precision")
         else:
-            notes.append(f"uniform precision of group {group.name} is {group.group.ladder[index].label}")
+            wanted = group.group.ladder[index]
+            higher = sum(wanted not in unit.rungs for unit in group.units)
+            but = f"; {higher} of {len(group.units)} operators were not measured so and run higher" if higher else ""
+            notes.append(f"uniform precision of group {group.name} is {wanted.label}{but}")
     return notes
+
+
+def _unmeasured_notes(problem: Problem) -> list[str]:
+    """Rungs that a ladder offers and no operator was measured at, which no plan can use."""
+    return [
+        f"group {group.name}: no operator was measured at {rung.label}, so the plan can not use that rung; "
+        "profile it with 'qsync profile --rungs' or take it off the ladder"
+        for group in problem.groups
+        for rung in group.group.ladder
+        if group.units and not any(rung in unit.rungs for unit in group.units)
+    ]
 
 
 def _plan(

@@ -16,5 +16,5 @@ def solve_full(problem: Problem, full: Solution) -> Solution:
     for group in problem.groups:
         peak = full.prediction.groups[group.name].peak_bytes
         if not group.fits(peak):
-            raise infeasible(group, peak, what="full precision does not fit")
+            raise infeasible(group.group, peak, what="full precision does not fit")
     return full.with_one_reason(problem, "full precision was asked for")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from qsync_core.cluster import DeviceGroup
 from qsync_core.errors import InfeasibleError
 from qsync_core.units import format_bytes
-from qsync_planner.allocator.problem import GroupProblem
 
 
-def infeasible(problem: GroupProblem, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
+def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
     """The error for a group whose budget is below ``smallest_bytes``, which is a budget that would do."""
-    group = problem.group
     return InfeasibleError(
         f"{what} the memory of group {group.name!r}: its budget is {format_bytes(group.memory_bytes)} "
         f"({group.memory_bytes:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest_bytes)} "

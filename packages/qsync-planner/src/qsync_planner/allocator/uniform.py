@@ -39,7 +39,7 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
             return UniformStart(rungs, ladder_index)
     smallest = move_to_least_memory(state, group)
     if not problem.fits(smallest):
-        raise infeasible(problem, smallest)
+        raise infeasible(problem.group, smallest)
     return UniformStart(state.rungs(group), None)
 
 
@@ -53,12 +53,18 @@ def solve_uniform(problem: Problem, uniform: Solution, starts: Mapping[str, Unif
     reasons = {}
     for group in problem.groups:
         index = starts[group.name].ladder_index
+        wanted = None
         if index is None:
             why = "no single rung fits the memory; part of the leanest mixed plan"
         else:
-            why = f"uniform precision, {group.group.ladder[index].label} is the first rung below the base precision that fits"
+            wanted = group.group.ladder[index]
+            why = f"uniform precision, {wanted.label} is the first rung below the base precision that fits"
             if index == len(group.group.ladder) - 1:
                 why = "the ladder has no rung below the base precision"
         rungs = zip(group.units, uniform.rungs[group.name], strict=True)
-        reasons[group.name] = tuple(f"{unit.rungs[rung].label}: {why}" for unit, rung in rungs)
+        reasons[group.name] = tuple(
+            f"{unit.rungs[rung].label}: {why}"
+            + (", but this operator was not measured so" if wanted is not None and wanted not in unit.rungs else "")
+            for unit, rung in rungs
+        )
     return attrs.evolve(uniform, reasons=reasons)
