@@ -15,8 +15,10 @@ from qsync_core.artifact import digest, load, save
 from qsync_core.errors import InfeasibleError, PlanError, QSyncError
 from qsync_core.observations import Observations, Series
 from qsync_core.plan import PrecisionPlan
+from qsync_core.profile import Profile
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.terms import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD
+from qsync_core.timeline import Timeline
 from qsync_planner.plugin import qsync_register_commands
 
 CLUSTER = """
@@ -135,6 +137,33 @@ def test_diff_as_text(folder: Path) -> None:
     assert result.exit_code == 0
     assert "infer: 13 operators differ" in result.output
     assert "train: 0 operators differ" in result.output
+
+
+@pytest.mark.parametrize("second_profile", [False, True])
+def test_replaying_a_balanced_plan_gives_what_the_plan_says(folder: Path, second_profile: bool) -> None:
+    for name in ("infer-dag", "infer-dag8"):  # slow enough that batches are moved
+        profile = load(folder / f"{name}.qsync", Profile)
+        costs = tuple(
+            attrs.evolve(c, forward_compute_ns=500 * c.forward_compute_ns, backward_compute_ns=500 * c.backward_compute_ns)
+            for c in profile.costs
+        )
+        save(attrs.evolve(profile, costs=costs), folder / f"{name}.qsync")
+    further = (
+        ["--batch-dag", folder / "dag8.qsync", "--batch-profile", f"infer={folder}/infer-dag8.qsync"] if second_profile else []
+    )
+    assert run(*plan_arguments(folder, "balanced.qsync", "--solver", "dynamic-batch", *further)).exit_code == 0
+    plan = load(folder / "balanced.qsync", PrecisionPlan)
+    assert plan.local_batches["train"] > 4 > plan.local_batches["infer"]
+    arguments = ["replay", folder / "balanced.qsync", "--dag", folder / "dag.qsync", "--cluster", folder / "cluster.toml"]
+    arguments += ["--profile", f"train={folder}/train-dag.qsync", "--profile", f"infer={folder}/infer-dag.qsync", *further]
+    data = json.loads(run(*arguments, "--json", "-o", folder / "balanced-timeline.qsync").output)
+    assert data["iteration_ns"] == plan.predicted_iteration_ns
+    assert data["local_batches"] == dict(plan.local_batches)
+    peaks = {group.group: group.predicted_peak_bytes for group in plan.groups}
+    assert {name: group["peak_bytes"] for name, group in data["groups"].items()} == peaks
+    timeline = load(folder / "balanced-timeline.qsync", Timeline)
+    assert (timeline.iteration_ns, dict(timeline.peak_bytes)) == (plan.predicted_iteration_ns, peaks)
+    assert "local batch" in run(*arguments).output
 
 
 def test_dynamic_batch_takes_profiles_at_a_second_batch_size(folder: Path) -> None:

@@ -71,7 +71,7 @@ def plan(
         load(sensitivity, Sensitivity) if sensitivity else None,
         solver=solver,
         tolerance=tolerance,
-        batch_profiles=_load_batch_profiles(batch_dag, batch_profiles),
+        batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
     )
     save(found, output)
     data = explain_plan(found)
@@ -104,7 +104,8 @@ def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
     emit(json_flag, data, render)
 
 
-def _load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dict[str, BatchProfile]:
+def load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dict[str, BatchProfile]:
+    """What ``--batch-dag`` and ``--batch-profile`` name, by group."""
     from qsync_core.artifact import digest, load
     from qsync_core.dag import PrecisionDag
     from qsync_core.errors import PlanError

@@ -25,13 +25,25 @@ _PATH = click.Path(path_type=Path)
 @click.option("--dag", type=_PATH, required=True, help="The job's PrecisionDag, from 'qsync trace'.")
 @click.option("--cluster", type=_PATH, required=True, help="The cluster file (TOML).")
 @profiles_option
+@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
+@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option("-o", "--output", type=_PATH, help="Write the predicted timeline.")
 @click.option("--perfetto", type=_PATH, help="Write it as a trace for ui.perfetto.dev.")
 @json_option
 def replay(
-    plan: Path, dag: Path, cluster: Path, profiles: dict[str, Path], output: Path | None, perfetto: Path | None, json_flag: bool
+    plan: Path,
+    dag: Path,
+    cluster: Path,
+    profiles: dict[str, Path],
+    batch_dag: Path | None,
+    batch_profiles: tuple[str, ...],
+    output: Path | None,
+    perfetto: Path | None,
+    json_flag: bool,
 ) -> None:
     """Predict iteration time and memory of a job under a plan."""
+    import attrs
+
     from qsync_core.artifact import load, save
     from qsync_core.cluster_file import read_cluster
     from qsync_core.dag import PrecisionDag
@@ -39,6 +51,8 @@ def replay(
     from qsync_core.perfetto import to_perfetto
     from qsync_core.plan import PrecisionPlan
     from qsync_core.profile import Profile
+    from qsync_planner.allocator.dynamic_batch import replay_batches
+    from qsync_planner.cli_plan import load_batch_profiles
     from qsync_planner.matching import check_plan, check_profiles
     from qsync_planner.replay import Replayer, plan_variants
 
@@ -49,8 +63,13 @@ def replay(
     replayer = Replayer(graph, described, measured)
     variants = plan_variants(wanted, described)
     prediction = replayer.replay(variants)
+    further = load_batch_profiles(batch_dag, batch_profiles)
+    batches = {group.name: wanted.local_batches.get(group.name, graph.batch_size) for group in described.groups}
+    if any(batch != graph.batch_size for batch in batches.values()):
+        replayer, prediction = replay_batches(replayer, variants, batches, further)
     if output or perfetto:
-        timeline = replayer.timeline(variants)
+        peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
+        timeline = attrs.evolve(replayer.timeline(variants), peak_bytes=peaks)
         if output:
             save(timeline, output)
         if perfetto:
@@ -60,25 +79,21 @@ def replay(
                 write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
             except OSError as error:
                 raise PlanError(f"can not write {perfetto}: {error.strerror or error}") from None
-    emit(json_flag, _prediction_data(prediction), lambda console: _print_prediction(console, graph.model, prediction))
+    data = {**attrs.asdict(prediction), "local_batches": batches}
+    emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
 
 
-def _prediction_data(prediction: Prediction) -> dict[str, Any]:
-    import attrs
-
-    return attrs.asdict(prediction)
-
-
-def _print_prediction(console: Console, model: str, prediction: Prediction) -> None:
+def _print_prediction(console: Console, model: str, prediction: Prediction, batches: dict[str, int]) -> None:
     from rich.table import Table
 
     from qsync_core.units import format_bytes, format_ns
 
     console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration", markup=False)
-    table = Table("group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", box=None, pad_edge=False)
+    heads = ("group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", "local batch")
+    table = Table(*heads, box=None, pad_edge=False)
     for name, group in prediction.groups.items():
         times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)
-        table.add_row(name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes))
+        table.add_row(name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes), str(batches[name]))
     console.print(table)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.cluster import DeviceGroup
+from qsync_core.dag import PrecisionDag
 from qsync_core.errors import InfeasibleError
+from qsync_core.profile import Profile
 from qsync_planner.allocator.balance import balance
 from qsync_planner.allocator.batch_scaling import BatchProfile, BatchScaling
-from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.solution import Solution
-from qsync_planner.replay import Prediction, Replayer
+from qsync_planner.replay import Prediction, Replayer, Variants
 
 
 @attrs.frozen
@@ -52,7 +54,7 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     """
     dag, groups = problem.dag, problem.cluster.groups
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: _MemoryScaling.of(problem, replayer, g) for g in groups}
+    memory = {g.name: _MemoryScaling.of(dag, replayer, g, replayer.base_variants(g.name)) for g in groups}
     counts = [group.count for group in groups]
     traced = max(1, dag.batch_size)
     total = traced * sum(counts)
@@ -75,6 +77,38 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
 
 
+def replay_batches(
+    replayer: Replayer,
+    variants: Mapping[str, Variants],
+    local_batches: Mapping[str, int],
+    further: Mapping[str, BatchProfile],
+) -> tuple[Replayer, Prediction]:
+    """Predict a job whose groups have other local batches than the traced one, as :func:`balance_batches` does.
+
+    Args:
+        replayer: of the job at equal batches.
+        variants: of every group.
+        local_batches: by group; those that are not named keep the traced one.
+        further: per group a second profile, at another batch size.
+
+    Returns:
+        A replayer of the job at these batches, whose times hold, and the prediction, whose peaks do as well.
+
+    Raises:
+        PlanError: when a second profile does not go with the first.
+    """
+    dag, cluster = replayer.dag, replayer.cluster
+    problem = build_problem(dag, cluster, replayer.profiles, None)
+    profiles: dict[str, Profile] = {}
+    peaks: dict[str, int] = {}
+    for group in cluster.groups:
+        batch = local_batches.get(group.name, dag.batch_size)
+        profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(batch)
+        peaks[group.name] = _MemoryScaling.of(dag, replayer, group, variants[group.name]).peak_bytes(batch)
+    scaled = Replayer(dag, cluster, profiles)
+    return scaled, _with_peaks(scaled.replay(variants), peaks)
+
+
 @attrs.frozen
 class _MemoryScaling:
     """Peak memory as a function of the local batch: what is not static is proportional to it."""
@@ -84,10 +118,10 @@ class _MemoryScaling:
     batch_size: int
 
     @classmethod
-    def of(cls, problem: Problem, replayer: Replayer, group: DeviceGroup) -> _MemoryScaling:
-        estimate = replayer.memory(group.name, replayer.base_variants(group.name))
+    def of(cls, dag: PrecisionDag, replayer: Replayer, group: DeviceGroup, variants: Variants) -> _MemoryScaling:
+        estimate = replayer.memory(group.name, variants)
         rest = max(0, estimate.peak_bytes - estimate.static_bytes)
-        return cls(estimate.peak_bytes - rest, rest, max(1, problem.dag.batch_size))
+        return cls(estimate.peak_bytes - rest, rest, max(1, dag.batch_size))
 
     def peak_bytes(self, batch: int) -> int:
         return self.static_bytes + -(-self.rest_bytes * batch // self.batch_size)
