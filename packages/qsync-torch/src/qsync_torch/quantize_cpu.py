@@ -24,6 +24,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.buffers = torch.empty(0)
 
+    @torch.inference_mode(False)  # memory made in inference mode could not be written to in training
     def of(self, numel: int) -> torch.Tensor:
         """(2, at least numel + 1)."""
         if self.buffers.numel() < 2 * (numel + 1):

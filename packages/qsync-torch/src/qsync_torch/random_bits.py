@@ -49,6 +49,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.words: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
+    @torch.inference_mode(False)  # memory made in inference mode could not be written to in training
     def of(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Index times the golden ratio, and two buffers; on CUDA fresh ones, which the caching allocator gives for nothing."""
         kept = self.words.get(device)
@@ -66,6 +67,7 @@ _SCRATCH = _Scratch()
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _constant(value: int, device: torch.device) -> torch.Tensor:
     """A 0-dimensional int32; a Python number would be converted to one at every operation."""
     return torch.tensor(value, dtype=torch.int32, device=device)

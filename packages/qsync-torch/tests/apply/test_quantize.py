@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -184,3 +186,15 @@ def test_the_asymmetric_reference_uses_the_whole_range(granularity):
     value = scale.view(shape) * (q.float() - zero_point.view(shape))
     assert ((value - x).abs() <= scale.view(shape) * 0.5001).all()
     assert (q.min().item(), q.max().item()) == (-128, 127)
+
+
+def test_memory_first_used_in_inference_mode_serves_training_later():
+    """In a thread of its own, so that its scratch memory is new."""
+
+    def run():
+        with torch.inference_mode():
+            quantize(torch.randn(300), Precision.INT8, rounding=Rounding.STOCHASTIC)
+        return quantize(torch.randn(300), Precision.INT8, rounding=Rounding.STOCHASTIC)[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run).result().shape == (300,)

@@ -28,6 +28,7 @@ class Row:
         name: as in files; title: for people.
         predicted_ns, measured_ns: iteration time (the measured one is a median); spread: interquartile range over it.
         operators: operators of the weak worker by precision; local_batches: samples a step, by group.
+        gradient_error: relative error of the weak worker's weight gradients; None for probes.
         loss: mean of the last steps; evaluation: on held-out data, None for probes.
         predicted_peak_bytes, peak_bytes: the weak worker's peak memory.
         over_budget: whether its measured peak exceeds the budget.
@@ -45,6 +46,7 @@ class Row:
     predicted_peak_bytes: int
     peak_bytes: int
     over_budget: bool
+    gradient_error: float | None = None
 
     @property
     def error(self) -> float:
@@ -131,4 +133,5 @@ def _row(name: str, title: str, plan: PrecisionPlan, result: MethodResult, dag: 
         predicted_peak_bytes=plan.group(INFER).predicted_peak_bytes,
         peak_bytes=peak,
         over_budget=bool(budget) and peak > budget,
+        gradient_error=result.gradient_error,
     )

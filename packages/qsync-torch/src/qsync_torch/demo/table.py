@@ -30,12 +30,16 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         f"[bold]{outcome.model}[/] on {outcome.data}: {outcome.steps} steps with each method.  The weak worker has "
         f"{outcome.weakness}; its float32 step takes {outcome.step_ratio:.2f} times the strong one's{budget}."
     )
-    table = Table(title=None, caption="iteration: median over all steps, ± half the interquartile range")
+    table = Table(
+        title=None,
+        caption="iteration: median over all steps, ± half the interquartile range; gradient error: of the "
+        "weak worker's weight gradients, against full precision",
+    )
     table.add_column("method")
     for heading in ("batches", "iteration, measured", "predicted"):
         table.add_column(heading, justify="right")
     table.add_column("weak worker's operators")
-    for heading in ("final loss", "held-out accuracy", "weak worker's peak"):
+    for heading in ("gradient error", "final loss", "held-out accuracy", "weak worker's peak"):
         table.add_column(heading, justify="right")
     for row in (*outcome.rows, *outcome.probes):
         over = " [red]over budget[/]" if row.over_budget else ""
@@ -45,6 +49,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
             f"{row.measured_ns / 1e6:.0f} ms ± {row.spread * row.measured_ns / 2e6:.0f}",
             f"{row.predicted_ns / 1e6:.0f} ms",
             format_operators(row),
+            "" if row.gradient_error is None else f"{row.gradient_error:.2%}",
             f"{row.loss:.3f}",
             f"{row.evaluation.accuracy:.1%}" if row.evaluation else "",
             format_bytes(row.peak_bytes) + over,
@@ -60,6 +65,12 @@ def conclusions(outcome: Outcome) -> list[str]:
         f"QSync's step takes {outcome.over('full'):.2f} of full precision's and {outcome.over('uniform'):.2f} of uniform low "
         f"precision's, with {outcome.recovered:.0%} of uniform's low-precision compute back in float32."
     ]
+    uniform, qsync = (outcome.row(name).gradient_error for name in ("uniform", "qsync"))
+    if uniform and qsync is not None:
+        found.append(
+            f"The weak worker's weight gradients are off by {qsync:.2%} under QSync's plan and by {uniform:.2%} in uniform low "
+            "precision."
+        )
     if outcome.prediction_errors:
         errors = sorted(outcome.prediction_errors.values())
         found.append(

@@ -95,12 +95,14 @@ class MethodResult:
         losses: of the global batch, step by step.
         evaluation: on held-out data; None for probes.
         peak_bytes: peak memory of a rank of each group: weights, optimizer state, buckets and one step.
+        gradient_error: relative error of the weak worker's weight gradients against full precision; None for probes.
     """
 
     iteration_ns: tuple[int, ...]
     losses: tuple[float, ...]
     evaluation: Evaluation | None
     peak_bytes: Mapping[str, int]
+    gradient_error: float | None = None
 
 
 @attrs.frozen

@@ -22,14 +22,17 @@ from qsync_core.plan import PrecisionPlan
 from qsync_core.timeline import Timeline
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
+from qsync_torch.demo.gradient_error import gradient_error
 from qsync_torch.demo.rendezvous import Rendezvous
-from qsync_torch.demo.tasks import GROUPS, Method, MethodResult, Trained, TrainTask, write_json
+from qsync_torch.demo.tasks import GROUPS, INFER, Method, MethodResult, Trained, TrainTask, write_json
 from qsync_torch.demo.weak_worker import WeakWorker
 from qsync_torch.demo.worker_events import report
 from qsync_torch.demo.workload import Evaluation, Workload, load_workload
 from qsync_torch.job import Batch
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+
+_GRADIENT_BATCHES = 8
 
 
 def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
@@ -63,8 +66,21 @@ def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
             timeline = trainee.record_step(dag, GROUPS[rendezvous.rank], result)
             if rendezvous.rank == 0:
                 save(timeline, Path(task.folder) / f"measured-{name}.qsync")
+    for name, error in _gradient_errors(task, workload, trainees).items():
+        results[name] = attrs.evolve(results[name], gradient_error=error)
     if rendezvous.rank == 0:
         write_json(Trained(results), Path(task.folder) / "trained.json")
+
+
+def _gradient_errors(task: TrainTask, workload: Workload, trainees: Sequence[_Trainee]) -> dict[str, float]:
+    """The weak worker's, at the weights that training in full precision led to; every rank must call it."""
+    reference = next((t.model for t in trainees if t.method.name == "full"), None)
+    errors: dict[str, float] = {}
+    if reference is not None and dist.get_rank() == GROUPS.index(INFER):
+        batches = [workload.part(step, workload.batch_size, 0, workload.batch_size) for step in range(_GRADIENT_BATCHES)]
+        compared = [t for t in trainees if t.method in task.compared]
+        errors = {t.method.name: gradient_error(t.model, reference, batches, workload.loss) for t in compared}
+    return _gather(errors)[GROUPS.index(INFER)]
 
 
 def _turns(methods: int, steps: int, block: int) -> list[tuple[int, int, int]]:

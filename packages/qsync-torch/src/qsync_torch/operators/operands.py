@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from qsync_core.errors import NumericsError
 from qsync_core.precision import Granularity, Rounding
 from qsync_core.profile import CastKey
 from qsync_torch.binding import Binding
@@ -38,6 +39,10 @@ def cast_input(x: torch.Tensor, binding: Binding, seeds: Seeds, cache: CastCache
     """
     if x.dtype is binding.compute:
         return x, None
+    if x.dtype not in PRECISION:
+        raise NumericsError(
+            f"an operator in {binding.variant.label} takes float32 or a 16-bit float, got {x.dtype}; cast its input first"
+        )
     if cache is None or not cache.applies_to(x):
         return _cast_input(x, binding, seeds.x, seeds.offset)
     variant = binding.variant
