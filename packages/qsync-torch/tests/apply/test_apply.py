@@ -343,5 +343,5 @@ def test_not_a_number_names_the_operator():
 def test_an_input_of_another_format_is_refused_by_name():
     model = ConvNet().double()
     apply_(model, named(conv1=INT8))
-    with pytest.raises(NumericsError, match="operator conv1#0: .* takes float32 or a 16-bit float, got torch.float64"):
+    with pytest.raises(NumericsError, match=r"operator conv1#0: .* takes float32 or a 16-bit float, got torch\.float64"):
         model(images().double())
