@@ -27,7 +27,7 @@ workload = Workload(
     batch_size=5,
     evaluate_once=None,
 )
-trainee = _Trainee(workload, Method("dynamic-batch", "", dict(zip(GROUPS, SIZES, strict=True))), dist.get_rank(), {})
+trainee = _Trainee(workload, Method("dynamic-batch", "", dict(zip(GROUPS, SIZES, strict=True))), dist.get_rank(), {}, 1)
 trainee.step(trainee.batch(0))
 
 reference = copy.deepcopy(model).double()

@@ -107,7 +107,7 @@ def digits_resnet(tiny: bool = False) -> Workload:
         samples=len(_digits()[0]),
         take=_take,
         loss=_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4, fused=True),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=5e-4, fused=True),
         batch_size=16 if tiny else 40,
         evaluate_once=_evaluate,
     )

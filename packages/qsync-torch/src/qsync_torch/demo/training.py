@@ -33,6 +33,8 @@ from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
 
 _GRADIENT_BATCHES = 8
+LAST_LEARNING_RATE = 0.02
+"""Learning rate after the last step over the first one's; it falls linearly."""
 
 
 def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
@@ -50,7 +52,7 @@ def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
     workload = load_workload(task.model, tiny=task.tiny)
     dag = load(Path(task.folder) / "dag.qsync", PrecisionDag)
     methods = (*task.compared, *task.probes)
-    trainees = [_Trainee(workload, m, rendezvous.rank, load(Path(m.plan), PrecisionPlan)) for m in methods]
+    trainees = [_Trainee(workload, m, rendezvous.rank, load(Path(m.plan), PrecisionPlan), task.steps) for m in methods]
     turns = _turns(len(trainees), task.steps, task.block)
     for done, (index, first, count) in enumerate(turns):
         if rendezvous.rank == 0:
@@ -104,7 +106,9 @@ class _Step:
 class _Trainee:
     """The model, optimizer and DDP wrapper of one method on this rank."""
 
-    def __init__(self, workload: Workload, method: Method, rank: int, plan: PrecisionPlan | Mapping[OpId, Variant]) -> None:
+    def __init__(
+        self, workload: Workload, method: Method, rank: int, plan: PrecisionPlan | Mapping[OpId, Variant], steps: int
+    ) -> None:
         self.method = method
         self._workload = workload
         sizes = [method.local_batches[group] for group in GROUPS]
@@ -115,6 +119,8 @@ class _Trainee:
         apply_(self.model, plan)
         self._ddp = DistributedDataParallel(self.model)
         self._optimizer = workload.optimizer(self.model.parameters())
+        # Down to almost nothing at the end, or the last few updates would decide the accuracy.
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, LAST_LEARNING_RATE, steps)
         self._steps: list[_Step] = []
 
     def run(self, first: int, count: int) -> None:
@@ -124,6 +130,7 @@ class _Trainee:
         dist.barrier()
         for position, batch in enumerate(batches):
             loss = self.step(batch)
+            self._schedule.step()
             self._steps.append(_Step(time.perf_counter_ns(), position, loss))
 
     def batch(self, step: int) -> Batch:
