@@ -96,3 +96,5 @@ def test_what_can_not_be_compared_is_refused() -> None:
     other = attrs.evolve(MEASURED, rank_group={0: "strong", 1: "strong"}, peak_bytes={})
     with pytest.raises(PlanError, match=r"no device group in common: predicted \['weak'\], measured \['strong'\]"):
         verify(PREDICTED, other)
+    with pytest.raises(PlanError, match="predicted timeline is of 'm' and the measured one of 'n'; compare runs of one model"):
+        verify(PREDICTED, attrs.evolve(MEASURED, model="n"))

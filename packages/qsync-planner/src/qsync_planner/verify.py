@@ -84,12 +84,17 @@ def verify(predicted: Timeline, measured: Timeline) -> Verification:
     """Compare a measured timeline with the predicted one.  Ranks of one group are averaged.
 
     Raises:
-        PlanError: when the timelines have no device group in common, or are the wrong way round.
+        PlanError: when the timelines are of different models, have no device group in common, or are the wrong way round.
     """
     if predicted.source != "predicted" or measured.source != "measured":
         raise PlanError(
             f"expected a predicted timeline and then a measured one, got {predicted.source} and {measured.source}; "
             "'qsync verify PREDICTED MEASURED'"
+        )
+    if predicted.model != measured.model:
+        raise PlanError(
+            f"the predicted timeline is of {predicted.model!r} and the measured one of {measured.model!r}; "
+            "compare runs of one model"
         )
     groups = [name for name in dict.fromkeys(predicted.rank_group.values()) if name in measured.rank_group.values()]
     if not groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from qsync_core.errors import JobError
+from qsync_core.errors import JobError, QSyncError
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -67,7 +68,8 @@ class Job:
     Attributes:
         name: for people; artifacts store it as the model's name.
         model: the module; parameters may be on any device and are not copied.
-        batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.
+        batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  Whatever
+            it raises becomes a JobError, as does a result that is not a :class:`Batch`.
         loss: ``loss(model_output, batch)``, a scalar tensor.
         optimizer: makes the optimizer from the parameters.
         batch_size: samples a rank gets per step.
@@ -80,6 +82,9 @@ class Job:
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     batch_size: int = attrs.field(default=DEFAULT_BATCH_SIZE, validator=attrs.validators.ge(1))
 
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "batch", _checked_batch(self.batch, self.name))
+
     def compute_loss(self, batch: Batch, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Forward pass and loss of one batch; ``model`` stands in for the job's own (a DDP wrapper, a copy)."""
         output = (self.model if model is None else model)(*batch.args, **batch.kwargs)
@@ -89,6 +94,29 @@ class Job:
         """The batches of ``steps`` steps, from step ``start`` on."""
         for step in range(start, start + steps):
             yield self.batch(step, batch_size or self.batch_size)
+
+
+def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[int, int], Batch]:
+    """The batch function, with its failures told apart from QSync's own."""
+    if hasattr(make, "checked_by_qsync"):
+        return make
+
+    @functools.wraps(make)
+    def batch(step: int, batch_size: int) -> Batch:
+        try:
+            made = make(step, batch_size)
+        except QSyncError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"the batch function of {name} failed at step {step} with batch size {batch_size}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, Batch):
+            raise JobError(f"the batch function of {name} must return a qsync_torch.job.Batch, got {type(made).__name__}")
+        return made
+
+    batch.checked_by_qsync = True  # type: ignore[attr-defined]
+    return batch
 
 
 def load_job(text: str, batch_size: int | None = None) -> Job:
@@ -168,7 +196,7 @@ def _import(location: str) -> ModuleType:
         return module
     except JobError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"importing {location} failed: {type(error).__name__}: {error}") from error
 
 
@@ -190,7 +218,7 @@ def _call_with_options(function: Callable[..., Any], options: str, what: str) ->
         return function(**values)
     except JobError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 

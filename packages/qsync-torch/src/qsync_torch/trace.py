@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from qsync_core.dag import OpClass, Operator, Parameter, PrecisionDag
-from qsync_core.errors import JobError, TraceError
+from qsync_core.errors import TraceError
 from qsync_core.op_id import OpId
 from qsync_torch.aten_call import CALL_ATTRIBUTE
 from qsync_torch.buckets import form_buckets
@@ -13,7 +15,7 @@ from qsync_torch.exported_step import export_step, quiet_torch
 from qsync_torch.gradient_order import run_fake
 from qsync_torch.graph_values import Draft
 from qsync_torch.graph_walk import GraphWalk
-from qsync_torch.job import Batch, Job
+from qsync_torch.job import Job
 from qsync_torch.loss_kind import loss_kind
 from qsync_torch.operator_names import Names, functional_fqn, is_module_work
 
@@ -32,14 +34,13 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     Raises:
         TraceError: when the model can not be exported (with the line and what to do), a parameter is not float32, or the
             loss is not a scalar that depends on the parameters.
-        JobError: when the job's batch function returns something else than a Batch.
+        JobError: when the job's batch function fails or returns something else than a Batch.
     """
+    if bucket_cap_mb is not None and not (math.isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise TraceError(f"the bucket size is a number of MiB above 0, got {bucket_cap_mb}")
     _check_parameters(job)
     device = next((parameter.device for parameter in job.model.parameters()), torch.device("cpu"))
-    batch = job.batch(0, job.batch_size)
-    if not isinstance(batch, Batch):
-        raise JobError(f"the batch function of {job.name} must return a qsync_torch.job.Batch, got {type(batch).__name__}")
-    batch = batch.to(device)
+    batch = job.batch(0, job.batch_size).to(device)
     step = export_step(job, batch)
     trainable = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
     with quiet_torch():

@@ -128,6 +128,9 @@ JOB_FILE = """
     def fails():
         raise RuntimeError("no data here")
 
+    def leaves():
+        raise SystemExit(3)
+
     def needs(path):
         return path
 """
@@ -157,11 +160,14 @@ def test_a_function_may_return_a_job_or_its_parts(job_file) -> None:
         ("vgg16:dropout=x", "option dropout of the model 'vgg16' is a number, got 'x'"),
         ("resnet18:channels_last=perhaps", "is true or false, got 'perhaps'"),
         ("bert-base:head=poem", "bert-base has no head 'poem'; known heads: qa, mlm"),
+        ("resnet18:image=-5", "image, in_channels and classes of resnet18 are at least 1, got -5, 3 and 1000"),
+        ("bert-base:layers=-1", "option layers of bert-base is a count, or 0 for the model's own, got -1"),
         ("nowhere.py:job", "there is no file 'nowhere.py'"),
         ("no_such_module:job", "importing no_such_module failed: ModuleNotFoundError"),
         ("{file}:absent", "has no function 'absent'"),
         ("{file}:wrong", "must return a Job or the tuple (model, batch, loss, optimizer)"),
         ("{file}:fails", "failed: RuntimeError: no data here"),
+        ("{file}:leaves", "failed: SystemExit: 3"),
         ("{file}:needs", "needs a value for path"),
     ],
 )

@@ -110,12 +110,23 @@ def test_the_users_line_is_named(model: nn.Module, marker: str, advice: str, cap
             JobError,
             "must return a qsync_torch.job.Batch, got tuple",
         ),
+        (
+            job(nn.Linear(4, 4), batch=lambda step, size: Batch((torch.randn(-size, 4),))),
+            JobError,
+            "the batch function of broken failed at step 0 with batch size 2: RuntimeError: ",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_other_jobs_that_can_not_be_traced(broken: Job, kind: type[QSyncError], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         trace(broken)
+
+
+@pytest.mark.parametrize("mebibytes", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bucket_size_is_a_positive_number(mebibytes: float) -> None:
+    with pytest.raises(TraceError, match=f"the bucket size is a number of MiB above 0, got {mebibytes}"):
+        trace(job(nn.Linear(4, 4)), bucket_cap_mb=mebibytes)
 
 
 def test_a_value_read_by_item_that_does_not_steer_the_graph_is_fine() -> None:

@@ -177,6 +177,10 @@ def _language_job(
 
 
 def _sizes(name: str, layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, int]:
+    asked = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": intermediate}
+    for option, value in asked.items():
+        if value < 0:
+            raise JobError(f"option {option} of {name} is a count, or 0 for the model's own, got {value}")
     usual = _SIZES[name]
     hidden = hidden or usual["hidden"]
     return {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from qsync_core.errors import JobError
 from qsync_torch.job import Batch, Job
 from qsync_torch.models.resnet import resnet18, resnet50
 from qsync_torch.models.vgg import VGG
@@ -96,6 +97,8 @@ def _image_job(
     seed: int,
     learning_rate: float,
 ) -> Job:
+    if min(shape) < 1 or classes < 1:
+        raise JobError(f"image, in_channels and classes of {name} are at least 1, got {shape[1]}, {shape[0]} and {classes}")
     layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def batch(step: int, size: int) -> Batch:
