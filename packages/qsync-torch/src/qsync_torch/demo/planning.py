@@ -23,9 +23,6 @@ from qsync_torch.demo.tasks import GROUPS, INFER, TRAIN
 RANDOM_SEEDS = (11, 12)
 """Seeds of the two random mixed plans by which the prediction is tested."""
 
-TOLERANCE = 0.02
-"""How much slower than uniform low precision QSync's plan may be predicted to be: less than what a step's time scatters."""
-
 
 @attrs.frozen
 class Plans:
@@ -72,7 +69,7 @@ def make_plans(
         budget = int(memory_budget)
     cluster = parse_cluster(cluster_toml(share, budget), "the demo's cluster") if budget else unlimited
     compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
-    compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity, tolerance=TOLERANCE)}
+    compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
     probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
     return Plans(cluster, compared, probes)
 
