@@ -83,6 +83,7 @@ def main() -> None:
             if args.checkpoint:
                 save_checkpoint(args.checkpoint, model, optimizer, scaler, epoch + 1, step)
         dist.barrier()
+    del ddp  # before its process group
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Two ranks with unequal parts of one batch: DDP's gradient must be that of the whole batch.  Started by torchrun."""
 
 import copy
+import gc
 
 import torch
 import torch.distributed as dist
@@ -35,4 +36,6 @@ torch.nn.functional.mse_loss(reference(x.double()), y.double()).backward()
 for name, parameter in reference.named_parameters():
     stepped = parameter.detach() - parameter.grad
     torch.testing.assert_close(trainee.model.get_parameter(name).detach().double(), stepped, rtol=1e-5, atol=1e-6)
+del trainee
+gc.collect()
 dist.destroy_process_group()

@@ -17,10 +17,19 @@ torch.manual_seed(0)
 """
 
 
+# A DistributedDataParallel that outlives its process group now and then aborts the process at its end.
+ENDING = """
+import gc
+wrapped = None
+gc.collect()
+dist.destroy_process_group()
+"""
+
+
 def run_ranks(tmp_path: Path, body: str) -> list[str]:
     """Standard output of two processes; an error in either fails the test with its text."""
     script = tmp_path / "rank.py"
-    script.write_text(PREAMBLE + body + "\ndist.destroy_process_group()\n")
+    script.write_text(PREAMBLE + body + ENDING)
     command = [sys.executable, str(script)]
     processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,4 +42,6 @@ class Rendezvous:
         try:
             yield
         finally:
+            # A DistributedDataParallel that outlives its process group can abort the process at its end.
+            gc.collect()
             dist.destroy_process_group()
