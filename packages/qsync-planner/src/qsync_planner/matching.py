@@ -49,6 +49,16 @@ def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, P
             )
 
 
+def _of_another_graph(
+    start: str, artifact: Observations | Sensitivity | PrecisionPlan, op_ids: Iterable[OpId], dag: PrecisionDag, wanted: str
+) -> str:
+    """The sentence up to what to do next; ``op_ids`` are the artifact's operators, ``wanted`` the graph's digest."""
+    return (
+        f"{start} another graph ({artifact.model!r}, digest {artifact.dag_digest[:12]}) than "
+        f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), op_ids)}; "
+    )
+
+
 def check_observations(observations: Observations, dag: PrecisionDag) -> None:
     """The observations belong to this graph.
 
@@ -59,9 +69,7 @@ def check_observations(observations: Observations, dag: PrecisionDag) -> None:
     if observations.dag_digest != wanted:
         observed = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
         raise ObservationError(
-            f"the observations are of another graph ({observations.model!r}, digest {observations.dag_digest[:12]}) than "
-            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), observed)}; "
-            "observe the job that was traced"
+            _of_another_graph("the observations are of", observations, observed, dag, wanted) + "observe the job that was traced"
         )
 
 
@@ -74,9 +82,8 @@ def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
     wanted = digest(dag)
     if sensitivity.dag_digest != wanted:
         raise PlanError(
-            f"the sensitivity is of another graph ({sensitivity.model!r}, digest {sensitivity.dag_digest[:12]}) than "
-            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), sensitivity.omega)}; "
-            "run 'qsync observe' and 'qsync indicate' on the job that was traced"
+            _of_another_graph("the sensitivity is of", sensitivity, sensitivity.omega, dag, wanted)
+            + "run 'qsync observe' and 'qsync indicate' on the job that was traced"
         )
 
 
@@ -89,7 +96,6 @@ def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
     wanted = digest(dag)
     if plan.dag_digest != wanted:
         raise PlanError(
-            f"the plan is for another graph ({plan.model!r}, digest {plan.dag_digest[:12]}) than "
-            f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), plan.operator_ids)}; "
-            "make a plan for this job with 'qsync plan'"
+            _of_another_graph("the plan is for", plan, plan.operator_ids, dag, wanted)
+            + "make a plan for this job with 'qsync plan'"
         )

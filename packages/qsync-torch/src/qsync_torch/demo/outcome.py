@@ -13,6 +13,7 @@ from qsync_core.plan import PrecisionPlan
 from qsync_torch.demo.planning import Plans, infer_variants, local_batches, recovered_share
 from qsync_torch.demo.tasks import INFER, Measured, MethodResult, Trained
 from qsync_torch.demo.workload import Evaluation
+from qsync_torch.profiling.timing import relative_spread
 
 LAST_STEPS = 10
 """The final loss is the mean over this many last steps."""
@@ -118,14 +119,13 @@ def make_outcome(
 
 def _row(name: str, title: str, plan: PrecisionPlan, result: MethodResult, dag: PrecisionDag, budget: int) -> Row:
     median = statistics.median(result.iteration_ns)
-    low, _, high = statistics.quantiles(result.iteration_ns, n=4, method="inclusive")
     peak = result.peak_bytes[INFER]
     return Row(
         name=name,
         title=title,
         predicted_ns=plan.predicted_iteration_ns,
         measured_ns=round(median),
-        spread=(high - low) / median,
+        spread=relative_spread(result.iteration_ns),
         operators=Counter(str(variant.compute) for variant in infer_variants(plan).values()),
         local_batches=local_batches(plan, dag.batch_size),
         loss=statistics.fmean(result.losses[-LAST_STEPS:]),
