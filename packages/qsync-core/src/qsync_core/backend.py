@@ -21,6 +21,7 @@ class Op:
     """Names of the operators that a backend may provide."""
 
     QUANTIZE = "quantize"
+    QUANTIZE_MANY = "quantize_many"
     LINEAR_OUTPUT = "linear.output"
     LINEAR_GRAD_INPUT = "linear.grad_input"
     LINEAR_GRAD_WEIGHT = "linear.grad_weight"
@@ -28,7 +29,16 @@ class Op:
     CONV2D_GRAD_INPUT = "conv2d.grad_input"
     CONV2D_GRAD_WEIGHT = "conv2d.grad_weight"
 
-    ALL = (QUANTIZE, LINEAR_OUTPUT, LINEAR_GRAD_INPUT, LINEAR_GRAD_WEIGHT, CONV2D_OUTPUT, CONV2D_GRAD_INPUT, CONV2D_GRAD_WEIGHT)
+    ALL = (
+        QUANTIZE,
+        QUANTIZE_MANY,
+        LINEAR_OUTPUT,
+        LINEAR_GRAD_INPUT,
+        LINEAR_GRAD_WEIGHT,
+        CONV2D_OUTPUT,
+        CONV2D_GRAD_INPUT,
+        CONV2D_GRAD_WEIGHT,
+    )
 
 
 @attrs.frozen
@@ -38,8 +48,10 @@ class KernelRequest:
     Attributes:
         op: one of :class:`Op`.
         variant: precisions, granularity and rounding.
-        shapes: operand shapes, activation first, then weight (linear: ``(M, K)``, ``(N, K)``; conv2d: NCHW and OIHW).
-        attributes: stride, padding, dilation, groups as canonical text (empty for linear).
+        shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
+            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``quantize_many``: every tensor's).
+        attributes: stride, padding, dilation, groups of a convolution as canonical text; of ``quantize``, ``multiplier`` (``channel``:
+            the tensor is first multiplied by one factor per channel) and ``transposed`` (``true``: a transposed copy too).
         device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
     """

@@ -26,7 +26,7 @@ class AtenBackend:
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
         formats = (str(Precision.INT8), *map(str, _FLOATS))
-        specs = [KernelSpec(op, formats, _DEVICES, layouts=("contiguous", "channels_last")) for op in Op.ALL if op != Op.QUANTIZE]
+        specs = [KernelSpec(op, formats, _DEVICES, layouts=("contiguous", "channels_last")) for op in Op.ALL if not op.startswith("quantize")]
         eight_bit = (str(Precision.INT8), str(Precision.FLOAT8_E4M3FN))
         return (KernelSpec(Op.QUANTIZE, eight_bit, _DEVICES, layouts=("contiguous", "channels_last")), *specs)
 
@@ -34,7 +34,7 @@ class AtenBackend:
         """Why it can not run the request, each reason a sentence; empty means it can."""
         variant = request.variant
         reasons = []
-        if request.op not in Op.ALL:
+        if request.op not in Op.ALL or request.op == Op.QUANTIZE_MANY:
             reasons.append(f"it does not know the operator {request.op}")
         if request.device_kind not in _DEVICES:
             reasons.append(f"it runs on cpu and cuda devices, and this request is for {request.device_kind}")
