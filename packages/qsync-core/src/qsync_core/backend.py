@@ -50,8 +50,9 @@ class KernelRequest:
         variant: precisions, granularity and rounding.
         shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
             (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``quantize_many``: every tensor's).
-        attributes: stride, padding, dilation, groups of a convolution as canonical text; of ``quantize``, ``multiplier`` (``channel``:
-            the tensor is first multiplied by one factor per channel) and ``transposed`` (``true``: a transposed copy too).
+        attributes: stride, padding, dilation, groups of a convolution as canonical text; of ``quantize``, ``multiplier``
+            (``channel``: the tensor is first multiplied by one factor per channel) and ``transposed`` (``true``: a transposed copy
+            is written too).
         device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
     """

@@ -26,7 +26,11 @@ class AtenBackend:
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
         formats = (str(Precision.INT8), *map(str, _FLOATS))
-        specs = [KernelSpec(op, formats, _DEVICES, layouts=("contiguous", "channels_last")) for op in Op.ALL if not op.startswith("quantize")]
+        specs = [
+            KernelSpec(op, formats, _DEVICES, layouts=("contiguous", "channels_last"))
+            for op in Op.ALL
+            if not op.startswith("quantize")
+        ]
         eight_bit = (str(Precision.INT8), str(Precision.FLOAT8_E4M3FN))
         return (KernelSpec(Op.QUANTIZE, eight_bit, _DEVICES, layouts=("contiguous", "channels_last")), *specs)
 
