@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from qsync_core.dag import OpClass, Operator
 from qsync_core.op_id import OpId
 from qsync_core.precision import Granularity, Precision, Rounding, promote
 from qsync_core.profile import CastKey
-from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, output_precision, run_precision
+from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, gradient_precisions, output_precision, run_precision
 from qsync_core.variant import Variant
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
@@ -71,6 +72,36 @@ TABLE = [
             Cast(GRAD_IN, CastKey(FP16, FP32), X, shared=False),
         ),
     ),
+    (
+        # Both products in int8: one quantized copy of the incoming gradient; the product writes the activation's format itself.
+        attrs.evolve(Variant.of(INT8), grad_input=INT8, grad_weight=INT8),
+        FP32,
+        (
+            Cast(IN, quantizing(FP32, INT8), X, shared=True),
+            Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W),
+            Cast(GRAD_OUT, quantizing(FP32, INT8), Y),
+        ),
+    ),
+    (
+        # One product in int8, the other in 16 bit: two copies of the incoming gradient.
+        attrs.evolve(Variant.of(INT8), grad_input=INT8),
+        BF16,
+        (
+            Cast(IN, quantizing(BF16, INT8), X, shared=True),
+            Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W),
+            Cast(GRAD_OUT, CastKey(FP32, BF16), Y),
+            Cast(GRAD_OUT, quantizing(FP32, INT8), Y),
+        ),
+    ),
+    (
+        attrs.evolve(Variant.of(INT8, output=BF16, rounding=NEAREST), grad_weight=INT8),
+        BF16,
+        (
+            Cast(IN, CastKey(BF16, INT8), X, shared=True),
+            Cast(WEIGHT, CastKey(FP32, INT8, CHANNEL), W),
+            Cast(GRAD_OUT, CastKey(BF16, INT8), Y),
+        ),
+    ),
 ]
 
 
@@ -114,11 +145,25 @@ def test_fixed_is_float32() -> None:
 
 
 @given(st.sampled_from(Precision), st.sampled_from(Precision))
-def test_the_gradient_is_cast_once_to_the_wider_format(grad_input: Precision, grad_weight: Precision) -> None:
+def test_the_gradient_is_cast_once_to_the_wider_float_and_once_to_each_8_bit_format(
+    grad_input: Precision, grad_weight: Precision
+) -> None:
     variant = Variant(INT8, FP32, INT8, grad_input, grad_weight)
     assert gradient_precision(variant) is promote(grad_input, grad_weight)
+    floats = {grad_input, grad_weight} - {INT8, FLOAT8}
+    expected = ({promote(*floats)} if floats else set()) | ({grad_input, grad_weight} & {INT8, FLOAT8})
+    assert set(gradient_precisions(variant)) == expected
     found = [cast.key.target for cast in casts(LINEAR, variant, [FP32]) if cast.site is GRAD_OUT]
-    assert found == ([] if promote(grad_input, grad_weight) is FP32 else [promote(grad_input, grad_weight)])
+    assert len(found) == len(set(found))
+    assert set(found) == expected - {FP32}
+
+
+def test_a_gradient_that_no_product_reads_is_not_cast() -> None:
+    """The first layer computes no gradient of its input."""
+    first = attrs.evolve(LINEAR, no_grad_inputs=(0,))
+    variant = attrs.evolve(Variant.of(INT8), grad_input=INT8)
+    found = [(cast.site, cast.key.target) for cast in casts(first, variant, [FP32])]
+    assert found == [(IN, INT8), (WEIGHT, INT8), (GRAD_OUT, BF16)]
 
 
 @given(st.lists(st.sampled_from([BF16, FP16, FP32]), min_size=2, max_size=2))

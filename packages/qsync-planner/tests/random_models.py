@@ -18,7 +18,7 @@ from qsync_core.variant import Variant
 
 RUNGS = (
     Variant.of(INT8, sixteen_bit=FLOAT16),
-    Variant.of(INT8, sixteen_bit=BFLOAT16, output=BFLOAT16),
+    attrs.evolve(Variant.of(INT8, sixteen_bit=BFLOAT16, output=BFLOAT16), grad_input=INT8),
     Variant.of(FLOAT16),
     Variant.of(BFLOAT16),
     Variant.of(FLOAT32),

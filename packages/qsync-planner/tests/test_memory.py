@@ -13,7 +13,7 @@ from qsync_core.dag import Bucket, OpClass, Operator, PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.profile import DeviceKind, OpCost, Profile
-from qsync_core.semantics import CastSite, casts, gradient_precision, output_precision
+from qsync_core.semantics import CastSite, casts, gradient_precisions, output_precision
 from qsync_core.variant import Variant
 from qsync_planner.memory import MemoryEstimate, estimate_memory
 
@@ -156,9 +156,9 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
             alive += cost(p).saved_own_bytes * (p <= moment <= backward[p])
             if moment in (p, backward[p]):
                 alive += cost(p).workspace_bytes
-            gradient = gradient_precision(runs[p]) if producer.op_class is OpClass.ADJUSTABLE else formats[producer.op_id]
-            if moment == backward[p] and gradient is not formats[producer.op_id]:
-                alive += producer.output_numel * gradient.nbytes
+            if moment == backward[p] and producer.op_class is OpClass.ADJUSTABLE:
+                copies = set(gradient_precisions(runs[p], 0 not in producer.no_grad_inputs)) - {formats[producer.op_id]}
+                alive += producer.output_numel * sum(copy.nbytes for copy in copies)
         for parameter in dag.parameters:
             users_of = [i for i, o in enumerate(operators) if parameter.fqn in o.parameters]
             alive += parameter.numel * 4 * (bool(users_of) and moment >= backward[max(users_of)])

@@ -67,15 +67,36 @@ def output_precision(operator: Operator, variant: Variant | None, inputs: Sequen
 
 
 def gradient_precision(variant: Variant) -> Precision:
-    """The one format to which the incoming gradient of an adjustable operator is cast: the wider of its two backward products'."""
+    """The widest format to which the incoming gradient of an adjustable operator is cast."""
     return promote(variant.grad_input, variant.grad_weight)
+
+
+def gradient_precisions(variant: Variant, input_gradient: bool = True) -> tuple[Precision, ...]:
+    """The formats to which the incoming gradient of an adjustable operator is cast, each once, the 8-bit one last.
+
+    Backward products in float formats read one gradient, in the wider of their formats; products in an 8-bit format read a
+    quantized copy of the incoming gradient, one for both.
+
+    Args:
+        variant: of the operator.
+        input_gradient: whether its input's gradient is computed.
+    """
+    formats = dict.fromkeys((variant.grad_input, variant.grad_weight) if input_gradient else (variant.grad_weight,))
+    floats = [precision for precision in formats if not precision.needs_scale]
+    return (*((promote(*floats),) if floats else ()), *(precision for precision in formats if precision.needs_scale))
+
+
+def gradient_cast_key(variant: Variant, precision: Precision) -> CastKey:
+    """The cast of the incoming gradient to one of :func:`gradient_precisions`: 8-bit ones have one scale for the tensor."""
+    return CastKey(variant.output, precision, rounding=variant.rounding if precision.needs_scale else Rounding.NEAREST)
 
 
 def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> tuple[Cast, ...]:
     """Every cast that ``apply_`` performs around one operator, in the order in which they happen.
 
     * adjustable: activation and weight to the compute format (8-bit casts include finding the scale); in backward the output's
-      gradient to the gradient format and the input's gradient to the activation's format.  Equal formats cost nothing.
+      gradient to each of :func:`gradient_precisions` and the input's gradient to the activation's format, which an 8-bit product
+      writes by itself.  Equal formats cost nothing.
     * dependent and guarded: every activation that is narrower than the widest is cast to it, and its gradient back.
     * fixed: activations are cast to float32, and their gradients back.
     * an input that needs no gradient (``no_grad_inputs``) has none to cast.
@@ -86,7 +107,7 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
     found: list[Cast] = []
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
-        target, gradient = variant.compute, gradient_precision(variant)
+        target = variant.compute
         rounding = variant.rounding if target.needs_scale else Rounding.NEAREST
         x_granularity = variant.x_granularity if target.needs_scale else Granularity.PER_TENSOR
         w_granularity = variant.w_granularity if target.needs_scale else Granularity.PER_TENSOR
@@ -97,9 +118,11 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
         if target is not Precision.FLOAT32:
             key = CastKey(Precision.FLOAT32, target, w_granularity, rounding)
             found.append(Cast(CastSite.WEIGHT, key, operator.weight_numel))
-        if variant.output is not gradient:
-            found.append(Cast(CastSite.GRAD_OUTPUT, CastKey(variant.output, gradient), operator.output_numel))
-        if source is not variant.grad_input and 0 not in operator.no_grad_inputs:
+        input_gradient = 0 not in operator.no_grad_inputs
+        for precision in gradient_precisions(variant, input_gradient):
+            if variant.output is not precision:
+                found.append(Cast(CastSite.GRAD_OUTPUT, gradient_cast_key(variant, precision), operator.output_numel))
+        if source is not variant.grad_input and not variant.grad_input.needs_scale and input_gradient:
             key = CastKey(variant.grad_input, source)
             found.append(Cast(CastSite.GRAD_INPUT, key, operator.input_numel(0), shared=not target.needs_scale))
         return tuple(found)

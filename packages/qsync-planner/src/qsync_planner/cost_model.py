@@ -16,7 +16,7 @@ from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.profile import CastKey, CastModel, OpCost, Profile
-from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, output_precision, run_precision
+from qsync_core.semantics import Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
 from qsync_core.variant import Variant
 
 _FREE = OpCost(0, 0, 0, 0)
@@ -58,7 +58,7 @@ class Settled(NamedTuple):
     saved_own_bytes: int
     workspace_bytes: int
     gradient_copy_bytes: int
-    """The incoming gradient's copy in the gradient format, alive during this operator's backward."""
+    """The incoming gradient's copies in the gradient formats, alive during this operator's backward."""
     memory_correction_bytes: int
 
 
@@ -202,7 +202,7 @@ class CostModel:
         cost = self._measured(operator, run)
         priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs))
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
-        gradient = gradient_precision(run) if adjustable else output
+        gradients = gradient_precisions(run, 0 not in operator.no_grad_inputs) if adjustable else ()
         times = self._calibrate(position, run, cost)
         correction = self.calibration.corrections.get((position, run))
         return Settled(
@@ -215,7 +215,7 @@ class CostModel:
             saves_output=cost.saves_output,
             saved_own_bytes=cost.saved_own_bytes,
             workspace_bytes=cost.workspace_bytes,
-            gradient_copy_bytes=operator.output_numel * gradient.nbytes if gradient is not output else 0,
+            gradient_copy_bytes=operator.output_numel * sum(copy.nbytes for copy in gradients if copy is not output),
             memory_correction_bytes=correction.memory_bytes if correction else 0,
         )
 

@@ -9,7 +9,7 @@ moments:
 * what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
 * a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
   optimizer, in float32;
-* workspace and the gradient's 16-bit copy live for one moment.
+* workspace and the gradient's copies in the gradient formats live for one moment.
 
 Memory is then integer additions at moments, and the peak is the highest running sum: the same from scratch or after any number of
 updates.  A measured peak of whole steps calibrates it (:mod:`qsync_planner.calibration`).
