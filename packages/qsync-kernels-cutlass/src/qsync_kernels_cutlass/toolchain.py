@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+from functools import lru_cache
 from pathlib import Path
+
+from qsync_core.errors import BackendError
 
 TIMEOUT_S = 10
 """``nvcc --version`` answers in milliseconds; a broken installation must not hang ``qsync doctor``."""
@@ -53,3 +56,67 @@ def headers_version(include: Path) -> str:
         return "unknown"
     parts = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(part[1] for part in parts if part) if all(parts) else "unknown"
+
+
+def required() -> tuple[Path, Path]:
+    """The compiler and the headers' folder.
+
+    Raises:
+        BackendError: when one is missing, with what to install.
+    """
+    nvcc, include = find_nvcc(), find_headers()
+    if nvcc is None:
+        raise BackendError("compiling a CUTLASS kernel needs nvcc; install the CUDA toolkit or set CUDA_HOME")
+    if include is None:
+        raise BackendError(
+            "compiling a CUTLASS kernel needs CUTLASS's headers; run pip install --no-deps 'nvidia-cutlass>=4.2', "
+            "or set CUTLASS_PATH to a checkout of CUTLASS"
+        )
+    return nvcc, include
+
+
+def require_arch(nvcc: Path, arch: str) -> None:
+    """Check that the compiler knows an architecture.
+
+    Raises:
+        BackendError: when it does not, with those that it knows.
+    """
+    reason = arch_reason(nvcc, arch)
+    if reason:
+        raise BackendError(reason)
+
+
+def arch_reason(nvcc: Path, arch: str) -> str | None:
+    """Why the compiler can not compile for an architecture, None where it can."""
+    known = supported_archs(nvcc)
+    if arch in known:
+        return None
+    if not known:
+        return f"{nvcc} does not say for which architectures it compiles; reinstall the CUDA toolkit"
+    release = nvcc_release(nvcc)
+    return f"nvcc {release} does not compile for {arch}, only for {', '.join(known)}; use a CUDA toolkit that does ({nvcc})"
+
+
+@lru_cache(maxsize=8)
+def supported_archs(nvcc: Path) -> tuple[str, ...]:
+    """The architectures that ``nvcc --list-gpu-code`` names, and sm_90a where it knows sm_90 (the list omits it)."""
+    try:
+        done = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    known = re.findall(r"sm_\d+[a-z]?", done.stdout) if done.returncode == 0 else []
+    release = nvcc_release(nvcc) or "0.0"
+    if "sm_90" in known and tuple(map(int, release.split("."))) >= (12, 0):
+        known.append("sm_90a")
+    return tuple(dict.fromkeys(known))
+
+
+@lru_cache(maxsize=8)
+def nvcc_build(nvcc: Path) -> str:
+    """The compiler's own line about its build, which names it exactly (``cuda_13.0.r13.0/compiler.36424714_0``), or ``unknown``."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    lines = done.stdout.split("\n")
+    return next((line.removeprefix("Build ").strip() for line in lines if line.startswith("Build ")), "unknown")

@@ -1,0 +1,177 @@
+"""The folder of compiled kernels: only its owner can write to it, and only entries that are whole and ours are loaded.
+
+An entry is a folder named by its key, with ``kernel.so`` and ``manifest.json``.  It is made beside its place and renamed into it,
+so that a process that dies leaves no half of one.  The key is a digest of everything that the machine code depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qsync_core.errors import BackendError
+
+_FORMAT = 1
+_LIBRARY = "kernel.so"
+_MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 1 << 20
+_MAX_LIBRARY_BYTES = 1 << 30
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def default_cache_path() -> Path:
+    """``$QSYNC_KERNEL_CACHE``, else ``qsync/kernels`` in the user's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``)."""
+    if named := os.environ.get("QSYNC_KERNEL_CACHE"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "qsync" / "kernels"
+
+
+class KernelCache:
+    """Compiled libraries by key."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Open the cache; its folder is made (mode 0700) where it does not exist.
+
+        Raises:
+            BackendError: when the folder can not be made, belongs to somebody else, or others can write to it.
+        """
+        self.folder = folder or default_cache_path()
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise BackendError(
+                f"the kernel cache {self.folder} can not be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
+            ) from None
+        problem = _problem(self.folder, folder=True)
+        if problem:
+            raise BackendError(
+                f"the kernel cache {self.folder} {problem}, so code in it can not be trusted; "
+                "make it yours and run chmod 700 on it, or set QSYNC_KERNEL_CACHE to a folder of your own"
+            )
+
+    def find(self, key: str) -> Path | None:
+        """The library of a key; None where there is none, or none that is whole, unaltered and ours."""
+        entry = self.folder / key
+        library, manifest = entry / _LIBRARY, entry / _MANIFEST
+        if _problem(entry, folder=True) or _problem(library) or _problem(manifest):
+            return None
+        try:
+            stored = json.loads(_read(manifest, _MAX_MANIFEST_BYTES))
+            content = _read(library, _MAX_LIBRARY_BYTES)
+        except (OSError, ValueError, RecursionError):
+            return None
+        expected = {"format": _FORMAT, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        if not isinstance(stored, dict) or any(stored.get(name) != value for name, value in expected.items()):
+            return None
+        return library
+
+    @contextlib.contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Let one process at a time make an entry; without file locks both make it and one of the two stays."""
+        with contextlib.ExitStack() as stack:
+            try:
+                import fcntl
+
+                lock = stack.enter_context(open(self.folder / f".{key}.lock", "a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except (ImportError, OSError):
+                pass
+            yield
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """A new folder inside the cache to compile in; it is gone afterwards, whatever happens."""
+        place = self.folder / f".making-{os.getpid()}-{os.urandom(6).hex()}"
+        try:
+            place.mkdir(mode=0o700)
+        except OSError as error:
+            raise BackendError(
+                f"the kernel cache {self.folder} can not be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
+            ) from None
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def add(self, key: str, compiled: Path, facts: Mapping[str, Any]) -> Path:
+        """Keep a compiled library under its key, replacing an entry that :meth:`find` does not accept.
+
+        Args:
+            key: digest of everything that the library depends on.
+            compiled: the library, in a :meth:`workplace`.
+            facts: what the manifest says for people (name, arch, flags, versions).
+
+        Returns:
+            The library's place in the cache.
+
+        Raises:
+            BackendError: when the cache can not be written.
+        """
+        entry = self.folder / key
+        try:
+            content = _read(compiled, _MAX_LIBRARY_BYTES)
+            manifest = {
+                "format": _FORMAT,
+                "key": key,
+                "bytes": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+                **facts,
+            }
+            with self.workplace() as place:
+                whole = place / "entry"
+                whole.mkdir(mode=0o700)
+                _write(whole / _LIBRARY, content)
+                _write(whole / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+                if self.find(key) is None and os.path.lexists(entry):
+                    os.rename(entry, place / "broken")
+                try:
+                    os.rename(whole, entry)
+                except OSError:
+                    if self.find(key) is None:  # another process made it first, unless this fails
+                        raise
+        except OSError as error:
+            raise BackendError(
+                f"the kernel cache {self.folder} can not be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
+            ) from None
+        return entry / _LIBRARY
+
+
+def _problem(path: Path, *, folder: bool = False) -> str | None:
+    """Why a file or folder is not to be trusted, None where it is: ours, of its kind (no link), not writable by others."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return "does not exist"
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        return "is not a folder" if folder else "is not a plain file"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid} and not to you (user {os.geteuid()})"
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def _read(path: Path, limit: int) -> bytes:
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path} has more than {limit} bytes")
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,249 @@
+"""Compiling kernels with nvcc, several at once, through the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import toolchain
+from qsync_kernels_cutlass.cache import KernelCache
+from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.library import Library
+from qsync_kernels_cutlass.progress import Progress, default_progress
+
+TEMPLATES = Path(__file__).parent / "templates"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DNDEBUG",
+    "-shared",
+    "-cudart=static",
+    "-Xcompiler=-fPIC",
+    "-Xcompiler=-fvisibility=hidden",
+    "--expt-relaxed-constexpr",
+    "-diag-suppress=20012,177",
+)
+"""The same for every kernel.  The CUDA runtime is linked into each library, so that none depends on the one that torch brings."""
+
+_ERROR_CHARACTERS = 2000
+
+
+def compiled(source: KernelSource, *, progress: Progress | None = None, cache: KernelCache | None = None) -> Library:
+    """The loaded library of a source, from the cache or compiled now.
+
+    Args:
+        source: what to compile.
+        progress: told of every compilation; None prints a line to standard error.
+        cache: folder of compiled kernels; None takes the user's.
+
+    Raises:
+        BackendError: when there is no compiler or no CUTLASS, when the compiler fails, or the cache can not be used.
+    """
+    return compile_all([source], progress=progress, cache=cache)[0]
+
+
+def compile_all(
+    sources: Sequence[KernelSource], jobs: int | None = None, *, progress: Progress | None = None, cache: KernelCache | None = None
+) -> list[Library]:
+    """Libraries of several sources, in their order; what is not in the cache is compiled ``jobs`` at a time.
+
+    Args:
+        sources: what to compile.
+        jobs: compilers that run at once; None takes ``$QSYNC_COMPILE_JOBS``, else one per CPU that this process may use.
+        progress: told of every compilation; None prints a line to standard error.
+        cache: folder of compiled kernels; None takes the user's.
+
+    Raises:
+        BackendError: as :func:`compiled`, for the first source that fails; the others are finished and kept.
+    """
+    return [
+        Library(path, source)
+        for path, source in zip(compile_files(sources, jobs, progress=progress, cache=cache), sources, strict=True)
+    ]
+
+
+def compile_files(
+    sources: Sequence[KernelSource], jobs: int | None = None, *, progress: Progress | None = None, cache: KernelCache | None = None
+) -> list[Path]:
+    """As :func:`compile_all`, without loading: the libraries' places in the cache.  Needs neither a GPU nor a driver."""
+    cache = cache or KernelCache()
+    progress = progress or default_progress()
+    keys = [cache_key(source) for source in sources]
+    missing = {key: source for key, source in zip(keys, sources, strict=True) if cache.find(key) is None}
+    if missing:
+        _compile_missing(missing, jobs or default_jobs(), progress, cache)
+    return [_found(cache, key, source) for key, source in zip(keys, sources, strict=True)]
+
+
+def default_jobs() -> int:
+    """``$QSYNC_COMPILE_JOBS``, else one per CPU that this process may use."""
+    named = os.environ.get("QSYNC_COMPILE_JOBS", "")
+    if named:
+        if not named.isdigit() or int(named) < 1:
+            raise BackendError(f"QSYNC_COMPILE_JOBS is the number of compilers that run at once, got {named!r}")
+        return int(named)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_key(source: KernelSource) -> str:
+    """``<arch>-<digest>`` of all that the machine code depends on: source, templates, flags, CUTLASS and nvcc versions.
+
+    Raises:
+        BackendError: when there is no compiler or no CUTLASS.
+    """
+    digest = hashlib.sha256()
+    nvcc, include = toolchain.required()
+    for part in (
+        source.name,
+        source.text,
+        source.arch,
+        *source.defines,
+        "flags",
+        *FLAGS,
+        _versions(nvcc, include),
+        _templates_digest(),
+    ):
+        digest.update(f"{len(part)}:{part}".encode())
+    return f"{source.arch}-{digest.hexdigest()[:40]}"
+
+
+def command(source: KernelSource, nvcc: Path, include: Path, text_file: Path, output: Path) -> list[str]:
+    """The compiler's command line."""
+    number = source.arch.removeprefix("sm_")
+    return [
+        str(nvcc),
+        *FLAGS,
+        f"-gencode=arch=compute_{number},code=sm_{number}",
+        *(f"-D{define}" for define in source.defines),
+        f"-I{TEMPLATES}",
+        f"-I{include}",
+        f"-I{include.parent / 'tools' / 'util' / 'include'}",
+        "-o",
+        str(output),
+        str(text_file),
+    ]
+
+
+def _versions(nvcc: Path, include: Path) -> str:
+    return f"cutlass {toolchain.headers_version(include)}; nvcc {toolchain.nvcc_build(nvcc)}"
+
+
+@lru_cache(maxsize=1)
+def _templates_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(TEMPLATES.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _found(cache: KernelCache, key: str, source: KernelSource) -> Path:
+    path = cache.find(key)
+    if path is None:
+        raise BackendError(f"the kernel {source.name} vanished from the cache {cache.folder} after it was compiled; try again")
+    return path
+
+
+def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Progress, cache: KernelCache) -> None:
+    stopped = threading.Event()
+    progress.start(len(missing), sorted({source.arch for source in missing.values()}))
+
+    def make(item: tuple[str, KernelSource]) -> BackendError | None:
+        key, source = item
+        started = time.monotonic()
+        try:
+            with cache.locked(key):
+                if cache.find(key) is None and not stopped.is_set():
+                    _compile_one(source, key, cache, stopped)
+        except BackendError as error:
+            return error
+        progress.finished(source.name, time.monotonic() - started)
+        return None
+
+    with ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
+        futures = [pool.submit(make, item) for item in missing.items()]
+        try:
+            errors = [future.result() for future in futures]
+        except BaseException:  # Ctrl-C: compilers that run are ended, those that wait do not start
+            stopped.set()
+            for future in futures:
+                future.cancel()
+            raise
+        finally:
+            progress.end()
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: threading.Event) -> None:
+    nvcc, include = toolchain.required()
+    toolchain.require_arch(nvcc, source.arch)
+    with cache.workplace() as place:
+        text_file, output = place / f"{source.name}.cu", place / "kernel.so"
+        text_file.write_text(source.text)
+        line = command(source, nvcc, include, text_file, output)
+        status, said = _run(line, place, stopped)
+        if status != 0 or not output.is_file():
+            raise BackendError(_failure(source, status, said))
+        facts = {
+            "name": source.name,
+            "arch": source.arch,
+            "symbols": [source.symbol, source.workspace_symbol],
+            "flags": [part for part in line[1:-3] if not part.startswith("-I")],
+            "versions": _versions(nvcc, include),
+            "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
+            "templates_sha256": _templates_digest(),
+        }
+        cache.add(key, output, facts)
+
+
+def _run(line: list[str], place: Path, stopped: threading.Event) -> tuple[int, str]:
+    """Exit status and output of a command that ends when ``stopped`` is set; nvcc's own children end with it."""
+    environment = os.environ | {"TMPDIR": str(place)}
+    with open(place / "log", "w+", errors="replace") as log:
+        try:
+            process = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise BackendError(f"{line[0]} can not be started: {error.strerror}") from None
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(timeout=0.2)
+                    break
+                if stopped.is_set():
+                    raise BackendError("compiling was interrupted")
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def _failure(source: KernelSource, status: int, said: str) -> str:
+    what = f"nvcc could not compile the kernel {source.name} for {source.arch}"
+    if status < 0 or "died due to signal" in said or status in (137, 139):
+        ended = f"it was killed by signal {-status}" if status < 0 else "one of its steps was killed"
+        return f"{what}: {ended}, usually for want of memory; set QSYNC_COMPILE_JOBS to a smaller number and try again"
+    lines = said.splitlines()
+    first = next((number for number, text in enumerate(lines) if "error" in text.lower()), 0)
+    shown = "\n".join(lines[first:])[:_ERROR_CHARACTERS]
+    return f"{what} (exit status {status}): {shown or 'it said nothing'}"
+
+
+Compile = Callable[[KernelSource], Library]
+"""What front-ends take in place of :func:`compiled` in tests."""
