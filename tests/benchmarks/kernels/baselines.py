@@ -1,0 +1,160 @@
+"""What PyTorch itself has for a problem: torch._int_mm, cuBLAS and cuDNN in 16 bit, torch.compile, and torchao where installed.
+
+A baseline computes the problem's product in its own format, or what comes nearest to it; ``BASELINES`` says what it leaves out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qsync_core.backend import Op
+from qsync_core.precision import Granularity, Rounding
+
+from .problems import Operands, Problem
+from .shapes import ConvShape, LinearShape
+from .timing import Thunk
+
+BASELINES = {
+    "torch._int_mm": "PyTorch's int8 product alone: int32 out, no dequantization",
+    "float16": "cuBLAS or cuDNN (on a CPU oneDNN) in float16 on float16 operands",
+    "bfloat16": "the same in bfloat16",
+    "eager": "the formulas as eager PyTorch operations",
+    "torch.compile": "the formulas compiled by torch.compile",
+    "torchao": "torchao's scaled int8 product",
+}
+"""Names of the baselines and what they are."""
+
+
+def baseline_names(op: str) -> tuple[str, ...]:
+    """Baselines that an operator has, whether or not they run here."""
+    if op == Op.QUANTIZE:
+        return ("eager", "torch.compile")
+    if op == Op.LINEAR_OUTPUT:
+        return ("torch._int_mm", "float16", "bfloat16", "torch.compile", "torchao")
+    return ("float16", "bfloat16")
+
+
+def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
+    """Why a baseline can not run a problem here; None when it can be tried."""
+    int8 = str(problem.variant.compute) == "int8"
+    if name == "torchao" and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    if name in ("torch._int_mm", "torch.compile", "torchao") and not int8:
+        return f"{name} is compared for int8 only"
+    if name == "torchao" and device.type != "cuda":
+        return "torchao's product is a Triton kernel and needs a CUDA device"
+    if name in ("eager", "torch.compile") and problem.op == Op.QUANTIZE and problem.attributes:
+        return f"{name} is compared for plain quantization only"
+    if name == "torch.compile" and device.type == "cpu" and importlib.util.find_spec("triton") is None:
+        return "torch.compile is compared on CUDA devices"
+    return None
+
+
+def calls(name: str, problem: Problem, operands: list[Operands], device: torch.device) -> tuple[Thunk, ...]:
+    """The baseline's calls, one per set of operands."""
+    if problem.op == Op.QUANTIZE:
+        function = _quantize(problem) if name == "eager" else _compiled_quantize(problem)
+        return tuple(functools.partial(function, arguments[0]) for arguments in operands)
+    if name in ("float16", "bfloat16"):
+        return _sixteen_bit(problem, getattr(torch, name), len(operands), device)
+    makers: dict[str, Callable[[Operands], Thunk]] = {
+        "torch._int_mm": _int_mm,
+        "torch.compile": _compiled_linear,
+        "torchao": _torchao,
+    }
+    return tuple(makers[name](arguments) for arguments in operands)
+
+
+def _int_mm(operands: Operands) -> Thunk:
+    x, _, w, *_ = operands
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.int32, device=x.device)
+    return functools.partial(torch._int_mm, x, w.t(), out=out)
+
+
+def _dequantized_linear(
+    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    return (torch._int_mm(x, w.t()) * (x_scale * w_scale) + bias).to(torch.bfloat16)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def _compiled_linear(operands: Operands) -> Thunk:
+    return functools.partial(_compiled(_dequantized_linear), *operands[:5])
+
+
+def _torchao(operands: Operands) -> Thunk:
+    from torchao.prototype.quantized_training.int8_mm import scaled_int8_mm
+
+    x, x_scale, w, w_scale, *_ = operands
+    return functools.partial(scaled_int8_mm, x, w.t(), x_scale.expand(x.shape[0]).contiguous(), w_scale)
+
+
+def quantize_eagerly(x: torch.Tensor, granularity: Granularity, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric quantization to int8 as one would write it in PyTorch: absmax, scale, random numbers, floor, clamp, cast."""
+    dims = {Granularity.PER_TENSOR: None, Granularity.PER_CHANNEL: tuple(range(1, x.ndim)), Granularity.PER_ROW: (-1,)}[granularity]
+    absmax = x.abs().max() if dims is None else x.abs().amax(dims, keepdim=True)
+    scale = absmax / 127.0
+    y = x / scale
+    y = (
+        (y + torch.rand_like(y)).floor()
+        if rounding is Rounding.STOCHASTIC
+        else y.round()
+        if rounding is Rounding.NEAREST
+        else y.floor()
+    )
+    return y.clamp(-127.0, 127.0).to(torch.int8), scale
+
+
+def _quantize(problem: Problem) -> Callable[[torch.Tensor], Any]:
+    v = problem.variant
+    return functools.partial(quantize_eagerly, granularity=v.x_granularity, rounding=v.rounding)
+
+
+def _compiled_quantize(problem: Problem) -> Callable[[torch.Tensor], Any]:
+    v = problem.variant
+    return functools.partial(_compiled(quantize_eagerly), granularity=v.x_granularity, rounding=v.rounding)
+
+
+def _sixteen_bit(problem: Problem, dtype: torch.dtype, sets: int, device: torch.device) -> tuple[Thunk, ...]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        value = torch.randn(shape, device=device, generator=generator).to(dtype)
+        return value.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else value
+
+    shape, product = problem.shape, problem.op.split(".")[1]
+    if isinstance(shape, LinearShape):
+        return tuple(_linear(product, shape, draw, dtype, device) for _ in range(sets))
+    assert isinstance(shape, ConvShape)
+    torch.backends.cudnn.benchmark = True  # its best algorithm, found in the warm-up
+    return tuple(_conv(product, shape, draw) for _ in range(sets))
+
+
+def _linear(product: str, shape: LinearShape, draw: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> Thunk:
+    if product == "output":
+        x, w, bias = draw(shape.m, shape.k), draw(shape.n, shape.k), draw(shape.n)
+        return functools.partial(torch.nn.functional.linear, x, w, bias)
+    grad = draw(shape.m, shape.n)
+    if product == "grad_input":
+        return functools.partial(torch.mm, grad, draw(shape.n, shape.k))
+    return functools.partial(torch.mm, grad.t(), draw(shape.m, shape.k))
+
+
+def _conv(product: str, shape: ConvShape, draw: Callable[..., torch.Tensor]) -> Thunk:
+    x, w = draw(*shape.x_shape), draw(*shape.w_shape)
+    if product == "output":
+        return functools.partial(torch.nn.functional.conv2d, x, w, None, shape.stride, shape.padding, shape.dilation, shape.groups)
+    mask = [product == "grad_input", product == "grad_weight", False]
+    return functools.partial(
+        torch.ops.aten.convolution_backward, draw(*shape.y_shape), x, w, None, list(shape.stride), list(shape.padding),
+        list(shape.dilation), False, [0, 0], shape.groups, mask,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Options of the kernel suite, the clock that pytest-benchmark reads, and what becomes of the results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `results`, which other benchmarks share
+torch = pytest.importorskip("torch")
+
+from kernels import baselines, compare, page, shapes, suite_file  # noqa: E402
+from kernels.contenders import Backends, Contender, build_best, rotating_operands  # noqa: E402
+from kernels.peaks import Peaks, measure_peaks  # noqa: E402
+from kernels.problems import Operands, Problem, problems  # noqa: E402
+from kernels.timing import Timer  # noqa: E402
+
+
+class DeviceClock:
+    """A clock that a measurement moves on by the device's time of one call."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+CLOCK = DeviceClock()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernel suite")
+    group.addoption("--set", default="", help=f"shape sets, comma-separated: {', '.join(shapes.SET_NAMES)}; default all on a "
+                    "CUDA device, smoke on a CPU")  # fmt: skip
+    group.addoption("--op", default="", help="operators whose name contains this")
+    group.addoption("--contender", default="", help="contenders, comma-separated; default all")
+    group.addoption("--rounds", type=int, default=15, help="samples of each measurement")
+    group.addoption("--out", type=Path, help="folder for the result: JSON (merged with what is there), page and drawings")
+    group.addoption("--compare", type=Path, help="a stored result to compare with")
+
+
+def device_of() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@attrs.define
+class Session:
+    """What a run of the suite gathers."""
+
+    device: torch.device
+    backends: Backends
+    timer: Timer
+    rows: list[suite_file.Row] = attrs.field(factory=list)
+    left_out: dict[str, str] = attrs.field(factory=dict)
+    _peaks: Peaks | None = None
+    _operands: tuple[Problem, list[Operands]] | None = None
+    _broken: str = ""
+
+    def peaks(self) -> Peaks:
+        """Measured once, when first asked for."""
+        if self._peaks is None:
+            self._peaks = measure_peaks(self.device)
+        return self._peaks
+
+    def operands(self, problem: Problem) -> list[Operands]:
+        """Those of the problem at hand; the last problem's are let go."""
+        if self._operands is None or self._operands[0] != problem:
+            self._operands = None
+            self._operands = problem, rotating_operands(problem, self.device)
+        return self._operands[1]
+
+    def contender(self, problem: Problem, name: str) -> Contender:
+        """Ready to be timed; skips the test, with the reason, where it can not be."""
+        if self._broken:
+            pytest.fail(self._broken)
+        if name in self.backends.by_name:
+            request = problem.request(self.device)
+            if reasons := self.backends.reasons(name, request):
+                self.leave_out(problem, name, "; ".join(reasons))
+            return build_best(self.backends.by_name[name], request, self.operands(problem), self.device)
+        if why := baselines.why_not(name, problem, self.device):
+            self.leave_out(problem, name, why)
+        return Contender(name, "", baselines.calls(name, problem, self.operands(problem), self.device))
+
+    def leave_out(self, problem: Problem, name: str, why: str) -> None:
+        """Skip, and remember why."""
+        self.left_out[f"{problem.set_name} {problem.label}: {name}"] = f"{name}: {why}"
+        pytest.skip(why)
+
+    def fail(self, problem: Problem, name: str, error: Exception) -> None:
+        """Remember a contender that should run and does not; an error of the device ends the session's measurements."""
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.left_out[f"{problem.set_name} {problem.label}: {name}"] = f"{name} failed: {text}"
+        if "CUDA error" in text and "out of memory" not in text:
+            self._broken = f"the device does not answer since {name} ran {problem.label}: {text}"
+
+
+_SESSION = pytest.StashKey[Session]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "problem" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    if _SESSION not in config.stash:
+        config.stash[_SESSION] = Session(device_of(), Backends(), Timer(device_of()))
+    found = config.stash[_SESSION]
+    chosen = config.getoption("--set")
+    default = shapes.CUDA_SETS if found.device.type == "cuda" else ("smoke",)
+    names = chosen.split(",") if chosen else default
+    wanted = set(filter(None, config.getoption("--contender").split(",")))
+    cases = [
+        pytest.param(problem, contender, id=f"{name}-{problem.label}-{contender}")
+        for name in names
+        for problem in problems(shapes.shape_set(name))
+        if config.getoption("--op") in problem.op
+        for contender in (*found.backends.by_name, *baselines.baseline_names(problem.op))
+        if not wanted or contender in wanted
+    ]
+    metafunc.parametrize("problem,contender", cases)
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest) -> Session:
+    return request.config.stash[_SESSION]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gathered = session.config.stash.get(_SESSION, None)
+    if gathered is None or not gathered.rows:
+        return
+    from results import commit, machine, versions
+
+    device = torch.cuda.get_device_name(gathered.device) if gathered.device.type == "cuda" else machine()["cpu"]
+    provenance = {"machine": machine(), "versions": versions(), "commit": commit(),
+                  "command": "pytest " + " ".join(session.config.invocation_params.args)}  # fmt: skip
+    peaks = {"copy": gathered.peaks().copy_bytes_per_s, **gathered.peaks().flops}
+    suite = suite_file.Suite(device, provenance, peaks, tuple(gathered.rows), gathered.left_out)
+    if out := session.config.getoption("--out"):
+        for written in _write(suite, out):
+            print(f"\nwrote {os.path.relpath(written)}", end="")
+    if stored := session.config.getoption("--compare"):
+        print("\n" + compare.comparison_text(suite_file.read_suite(stored), suite))
+
+
+def _write(suite: suite_file.Suite, folder: Path) -> Iterator[Path]:
+    path = folder / f"{suite.slug}.json"
+    merged = suite_file.merge(suite_file.read_suite(path) if path.exists() else None, suite)
+    suite_file.write_suite(merged, path)
+    yield path
+    drawings = folder / suite.slug
+
+    def place(name: str, svg: str) -> str:
+        drawings.mkdir(exist_ok=True)
+        (drawings / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
+        return f"![{name}]({suite.slug}/{name}.svg)"
+
+    markdown = folder / f"{suite.slug}.md"
+    markdown.write_text(page.suite_page(merged, place) + "\n", encoding="utf-8")
+    yield markdown

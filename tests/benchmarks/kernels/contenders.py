@@ -1,0 +1,93 @@
+"""Who can run a problem: the installed backends, through the registry, with their best configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.registry import Registry
+
+from .problems import Operands, Problem
+from .timing import Thunk, race, rotation_count, tensor_bytes
+
+_CONFIGS = 6
+"""Configurations of a backend that are tried, best guesses first."""
+
+
+@attrs.frozen
+class Contender:
+    """A kernel ready to be timed.
+
+    Attributes:
+        name: of the backend.
+        config: its configuration.
+        thunks: calls on rotating operands.
+    """
+
+    name: str
+    config: str
+    thunks: tuple[Thunk, ...]
+
+
+class Backends:
+    """Every installed kernel backend by name."""
+
+    def __init__(self) -> None:
+        registry = Registry.load()
+        self.by_name: dict[str, KernelBackend] = {backend.name: backend for backend in registry.backends()}
+        self.disabled = dict(registry.disabled)
+
+    def reasons(self, name: str, request: KernelRequest) -> list[str]:
+        """Why a backend can not run a request; empty when it can."""
+        return self.by_name[name].unsupported_reasons(request)
+
+    def accepting(self, request: KernelRequest) -> list[str]:
+        """Names of the backends that can run a request."""
+        return [name for name in self.by_name if not self.reasons(name, request)]
+
+
+def rotating_operands(problem: Problem, device: torch.device) -> list[Operands]:
+    """Sets of operands, together larger than the L2 cache."""
+    first = problem.operands(device, 0)
+    return [first, *(problem.operands(device, seed) for seed in range(1, rotation_count(tensor_bytes(first), device)))]
+
+
+def build_best(
+    backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands], device: torch.device, most: int = _CONFIGS
+) -> Contender:
+    """The backend's fastest configuration among its first few, by a short race.
+
+    Raises:
+        BackendError: what building raised, when no configuration could be built.
+        RuntimeError: when none could run.
+    """
+    built: dict[str, tuple[Thunk, ...]] = {}
+    problem_with: Exception | None = None
+    for config in backend.candidate_configs(request)[:most]:
+        try:
+            built[config.text] = calls_of(backend, request, config, operands)
+        except Exception as error:
+            problem_with = error
+    if not built and problem_with is not None:
+        raise problem_with
+    if len(built) == 1:
+        text = next(iter(built))
+    else:
+        measured, failures = race(built, device, rounds=5, budget_s=0.3)
+        if not measured:
+            raise RuntimeError("; ".join(f"{config or 'default'}: {why}" for config, why in failures.items()))
+        text = min(measured, key=lambda name: measured[name].median_ns)
+    return Contender(backend.name, text, built[text])
+
+
+def calls_of(
+    backend: KernelBackend, request: KernelRequest, config: KernelConfig, operands: Sequence[Operands]
+) -> tuple[Thunk, ...]:
+    """The backend's kernel bound to each set of operands."""
+    kernel: Any = backend.build(request, config)
+    return tuple(partial(kernel, *arguments) for arguments in operands)
