@@ -1,37 +1,93 @@
-"""The backend ``cutlass``: it has its place, its name and its toolchain check; it offers no kernel yet, and says so."""
+"""The backend ``cutlass``: what it takes, with which configurations, and where its kernels are built."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec
+from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import candidates, refusal, validity
+from qsync_kernels_cutlass.architectures import Architecture, architecture_of
+from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
+from qsync_kernels_cutlass.problem import ConvProblem, problem_of
 
 
 class CutlassBackend:
-    """Kernels from CUTLASS templates.  None so far: every request is refused with that reason."""
+    """Products of int8, float8 and 16-bit operands from CUTLASS templates, with dequantization and bias in the epilogue."""
 
     name = "cutlass"
     api_version = BACKEND_API_VERSION
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """Nothing yet."""
-        return ()
+        """What it offers, as data only."""
+        eight_bit = ("int8", "float8_e4m3fn")
+        all_formats = (*eight_bit, "float16", "bfloat16")
+        return (
+            KernelSpec(Op.LINEAR_OUTPUT, eight_bit, ("cuda",), "7.5"),
+            KernelSpec(Op.LINEAR_GRAD_INPUT, all_formats, ("cuda",), "7.0"),
+            KernelSpec(Op.LINEAR_GRAD_WEIGHT, all_formats, ("cuda",), "7.0"),
+            KernelSpec(Op.CONV2D_OUTPUT, ("int8",), ("cuda",), "7.5", ("channels_last",)),
+            KernelSpec(Op.CONV2D_GRAD_INPUT, ("int8",), ("cuda",), "7.5", ("channels_last",)),
+        )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request: always the same reason for now."""
-        return [f"this version of qsync-kernels-cutlass has no kernels yet, so none for {request.op} either"]
+        """Why it can not run the request, each reason half a sentence; empty means it can."""
+        from qsync_kernels_cutlass import availability
+
+        if found := refusal.reasons(request):
+            return found
+        arch = _architecture(request)
+        if not candidates.ranked(problem_of(request), arch):
+            return [f"no configuration of its templates fits {request.op} as {request.variant.label} on {arch.name}"]
+        missing = availability.reason(arch.name)
+        return [missing] if missing else []
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
-        """None, because no request is supported."""
-        return ()
+        """Configurations worth trying, best guess first; none for a request that it does not take."""
+        if refusal.reasons(request):
+            return ()
+        return tuple(KernelConfig(found.text) for found in candidates.ranked(problem_of(request), _architecture(request)))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
-        """Always refuses.
+        """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.
 
         Raises:
-            BackendError: with the reason.
+            BackendError: naming operator, shapes, formats and configuration, when the request is not supported, the configuration
+                is not one or does not fit, or the kernel does not compile.
         """
-        raise BackendError(
-            f"backend cutlass can not run {request.op} on {list(request.shapes)}: " + "; ".join(self.unsupported_reasons(request))
-        )
+        what = f"{request.op} as {request.variant.label} on {list(request.shapes)}"
+        if found := self.unsupported_reasons(request):
+            raise BackendError(f"backend cutlass can not run {what}: {'; '.join(found)}")
+        arch = _architecture(request)
+        chosen = parse_config(request, config.text)
+        if found := validity.reasons(chosen, arch, problem_of(request)):
+            raise BackendError(f"backend cutlass can not run {what} with the configuration {config.text}: {'; '.join(found)}")
+        if request.op.startswith("linear"):
+            from qsync_kernels_cutlass.kernels import linear
+
+            return linear.build(request, chosen, arch)
+        from qsync_kernels_cutlass.kernels import conv2d
+
+        return conv2d.build(request, chosen, arch)
+
+
+def parse_config(request: KernelRequest, text: str) -> GemmConfig | ConvConfig:
+    """The configuration that a text means for a supported request; the empty text means the best guess.
+
+    Raises:
+        BackendError: when it is not the text of a configuration of the request's kind.
+    """
+    problem = problem_of(request)
+    if not text:
+        return candidates.ranked(problem, _architecture(request))[0]
+    try:
+        return ConvConfig.parse(text) if isinstance(problem, ConvProblem) else GemmConfig.parse(text)
+    except ValueError as error:
+        raise BackendError(f"backend cutlass, {request.op} on {list(request.shapes)}: {error}") from None
+
+
+def _architecture(request: KernelRequest) -> Architecture:
+    arch = architecture_of(request.compute_capability)
+    if arch is None:
+        raise BackendError(f"backend cutlass does not know compute capability {request.compute_capability!r}")
+    return arch

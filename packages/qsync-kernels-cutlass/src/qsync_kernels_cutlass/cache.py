@@ -75,6 +75,15 @@ class KernelCache:
             return None
         return library
 
+    def find_any(self, prefix: str) -> Path | None:
+        """The library of the first key in order that starts with ``prefix`` and passes :meth:`find`; None where there is none."""
+        names = sorted(name for name in os.listdir(self.folder) if name.startswith(prefix))
+        return next((found for name in names if (found := self.find(name)) is not None), None)
+
+    def has_any(self, arch: str) -> bool:
+        """Whether there are entries for an architecture (they are looked into when they are loaded)."""
+        return any(name.startswith(f"{arch}-") for name in os.listdir(self.folder))
+
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[None]:
         """Let one process at a time make an entry; without file locks both make it and one of the two stays."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 from qsync_core.errors import BackendError
@@ -36,6 +36,7 @@ FLAGS = (
 """The same for every kernel.  The CUDA runtime is linked into each library, so that none depends on the one that torch brings."""
 
 _ERROR_CHARACTERS = 2000
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def compiled(source: KernelSource, *, progress: Progress | None = None, cache: KernelCache | None = None) -> Library:
@@ -78,11 +79,30 @@ def compile_files(
     """As :func:`compile_all`, without loading: the libraries' places in the cache.  Needs neither a GPU nor a driver."""
     cache = cache or KernelCache()
     progress = progress or default_progress()
+    if _uncompilable() is not None:
+        return [_ready_made(cache, source) for source in sources]
     keys = [cache_key(source) for source in sources]
     missing = {key: source for key, source in zip(keys, sources, strict=True) if cache.find(key) is None}
     if missing:
         _compile_missing(missing, jobs or default_jobs(), progress, cache)
     return [_found(cache, key, source) for key, source in zip(keys, sources, strict=True)]
+
+
+def _uncompilable() -> BackendError | None:
+    """The error of a machine that has no compiler or no CUTLASS."""
+    try:
+        toolchain.required()
+    except BackendError as error:
+        return error
+    return None
+
+
+def _ready_made(cache: KernelCache, source: KernelSource) -> Path:
+    """A library that was compiled elsewhere from the same source, by whatever version of the compiler."""
+    path = cache.find_any(source_key(source) + "-")
+    if path is None:
+        raise BackendError(f"{_uncompilable()}; the kernel {source.name} was not compiled ahead either (cache {cache.folder})")
+    return path
 
 
 def default_jobs() -> int:
@@ -96,25 +116,38 @@ def default_jobs() -> int:
 
 
 def cache_key(source: KernelSource) -> str:
-    """``<arch>-<digest>`` of all that the machine code depends on: source, templates, flags, CUTLASS and nvcc versions.
+    """The :func:`source_key` and a digest of the CUTLASS and nvcc versions.
 
     Raises:
         BackendError: when there is no compiler or no CUTLASS.
     """
+    return f"{source_key(source)}-{_digest(_versions(*toolchain.required()))[:16]}"
+
+
+def source_key(source: KernelSource) -> str:
+    """``<arch>-<digest>`` of what a kernel is made of: its text, the templates that it includes, and the compiler's flags."""
+    templates = included_templates(source.text)
+    return f"{source.arch}-{_digest(source.name, source.text, *source.defines, 'flags', *FLAGS, 'templates', *templates)[:32]}"
+
+
+def included_templates(text: str) -> tuple[str, ...]:
+    """``name digest`` of every template that a text includes, directly or through another, in order of the names."""
+    found: dict[str, str] = {}
+    waiting = [text]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop()):
+            if name not in found and (TEMPLATES / name).is_file():
+                content = (TEMPLATES / name).read_text()
+                found[name] = _digest(content)
+                waiting.append(content)
+    return tuple(f"{name} {found[name]}" for name in sorted(found))
+
+
+def _digest(*parts: str) -> str:
     digest = hashlib.sha256()
-    nvcc, include = toolchain.required()
-    for part in (
-        source.name,
-        source.text,
-        source.arch,
-        *source.defines,
-        "flags",
-        *FLAGS,
-        _versions(nvcc, include),
-        _templates_digest(),
-    ):
+    for part in parts:
         digest.update(f"{len(part)}:{part}".encode())
-    return f"{source.arch}-{digest.hexdigest()[:40]}"
+    return digest.hexdigest()
 
 
 def command(source: KernelSource, nvcc: Path, include: Path, text_file: Path, output: Path) -> list[str]:
@@ -136,15 +169,6 @@ def command(source: KernelSource, nvcc: Path, include: Path, text_file: Path, ou
 
 def _versions(nvcc: Path, include: Path) -> str:
     return f"cutlass {toolchain.headers_version(include)}; nvcc {toolchain.nvcc_build(nvcc)}"
-
-
-@lru_cache(maxsize=1)
-def _templates_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(TEMPLATES.iterdir()):
-        if path.is_file():
-            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _found(cache: KernelCache, key: str, source: KernelSource) -> Path:
@@ -203,7 +227,7 @@ def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: th
             "flags": [part for part in line[1:-3] if not part.startswith("-I")],
             "versions": _versions(nvcc, include),
             "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
-            "templates_sha256": _templates_digest(),
+            "templates": list(included_templates(source.text)),
         }
         cache.add(key, output, facts)
 
@@ -243,7 +267,3 @@ def _failure(source: KernelSource, status: int, said: str) -> str:
     first = next((number for number, text in enumerate(lines) if "error" in text.lower()), 0)
     shown = "\n".join(lines[first:])[:_ERROR_CHARACTERS]
     return f"{what} (exit status {status}): {shown or 'it said nothing'}"
-
-
-Compile = Callable[[KernelSource], Library]
-"""What front-ends take in place of :func:`compiled` in tests."""

@@ -1,0 +1,190 @@
+"""What a request asks a kernel to compute: sizes and formats, with everything about torch's layouts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.backend import KernelRequest, Op
+from qsync_core.precision import Granularity, Precision
+
+GRADIENT_FLOAT8 = "float8_e5m2"
+"""Format of float8 gradients; e4m3fn has too little range for them."""
+
+
+@attrs.frozen
+class Geometry:
+    """Stride, padding, dilation (vertical, horizontal) and groups of a convolution."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, str]) -> Geometry:
+        """Read a request's attributes (``stride="1,1"``, ``groups="1"``).
+
+        Raises:
+            ValueError: when a value is not one or two whole numbers.
+        """
+
+        def pair(name: str, default: str) -> tuple[int, int]:
+            first, second = (int(part) for part in attributes.get(name, default).split(","))
+            return first, second
+
+        return cls(pair("stride", "1,1"), pair("padding", "0,0"), pair("dilation", "1,1"), int(attributes.get("groups", "1")))
+
+
+@attrs.frozen
+class GemmProblem:
+    """out[m, n] = sum over k of a[m, k] * b[n, k].
+
+    Attributes:
+        a_format, b_format: formats of the operands in tensor cores (a weight that is kept in 8 bits and multiplied with a 16-bit
+            gradient counts as 16 bit).
+        out_format: of the result.
+        row_scales: one scale per row of ``a`` instead of one.
+        column_scales: one scale per row of ``b`` instead of one.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    a_format: str
+    b_format: str
+    out_format: str
+    row_scales: bool = False
+    column_scales: bool = False
+
+
+@attrs.frozen
+class ConvProblem:
+    """A forward convolution of x (images, in_h, in_w, in_c) with w (out_c, filter_h, filter_w, in_c / groups).
+
+    The int8 gradient of the input is one too, of the output's gradient with transposed and flipped filters.
+    """
+
+    op: str
+    images: int
+    in_h: int
+    in_w: int
+    in_c: int
+    out_c: int
+    filter_h: int
+    filter_w: int
+    geometry: Geometry
+    a_format: str
+    b_format: str
+    out_format: str
+    column_scales: bool = False
+
+    @property
+    def out_h(self) -> int:
+        """Rows of the output."""
+        return _out(self.in_h, self.filter_h, self.geometry, 0)
+
+    @property
+    def out_w(self) -> int:
+        """Columns of the output."""
+        return _out(self.in_w, self.filter_w, self.geometry, 1)
+
+    @property
+    def m(self) -> int:
+        """Rows of the equivalent product: output pixels."""
+        return self.images * self.out_h * self.out_w
+
+    @property
+    def n(self) -> int:
+        """Columns of the equivalent product: output channels of a group."""
+        return self.out_c // self.geometry.groups
+
+    @property
+    def k(self) -> int:
+        """Length of the equivalent product's sums."""
+        return self.filter_h * self.filter_w * self.group_channels
+
+    @property
+    def group_channels(self) -> int:
+        """Input channels of a group."""
+        return self.in_c // self.geometry.groups
+
+
+def _out(size: int, taps: int, geometry: Geometry, axis: int) -> int:
+    reach = geometry.dilation[axis] * (taps - 1) + 1
+    return max(0, (size + 2 * geometry.padding[axis] - reach) // geometry.stride[axis] + 1)
+
+
+Problem = GemmProblem | ConvProblem
+
+BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of an element."""
+
+
+def conv_is_gemm(request: KernelRequest) -> bool:
+    """Whether a convolution is a plain matrix product of its pixels: 1x1 filters, stride 1, no padding, one group.
+
+    Such requests take a :class:`~qsync_kernels_cutlass.config.GemmConfig`.
+    """
+    if not request.op.startswith("conv2d") or len(request.shapes) < 2:
+        return False
+    geometry = Geometry.of(request.attributes)
+    plain = geometry.stride == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
+    return plain and tuple(request.shapes[1][2:]) == (1, 1)
+
+
+def problem_of(request: KernelRequest) -> Problem:
+    """Sizes and formats of a request for a product, which must be one that ``refusal.reasons`` accepts."""
+    if request.op.startswith("linear"):
+        return _linear(request)
+    conv = _conv2d(request)
+    if conv_is_gemm(request):
+        formats = conv.a_format, conv.b_format, conv.out_format
+        return GemmProblem(request.op, conv.m, conv.n, conv.k, *formats, column_scales=conv.column_scales)
+    return conv
+
+
+def _linear(request: KernelRequest) -> GemmProblem:
+    variant, ((rows, width), second) = request.variant, request.shapes
+    per_channel = variant.w_granularity is Granularity.PER_CHANNEL
+    if request.op == Op.LINEAR_OUTPUT:
+        formats = str(variant.compute), str(variant.compute), str(variant.output)
+        per_row = variant.x_granularity is Granularity.PER_ROW
+        return GemmProblem(request.op, rows, second[0], width, *formats, row_scales=per_row, column_scales=per_channel)
+    if request.op == Op.LINEAR_GRAD_INPUT:  # (M, N) times (N, K)
+        asked = variant.grad_input
+        formats = _gradient(asked), str(asked), _sixteen_bit(request)
+        return GemmProblem(request.op, rows, second[1], width, *formats)
+    asked = variant.grad_weight  # (M, N) and (M, K) give (N, K)
+    scales = asked is Precision.INT8 and per_channel
+    return GemmProblem(request.op, width, second[1], rows, _gradient(asked), str(asked), "float32", row_scales=scales)
+
+
+def _conv2d(request: KernelRequest) -> ConvProblem:
+    variant, ((images, channels, height, width), filters) = request.variant, request.shapes
+    geometry = Geometry.of(request.attributes)
+    out_c, group_channels, filter_h, filter_w = filters
+    if request.op == Op.CONV2D_OUTPUT:
+        formats = str(variant.compute), str(variant.compute), str(variant.output)
+        scales = variant.w_granularity is Granularity.PER_CHANNEL
+        sizes = images, height, width, channels, out_c, filter_h, filter_w
+        return ConvProblem(request.op, *sizes, geometry, *formats, column_scales=scales)
+    # Gradient of the input at stride 1: the gradient (images, out_c, out_h, out_w) convolved with the transposed, flipped filters,
+    # padded by what the forward convolution left uncovered.
+    reach = [geometry.dilation[axis] * (size - 1) - geometry.padding[axis] for axis, size in enumerate((filter_h, filter_w))]
+    turned = attrs.evolve(geometry, stride=(1, 1), padding=(reach[0], reach[1]))
+    asked = variant.grad_input
+    sizes = images, height, width, channels, group_channels * geometry.groups, filter_h, filter_w
+    return ConvProblem(request.op, *sizes, turned, _gradient(asked), str(asked), _sixteen_bit(request))
+
+
+def _gradient(asked: Precision) -> str:
+    return GRADIENT_FLOAT8 if asked is Precision.FLOAT8_E4M3FN else str(asked)
+
+
+def _sixteen_bit(request: KernelRequest) -> str:
+    """Format in which the gradient of the input is delivered: that of the 16-bit gradient, else the output's."""
+    variant = request.variant
+    return str(variant.output if variant.grad_input.needs_scale else variant.grad_input)

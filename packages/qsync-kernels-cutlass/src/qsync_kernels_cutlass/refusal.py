@@ -1,0 +1,152 @@
+"""Which requests no CUTLASS kernel of this package takes, and why; from the request alone."""
+
+from __future__ import annotations
+
+from qsync_core.backend import KernelRequest, Op
+from qsync_core.precision import Granularity, Precision
+from qsync_kernels_cutlass.architectures import ARCHITECTURES, Architecture, architecture_of
+from qsync_kernels_cutlass.problem import Geometry
+
+OPS = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT)
+"""What this package has kernels for."""
+
+MAX_CONTRACTION = (2**31 - 1) // 127**2
+"""Longest sum of products of int8 values in -127..127 that int32 holds whatever they are."""
+
+_RANKS = {"linear": 2, "conv2d": 4}
+_ASKED = {
+    Op.LINEAR_OUTPUT: "compute",
+    Op.CONV2D_OUTPUT: "compute",
+    Op.LINEAR_GRAD_INPUT: "grad_input",
+    Op.CONV2D_GRAD_INPUT: "grad_input",
+    Op.LINEAR_GRAD_WEIGHT: "grad_weight",
+}
+_SIXTEEN_BIT = (Precision.FLOAT16, Precision.BFLOAT16)
+
+
+def asked_format(request: KernelRequest) -> Precision:
+    """The format that the operator's product is asked in (one of the variant's, by operator)."""
+    found: Precision = getattr(request.variant, _ASKED[request.op])
+    return found
+
+
+def reasons(request: KernelRequest) -> list[str]:
+    """Why no configuration can run a request, each reason half a sentence; empty means one may."""
+    if request.op == Op.CONV2D_GRAD_WEIGHT:
+        return ["it has no kernel for the gradient of a convolution's weight; cuDNN computes it in 16 bit (backend aten)"]
+    if request.op not in OPS:
+        return [f"it has products only, not {request.op}"]
+    if request.device_kind != "cuda":
+        return [f"it runs on CUDA devices, and this request is for {request.device_kind}"]
+    arch = architecture_of(request.compute_capability)
+    if arch is None:
+        said = f"compute capability {request.compute_capability}" if request.compute_capability else "an unknown compute capability"
+        return [f"it compiles for {', '.join(ARCHITECTURES)}, and this device has {said}"]
+    problem = _shapes(request)
+    if problem:
+        return [problem]
+    return [*_formats(request, arch), *_scales(request), *_sums(request), *(_convolution(request) if _is_conv(request) else ())]
+
+
+def _is_conv(request: KernelRequest) -> bool:
+    return request.op.startswith("conv2d")
+
+
+def _shapes(request: KernelRequest) -> str | None:
+    """The operands' shapes must be two of the right rank that belong together."""
+    rank = _RANKS[request.op.partition(".")[0]]
+    shapes = request.shapes
+    if len(shapes) != 2 or any(len(shape) != rank for shape in shapes):
+        return f"{request.op} takes two operands with {rank} dimensions, not {[len(shape) for shape in shapes]}"
+    first, second = shapes
+    if request.op == Op.LINEAR_OUTPUT:
+        fits = first[1] == second[1]
+    elif request.op == Op.LINEAR_GRAD_INPUT:
+        fits = first[1] == second[0]
+    elif request.op == Op.LINEAR_GRAD_WEIGHT:
+        fits = first[0] == second[0]
+    else:
+        try:
+            groups = Geometry.of(request.attributes).groups
+        except ValueError:
+            return f"the attributes {dict(request.attributes)} are not a convolution's"
+        channels = second[1] * groups if request.op == Op.CONV2D_OUTPUT else second[0]
+        fits = groups >= 1 and first[1] == channels and second[0] % groups == 0
+    return None if fits else f"operands of shapes {tuple(first)} and {tuple(second)} do not belong together"
+
+
+def _formats(request: KernelRequest, arch: Architecture) -> list[str]:
+    variant, asked = request.variant, asked_format(request)
+    is_output = request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT)
+    found = []
+    if not variant.symmetric:
+        found.append("it quantizes symmetrically only; zero points are in the reference alone")
+    if asked is Precision.FLOAT32:
+        found.append("it multiplies 8- and 16-bit formats, not float32 (backend aten does)")
+    if asked in _SIXTEEN_BIT and is_output:
+        found.append(f"it computes outputs from int8 and float8; {asked} products are cuBLAS's and cuDNN's (backend aten)")
+    if asked in _SIXTEEN_BIT and request.op == Op.CONV2D_GRAD_INPUT:
+        found.append("it computes a convolution's gradient in int8 only; cuDNN has 16 bit (backend aten)")
+    if asked is Precision.INT8 and not arch.int8_mma:
+        found.append(f"int8 tensor cores came with compute capability 7.5, and this device's is {request.compute_capability}")
+    if asked is Precision.FLOAT8_E4M3FN:
+        if _is_conv(request):
+            found.append("it convolves int8 only, not float8")
+        if not arch.float8_mma:
+            found.append(f"float8 tensor cores came with compute capability 8.9, and this device's is {request.compute_capability}")
+    if asked is Precision.BFLOAT16 and not arch.bfloat16_mma:
+        found.append(f"bfloat16 tensor cores came with compute capability 8.0, and this device's is {request.compute_capability}")
+    if not is_output and asked.needs_scale and variant.saved is not asked:
+        found.append(f"a gradient in {asked} needs operands saved in {asked}, and they are saved in {variant.saved}")
+    return found
+
+
+def _scales(request: KernelRequest) -> list[str]:
+    variant, asked = request.variant, asked_format(request)
+    if not variant.compute.needs_scale:
+        return []
+    found = []
+    if variant.x_granularity is Granularity.PER_CHANNEL:
+        found.append("scales per input channel do not factor out of a product; quantize the activation per tensor or per row")
+    if variant.w_granularity is Granularity.PER_ROW:
+        found.append("a weight has scales per tensor or per output channel, not per row")
+    if variant.x_granularity is Granularity.PER_ROW and _is_conv(request):
+        found.append("rows of a convolution's patches overlap, so that they can not have scales of their own")
+    if variant.x_granularity is Granularity.PER_ROW and request.op == Op.LINEAR_GRAD_WEIGHT and asked.needs_scale:
+        found.append(f"scales per row lie along the sums of an {asked} grad_weight; quantize the activation per tensor")
+    return found
+
+
+def _sums(request: KernelRequest) -> list[str]:
+    if asked_format(request) is not Precision.INT8:
+        return []
+    first, second = request.shapes
+    if request.op == Op.LINEAR_GRAD_WEIGHT:
+        length = first[0]
+    elif request.op == Op.CONV2D_GRAD_INPUT:
+        length = second[0] // Geometry.of(request.attributes).groups * second[2] * second[3]
+    elif request.op == Op.LINEAR_GRAD_INPUT:
+        length = second[0]
+    else:
+        length = 1
+        for size in second[1:]:
+            length *= size
+    if length > MAX_CONTRACTION:
+        return [f"an int32 sum over {length} products could overflow; the longest exact one is {MAX_CONTRACTION}"]
+    return []
+
+
+def _convolution(request: KernelRequest) -> list[str]:
+    geometry = Geometry.of(request.attributes)
+    found = []
+    if request.op == Op.CONV2D_GRAD_INPUT:
+        if geometry.stride != (1, 1):
+            found.append(
+                "the gradient of the input is a forward convolution at stride 1 only; cuDNN does the others (backend aten)"
+            )
+        reach = [geometry.dilation[axis] * (request.shapes[1][2 + axis] - 1) for axis in range(2)]
+        if any(padding > most for padding, most in zip(geometry.padding, reach, strict=True)):
+            found.append("padding beyond the filter's reach makes the gradient's own padding negative")
+    if not request.contiguous:
+        found.append("a convolution's operands are channels-last")
+    return found

@@ -1,0 +1,239 @@
+"""Which configurations a chip can run: what CUTLASS would report as a page of template errors, as a reason."""
+
+from __future__ import annotations
+
+from qsync_kernels_cutlass.architectures import Architecture
+from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler, Shape3
+from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
+
+Config = GemmConfig | ConvConfig
+
+MAX_SWIZZLE = 8
+MAX_SPLITS = 32
+WARP_GROUP = 128
+"""Threads of a warp group, which executes wgmma."""
+MAX_ACCUMULATORS = 128
+"""Accumulator registers of a thread; with more, operands' addresses and the epilogue spill into memory (255 is the hard limit)."""
+ALIGNMENT_BYTES = 16
+"""What TMA and cp.async move at a time; rows start at multiples of it (front-ends pad)."""
+
+_INSTRUCTIONS: dict[str, dict[int, tuple[Shape3, ...]]] = {
+    # Architecture: {bytes of an operand's element: shapes}.  PTX ISA, "matrix multiply-accumulate instructions".
+    "sm_70": {2: ((8, 8, 4),)},
+    "sm_75": {1: ((8, 8, 16),), 2: ((16, 8, 8),)},
+    "sm_80": {1: ((16, 8, 32),), 2: ((16, 8, 16), (16, 8, 8))},
+    "sm_86": {1: ((16, 8, 32),), 2: ((16, 8, 16), (16, 8, 8))},
+    "sm_89": {1: ((16, 8, 32),), 2: ((16, 8, 16), (16, 8, 8))},
+    "sm_90a": {1: ((16, 8, 32),), 2: ((16, 8, 16), (16, 8, 8))},
+}
+
+
+def reasons(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    """Why a configuration can not run a problem on a chip, each reason half a sentence; empty means it can."""
+    by_path = {Path.TMA: _tma, Path.MMA: _mma, Path.SIMT: _simt}
+    found = [
+        *_run_time_knobs(config, problem),
+        *(f"the tile {_text(config.tile)} has a side of 0" for side in config.tile if not side),
+    ]
+    return found if found else by_path[config.path](config, arch, problem)
+
+
+def is_valid(config: Config, arch: Architecture, problem: Problem) -> bool:
+    """Whether :func:`reasons` has none."""
+    return not reasons(config, arch, problem)
+
+
+def is_valid_at_run_time(config: Config, problem: Problem) -> bool:
+    """Whether the run-time knobs fit, for a configuration whose compiled part is valid."""
+    return not _run_time_knobs(config, problem)
+
+
+def instructions(arch: Architecture, operand_format: str) -> tuple[Shape3, ...]:
+    """Tensor core instructions of the 2.x path for operands of a format, the widest first; empty where there is none."""
+    return _INSTRUCTIONS[arch.name].get(BYTES[operand_format], ())
+
+
+def shared_bytes(config: Config, arch: Architecture, problem: Problem) -> int:
+    """Shared memory of a thread block, in bytes; the TMA path's epilogue counts with its smallest buffers."""
+    stages = config.stages or 2
+    size = max(BYTES[problem.a_format], BYTES[problem.b_format])
+    mainloop = stages * (config.tile[0] + config.tile[1]) * config.tile[2] * size
+    if config.path is not Path.TMA:
+        return max(mainloop, _staged_epilogue(config))
+    return mainloop + tma_epilogue_bytes(config, problem) + 16 * stages + 1024
+
+
+def tma_epilogue_bytes(config: Config, problem: Problem) -> int:
+    """Buffers through which a TMA kernel stores its output: two 64 x 32 sub-tiles a warp group."""
+    return 2 * (config.tile[0] if config.schedule is Schedule.COOPERATIVE else 64) * 32 * BYTES[problem.out_format]
+
+
+def max_stages(config: Config, arch: Architecture, problem: Problem) -> int:
+    """Stages that fit into the chip's shared memory (0: not even one)."""
+    size = max(BYTES[problem.a_format], BYTES[problem.b_format])
+    stage = (config.tile[0] + config.tile[1]) * config.tile[2] * size + (16 if config.path is Path.TMA else 0)
+    epilogue = tma_epilogue_bytes(config, problem) + 1024 if config.path is Path.TMA else 0
+    return max(0, arch.shared_bytes_per_block - epilogue) // stage
+
+
+def threads(config: Config) -> int:
+    """Threads of a block, the TMA path's producer warp group included."""
+    if config.path is Path.TMA:
+        return 3 * WARP_GROUP
+    return 32 * (config.tile[0] // config.warp[0]) * (config.tile[1] // config.warp[1])
+
+
+def _run_time_knobs(config: Config, problem: Problem) -> list[str]:
+    found = []
+    if config.swizzle not in (1, 2, 4, 8):
+        found.append(f"the swizzle is 1, 2, 4 or {MAX_SWIZZLE} tiles wide, not {config.swizzle}")
+    if not 1 <= config.splits <= MAX_SPLITS:
+        found.append(f"k is split into 1 to {MAX_SPLITS} parts, not {config.splits}")
+    elif config.splits > 1:
+        if isinstance(config, ConvConfig):
+            found.append("a convolution is not split along k")
+        elif config.path is Path.TMA and config.scheduler is not Scheduler.STREAM_K:
+            found.append("only the stream-K scheduler splits k on the TMA path")
+        elif config.tile[2] and config.splits > -(-problem.k // config.tile[2]):
+            found.append(f"{config.splits} parts are more than k has tiles")
+    if config.path is not Path.TMA and config.raster is not Raster.HEURISTIC:
+        found.append("the 2.x kernels choose the raster themselves")
+    return found
+
+
+def _tma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    tile_m, tile_n, tile_k = config.tile
+    bytes_a, bytes_b = BYTES[problem.a_format], BYTES[problem.b_format]
+    found = []
+    if not arch.tma:
+        return [f"{arch.name} has no TMA and no warp-group tensor core instructions; they came with sm_90a"]
+    if bytes_a != bytes_b or bytes_a > 2:
+        found.append(
+            f"tensor cores multiply 8-bit with 8-bit or 16-bit with 16-bit, not {problem.a_format} with {problem.b_format}"
+        )
+    if config.warp != (0, 0, 0) or config.instruction != (0, 0, 0):
+        found.append("warp and instruction tiles belong to the 2.x paths")
+    cooperative = config.schedule is Schedule.COOPERATIVE
+    least = 2 * 64 if cooperative else 64
+    if tile_m % least or tile_m > 256:
+        found.append(f"the {config.schedule} schedule takes tiles of {least} to 256 rows in steps of {least}, not {tile_m}")
+    if tile_n % 16 or not 16 <= tile_n <= 256:
+        found.append(f"a warp-group instruction takes 16 to 256 columns in steps of 16, not {tile_n}")
+    if tile_k * bytes_a not in (64, 128, 256):
+        found.append(f"a tile is 64, 128 or 256 bytes deep, not {tile_k * bytes_a}")
+    accumulators = tile_m * tile_n // (WARP_GROUP * (2 if cooperative else 1))
+    if accumulators > MAX_ACCUMULATORS:
+        found.append(f"{accumulators} accumulators a thread spill; at most {MAX_ACCUMULATORS} fit beside the epilogue")
+    if config.cluster not in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)):
+        found.append(f"clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not {_text(config.cluster)}")
+    if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K and not cooperative:
+        found.append("the stream-K scheduler needs the cooperative schedule")
+    fitting = max_stages(config, arch, problem)
+    if fitting < max(2, config.stages):
+        found.append(_too_little_memory(config, arch, fitting))
+    if config.stages == 1:
+        found.append("one stage can not overlap loading with products; take at least 2")
+    return found
+
+
+def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    (tile_m, tile_n, tile_k), (warp_m, warp_n, warp_k) = config.tile, config.warp
+    size = BYTES[problem.a_format]
+    found = _two_point_x(config)
+    if BYTES[problem.b_format] != size or size > 2:
+        found.append(
+            f"tensor cores multiply 8-bit with 8-bit or 16-bit with 16-bit, not {problem.a_format} with {problem.b_format}"
+        )
+        return found
+    shapes = instructions(arch, problem.a_format)
+    if not shapes:
+        found.append(f"{arch.name} has no tensor cores for {problem.a_format}")
+    elif config.instruction not in shapes:
+        known = " or ".join(map(_text, shapes))
+        found.append(f"{arch.name} multiplies {problem.a_format} by {known} instructions, not {_text(config.instruction)}")
+    if problem.a_format.startswith("float8") and not arch.float8_mma:
+        found.append(f"{arch.name} has no float8 tensor cores; they came with sm_89")
+    if "bfloat16" in (problem.a_format, problem.b_format) and not arch.bfloat16_mma:
+        found.append(f"{arch.name} has no bfloat16 tensor cores; they came with sm_80")
+    if not all(config.warp) or tile_m % warp_m or tile_n % warp_n or tile_k != warp_k:
+        found.append(f"warps of {_text(config.warp)} do not cover the tile {_text(config.tile)} (with the whole of its depth)")
+        return found
+    if any(side % least for side, least in zip(config.warp, config.instruction, strict=True) if least):
+        found.append(f"a warp's tile {_text(config.warp)} is not made of whole instructions {_text(config.instruction)}")
+    warps = (tile_m // warp_m) * (tile_n // warp_n)
+    if not 2 <= warps <= 8:
+        found.append(f"a block has 2 to 8 warps, not {warps}")
+    if warp_m * warp_n // 32 > MAX_ACCUMULATORS:
+        found.append(f"{warp_m * warp_n // 32} accumulators a thread spill; at most {MAX_ACCUMULATORS} fit beside the operands")
+    if tile_k * size not in (32, 64, 128):
+        found.append(f"a tile is 32, 64 or 128 bytes deep, not {tile_k * size}")
+    elif any(side * tile_k * size % (32 * warps * ALIGNMENT_BYTES) for side in (tile_m, tile_n)):
+        found.append(f"{warps} warps do not divide the loads of a {_text(config.tile)} tile, {ALIGNMENT_BYTES} bytes a thread")
+    found += _stages(config, arch, problem)
+    return found
+
+
+def _simt(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    found = _two_point_x(config)
+    if config.instruction != (1, 1, 4 if problem.a_format == "int8" else 1):
+        found.append("instructions without tensor cores are 1x1x4 for int8 (dp4a) and 1x1x1 for floats")
+    if problem.a_format.startswith("float8"):
+        found.append("there is no float8 arithmetic without tensor cores")
+    (tile_m, tile_n, tile_k), (warp_m, warp_n, warp_k) = config.tile, config.warp
+    if not all(config.warp) or tile_m % warp_m or tile_n % warp_n or tile_k != warp_k:
+        found.append(f"warps of {_text(config.warp)} do not cover the tile {_text(config.tile)} (with the whole of its depth)")
+        return found
+    warps = (tile_m // warp_m) * (tile_n // warp_n)
+    if not 1 <= warps <= 8:
+        found.append(f"a block has 1 to 8 warps, not {warps}")
+    if config.stages != 2:
+        found.append(f"kernels without tensor cores have 2 stages, not {config.stages}")
+    if shared_bytes(config, arch, problem) > arch.shared_bytes_per_block:
+        found.append(_too_little_memory(config, arch, max_stages(config, arch, problem)))
+    return found
+
+
+def _two_point_x(config: Config) -> list[str]:
+    found = []
+    if config.cluster != (1, 1):
+        found.append("only the TMA path has clusters")
+    if (
+        config.schedule is not Schedule.COOPERATIVE
+        or getattr(config, "scheduler", Scheduler.PERSISTENT) is not Scheduler.PERSISTENT
+    ):
+        found.append("schedules and tile schedulers belong to the TMA path")
+    return found
+
+
+def _stages(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    if not arch.async_copies and config.stages != 2:
+        return [f"{arch.name} has no asynchronous copies, so that a kernel has 2 stages, not {config.stages}"]
+    if arch.async_copies and not 2 <= config.stages <= 8:
+        return [f"a kernel with asynchronous copies has 2 to 8 stages, not {config.stages}"]
+    if shared_bytes(config, arch, problem) > arch.shared_bytes_per_block:
+        return [_too_little_memory(config, arch, max_stages(config, arch, problem))]
+    return []
+
+
+def _staged_epilogue(config: Config) -> int:
+    """The 2.x epilogue passes accumulators through shared memory, one row of instructions of every warp at a time."""
+    warps_m = config.tile[0] // config.warp[0] if config.warp[0] else 1
+    return 8 * warps_m * (config.tile[1] + 8) * 4
+
+
+def _too_little_memory(config: Config, arch: Architecture, fitting: int) -> str:
+    wanted = max(2, config.stages)
+    return (
+        f"{wanted} stages of {_text(config.tile)} do not fit into the {arch.shared_bytes_per_block} bytes of shared memory "
+        f"that {arch.name} gives a block ({fitting} do)"
+    )
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def needs_padding(problem: Problem) -> bool:
+    """Whether a front-end has to pad the contraction to rows of whole 16 bytes."""
+    depth = problem.group_channels if isinstance(problem, ConvProblem) else problem.k
+    return depth * BYTES[problem.a_format] % ALIGNMENT_BYTES != 0
