@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ _LIBRARY = "kernel.so"
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 _MAX_LIBRARY_BYTES = 1 << 30
+_MAKING = ".making-"
+_LEFT_OVER_S = 24 * 3600
+_POLL_S = 0.2
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -43,7 +48,8 @@ class KernelCache:
         Raises:
             BackendError: when the folder can not be made, belongs to somebody else, or others can write to it.
         """
-        self.folder = folder or default_cache_path()
+        # A link is followed once, here: what it points to later does not matter.
+        self.folder = (folder or default_cache_path()).expanduser().resolve()
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -53,6 +59,8 @@ class KernelCache:
                 f"the kernel cache {self.folder} can not be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
         problem = _problem(self.folder, folder=True)
+        if not problem and (shared := _replaceable_parent(self.folder)):
+            problem = f"lies in {shared}, where everybody can put another folder in its place"
         if problem:
             raise BackendError(
                 f"the kernel cache {self.folder} {problem}, so code in it can not be trusted; "
@@ -85,22 +93,35 @@ class KernelCache:
         return any(name.startswith(f"{arch}-") for name in os.listdir(self.folder))
 
     @contextlib.contextmanager
-    def locked(self, key: str) -> Iterator[None]:
-        """Let one process at a time make an entry; without file locks both make it and one of the two stays."""
-        with contextlib.ExitStack() as stack:
-            try:
-                import fcntl
+    def locked(self, key: str, stopped: threading.Event) -> Iterator[None]:
+        """Let one process at a time make an entry; without file locks both make it and one of the two stays.
 
-                lock = stack.enter_context(open(self.folder / f".{key}.lock", "a"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except (ImportError, OSError):
-                pass
+        Waiting for another process ends when ``stopped`` is set.
+        """
+        try:
+            import fcntl
+
+            lock = open(self.folder / f".{key}.lock", "a")  # noqa: SIM115 (closed below)
+        except (ImportError, OSError):
+            yield
+            return
+        with lock:
+            while not stopped.is_set():
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    stopped.wait(_POLL_S)
+                except OSError:  # a file system without locks
+                    break
+                else:
+                    break
             yield
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
         """A new folder inside the cache to compile in; it is gone afterwards, whatever happens."""
-        place = self.folder / f".making-{os.getpid()}-{os.urandom(6).hex()}"
+        self._remove_left_over()
+        place = self.folder / f"{_MAKING}{os.getpid()}-{os.urandom(6).hex()}"
         try:
             place.mkdir(mode=0o700)
         except OSError as error:
@@ -111,6 +132,13 @@ class KernelCache:
             yield place
         finally:
             shutil.rmtree(place, ignore_errors=True)
+
+    def _remove_left_over(self) -> None:
+        """Workplaces of processes that were killed: those that nothing was written to for a day."""
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.startswith(_MAKING) and entry.stat(follow_symlinks=False).st_mtime < time.time() - _LEFT_OVER_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
     def add(self, key: str, compiled: Path, facts: Mapping[str, Any]) -> Path:
         """Keep a compiled library under its key, replacing an entry that :meth:`find` does not accept.
@@ -167,6 +195,16 @@ def _problem(path: Path, *, folder: bool = False) -> str | None:
         return f"belongs to user {found.st_uid} and not to you (user {os.geteuid()})"
     if found.st_mode & _WRITABLE_BY_OTHERS:
         return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def _replaceable_parent(path: Path) -> Path | None:
+    """The nearest folder above in which everybody may rename what belongs to others (world-writable, not sticky)."""
+    for parent in path.parents:
+        with contextlib.suppress(OSError):
+            mode = os.stat(parent).st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return parent
     return None
 
 

@@ -94,7 +94,7 @@ def _compiled_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
     for config in made:
         if validity.is_valid(config, arch, problem):
             families[config.path].append(config)
-    # The 2.x path runs on sm_90a too, at half its speed, and SIMT kernels run anywhere: they are for chips that have nothing better.
+    # The 2.x path runs on sm_90a too, at half its speed, and SIMT kernels run anywhere: for chips that have nothing better.
     return iter(next((families[path] for path in (Path.TMA, Path.MMA, Path.SIMT) if families[path]), []))
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +34,9 @@ FLAGS = (
     "-diag-suppress=20012,177",
 )
 """The same for every kernel.  The CUDA runtime is linked into each library, so that none depends on the one that torch brings."""
+
+Compile = Callable[[KernelSource], Library]
+"""What front-ends take in place of :func:`compiled` in tests."""
 
 _ERROR_CHARACTERS = 2000
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -186,7 +189,7 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
         key, source = item
         started = time.monotonic()
         try:
-            with cache.locked(key):
+            with cache.locked(key, stopped):
                 if cache.find(key) is None and not stopped.is_set():
                     _compile_one(source, key, cache, stopped)
         except BackendError as error:

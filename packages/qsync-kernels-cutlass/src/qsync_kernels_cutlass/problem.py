@@ -139,7 +139,7 @@ def problem_of(request: KernelRequest) -> Problem:
     """Sizes and formats of a request for a product, which must be one that ``refusal.reasons`` accepts."""
     if request.op.startswith("linear"):
         return _linear(request)
-    conv = _conv2d(request)
+    conv = conv_problem_of(request)
     if conv_is_gemm(request):
         formats = conv.a_format, conv.b_format, conv.out_format
         return GemmProblem(request.op, conv.m, conv.n, conv.k, *formats, column_scales=conv.column_scales)
@@ -162,7 +162,8 @@ def _linear(request: KernelRequest) -> GemmProblem:
     return GemmProblem(request.op, width, second[1], rows, _gradient(asked), str(asked), "float32", row_scales=scales)
 
 
-def _conv2d(request: KernelRequest) -> ConvProblem:
+def conv_problem_of(request: KernelRequest) -> ConvProblem:
+    """The forward convolution that a ``conv2d`` request asks for, also where it is a plain product."""
     variant, ((images, channels, height, width), filters) = request.variant, request.shapes
     geometry = Geometry.of(request.attributes)
     out_c, group_channels, filter_h, filter_w = filters
