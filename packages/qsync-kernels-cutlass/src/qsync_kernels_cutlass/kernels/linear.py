@@ -1,0 +1,115 @@
+"""The linear operators on compiled products: which operand is which, and what happens to 8-bit copies that a 16-bit product reads.
+
+Shapes: M rows (tokens), K input features, N output features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_core.backend import Kernel, KernelRequest, Op
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass.architectures import Architecture
+from qsync_kernels_cutlass.config import GemmConfig
+from qsync_kernels_cutlass.kernels.product import Product
+from qsync_kernels_cutlass.problem import BYTES, GemmProblem, problem_of
+
+
+def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Kernel:
+    """The kernel of a linear operator; its signature is in ``docs/writing-a-backend.md``.
+
+    Args:
+        request: one that the backend supports.
+        config: valid for it.
+        arch: chip to compile for.
+
+    Raises:
+        BackendError: when the kernel can not be compiled.
+    """
+    problem = problem_of(request)
+    assert isinstance(problem, GemmProblem)
+    product = Product(config, arch, problem)
+    product.copies.prepare(*_copies(request, problem))
+    if request.op == Op.LINEAR_OUTPUT:
+        return _output(product)
+    eight_bit = BYTES[problem.a_format] == 1
+    if request.op == Op.LINEAR_GRAD_INPUT:
+        return _grad_input_8bit(product) if eight_bit else _grad_input(product)
+    return _grad_weight_8bit(product) if eight_bit else _grad_weight(product)
+
+
+def _copies(request: KernelRequest, problem: GemmProblem) -> tuple[tuple[str, str], ...]:
+    """Copying kernels that every call needs (``request_sources`` lists those that some may need): transposes of 8-bit gradients' operands, conversions of 8-bit copies to 16 bit."""
+    if request.op == Op.LINEAR_OUTPUT:
+        return ()
+    if BYTES[problem.a_format] == 1:
+        return (("transpose", ""),)
+    saved = str(request.variant.saved)
+    return () if saved == problem.b_format else ((saved, problem.b_format),)
+
+
+def _output(product: Product) -> Kernel:
+    def kernel(
+        x_MK: torch.Tensor,
+        x_scale: torch.Tensor,
+        w_NK: torch.Tensor,
+        w_scale: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        out_MN: torch.Tensor,
+    ) -> None:
+        product(x_MK, w_NK, x_scale, w_scale, bias_N, out_MN)
+
+    return kernel
+
+
+def _grad_input_8bit(product: Product) -> Kernel:
+    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_MK: torch.Tensor) -> None:
+        if scale.numel() != 1:
+            raise BackendError(
+                f"linear.grad_input in 8 bit sums over output channels and takes one scale, got {scale.numel()}; multiply the "
+                "gradient by the weight's scales before it is quantized"
+            )
+        product(grad_MN, w_NK.t(), scale, None, None, out_MK)
+
+    return kernel
+
+
+def _grad_weight_8bit(product: Product) -> Kernel:
+    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, scale: torch.Tensor, out_NK: torch.Tensor) -> None:
+        product(grad_MN.t(), x_MK.t(), scale, None, None, out_NK)
+
+    return kernel
+
+
+def _grad_input(product: Product) -> Kernel:
+    """The sum runs over the weight's rows: one scale multiplies the product, one per row the weight itself."""
+
+    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, w_scale: torch.Tensor | None, out_MK: torch.Tensor) -> None:
+        w, scale = _widened(product, w_NK, w_scale, grad_MN.shape[0])
+        product(grad_MN, w.t(), scale, None, None, out_MK)
+
+    return kernel
+
+
+def _grad_weight(product: Product) -> Kernel:
+    """The sum runs over the activation's rows: one scale multiplies the product, one per row the activation itself."""
+
+    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor | None, out_NK: torch.Tensor) -> None:
+        x, scale = _widened(product, x_MK, x_scale, grad_MN.shape[1])
+        product(grad_MN.t(), x.t(), scale, None, None, out_NK)
+
+    return kernel
+
+
+def _widened(product: Product, q: torch.Tensor, scale: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An 8-bit copy in the product's format, and the scale that is left for the product.
+
+    8-bit integers and float8 values are exact in 16 bit, so a single scale is applied to the product, in float32.
+    """
+    if q.dtype is product.b_dtype:
+        return q, scale
+    one_scale = scale is None or scale.numel() == 1
+    if 0 in q.shape:
+        return q.to(product.b_dtype), scale if one_scale else None
+    wide = product.copies.converted(q, None if one_scale else scale, product.b_dtype, 1, (q.shape[0], q.shape[1]))
+    return wide, scale if one_scale else None

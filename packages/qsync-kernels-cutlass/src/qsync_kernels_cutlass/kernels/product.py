@@ -1,0 +1,240 @@
+"""One matrix product on torch tensors: out[m, n] = a_scale[m] * (b_scale[n] * sum over k of a[m, k] * b[n, k]) + bias[n]."""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import abi
+from qsync_kernels_cutlass.architectures import Architecture
+from qsync_kernels_cutlass.compile import compiled
+from qsync_kernels_cutlass.config import GemmConfig, Path, Scheduler
+from qsync_kernels_cutlass.gemm_source import gemm_source, rows_contiguous
+from qsync_kernels_cutlass.kernels.operands import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    FORMATS,
+    current_stream,
+    is_ready,
+    operand_copies,
+    round_up,
+    sm_count,
+)
+from qsync_kernels_cutlass.library import CallContext
+from qsync_kernels_cutlass.problem import BYTES, GemmProblem
+
+_FRESH = abi.Arguments.from_buffer_copy
+SIZE_LIMIT = 2**31
+"""Sizes are counted in 32 bits; elements and strides are not."""
+
+
+class Product:
+    """A compiled product.  Calling it launches work on the current stream and waits for nothing.
+
+    Any strides, sizes and alignments are right: what the kernel can not read or write in place goes through a workspace.
+
+    Attributes:
+        copies: the kernels that bring operands into shape.
+        inner_a, inner_b: dimension of (m, k) and (n, k) operands that the kernel reads contiguously; any where ``strided``.
+        strided: the kernel takes any strides.
+    """
+
+    def __init__(self, config: GemmConfig, arch: Architecture, problem: GemmProblem) -> None:
+        """Compile or load the kernel.
+
+        Args:
+            config: valid for the chip and the problem.
+            arch: chip to compile for.
+            problem: operator and formats; calls may have other sizes than the problem's.
+
+        Raises:
+            BackendError: when it can not be compiled.
+        """
+        self._config, self._problem = config, problem
+        self._library = compiled(gemm_source(config, arch, problem))
+        self.copies = operand_copies(arch)
+        rows_a, rows_b = rows_contiguous(problem)
+        self.inner_a, self.inner_b = int(rows_a), int(rows_b)
+        self.strided = config.path is Path.SIMT
+        self.a_dtype, self.b_dtype = DTYPES[problem.a_format], DTYPES[problem.b_format]
+        self._out_dtype = DTYPES[problem.out_format]
+        # TMA reads zeros beyond any extent.  The 2.x kernels guard 16 bytes at a time, so extents along contiguous dimensions are
+        # padded to that.
+        whole = config.path is Path.MMA
+        operand, result = (ALIGNMENT_BYTES // BYTES[name] if whole else 1 for name in (problem.a_format, problem.out_format))
+        self._multiples = (
+            1 if rows_a else operand,
+            result if rows_b else max(operand, result),
+            operand if rows_a or rows_b else 1,
+        )
+        self._whole_vectors = whole
+        self._workspace_bytes: dict[tuple[int, ...], int] | None = {} if config.scheduler is Scheduler.STREAM_K else None
+        self._template = abi.Arguments(raster=abi.RASTER[str(config.raster)], swizzle=config.swizzle, splits=config.splits)
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the product into ``out``.
+
+        Args:
+            a: (m, k).
+            b: (n, k).
+            a_scale: float32, 1 or m elements; None counts as 1.
+            b_scale: float32, 1 or n elements; None counts as 1.
+            bias: n elements, any float format; None counts as 0.
+            out: (m, n).
+
+        Raises:
+            BackendError: for shapes that do not belong together, formats and devices that are not the kernel's, sizes of 2^31.
+        """
+        if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+            bias = bias.to(torch.float32).contiguous()
+        self._check(a, b, a_scale, b_scale, bias, out)
+        (m, k), n = a.shape, b.shape[0]
+        if m == 0 or n == 0:
+            return
+        if k == 0:
+            out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+            return
+        if self.strided:
+            self._launch(a, b, a_scale, b_scale, bias, out)
+            return
+        shape_m, shape_n, shape_k = self.padded(m, n, k)
+        a = self.copies.in_layout(a, self.inner_a, (shape_m, shape_k))
+        b = self.copies.in_layout(b, self.inner_b, (shape_n, shape_k))
+        if self._whole_vectors:
+            a_scale, b_scale, bias = _vector(a_scale, m, shape_m), _vector(b_scale, n, shape_n), _vector(bias, n, shape_n)
+        if (shape_m, shape_n) == (m, n) and is_ready(out, 1):
+            self._launch(a, b, a_scale, b_scale, bias, out)
+            return
+        width = round_up(shape_n, ALIGNMENT_BYTES // out.element_size())
+        whole = torch.empty((shape_m, width), dtype=out.dtype, device=out.device)
+        self._launch(a, b, a_scale, b_scale, bias, whole[:, :shape_n])
+        out.copy_(whole[:m, :n])
+
+    def padded(self, m: int, n: int, k: int) -> tuple[int, int, int]:
+        """The sizes that the kernel runs a product of (m, n, k) in."""
+        by_m, by_n, by_k = self._multiples
+        return round_up(m, by_m), round_up(n, by_n), round_up(k, by_k)
+
+    def _launch(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        device = a.get_device()
+        q = _FRESH(self._template)
+        q.m, q.k = a.shape
+        q.n = b.shape[0]
+        # Row strides; where the inner dimension is contiguous the other strides are those of single elements.
+        q.lda, q.stride_a = a.stride(1 - self.inner_a), a.stride(self.inner_a)
+        q.ldb, q.stride_b = b.stride(1 - self.inner_b), b.stride(self.inner_b)
+        q.ldo, q.stride_o = out.stride()
+        if self.strided:
+            q.lda, q.stride_a = a.stride()
+            q.ldb, q.stride_b = b.stride()
+        q.a, q.b, q.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        if a_scale is not None:
+            q.a_scale, q.a_scale_count = a_scale.data_ptr(), a_scale.numel()
+        else:
+            q.a_scale_count = 1
+        if b_scale is not None:
+            q.b_scale, q.b_scale_count = b_scale.data_ptr(), b_scale.numel()
+        else:
+            q.b_scale_count = 1
+        if bias is not None:
+            q.bias = bias.data_ptr()
+        q.device, q.stream, q.sm_count = device, current_stream(device), sm_count(device)
+        if self._workspace_bytes is not None:
+            workspace = self._workspace(q, a, b, out)
+            q.workspace, q.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        self._library.call(q, _Call(self, a, b, out))
+
+    def _workspace(self, q: abi.Arguments, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert self._workspace_bytes is not None
+        key = (q.m, q.n, q.k, q.device)
+        if key not in self._workspace_bytes:
+            self._workspace_bytes[key] = self._library.workspace_bytes(q, _Call(self, a, b, out))
+        # The address of an empty allocation is null, which the kernel takes for a missing one.
+        return torch.empty(max(1, self._workspace_bytes[key]), dtype=torch.uint8, device=a.device)
+
+    def context(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> CallContext:
+        """What an error says about a call."""
+        formats = f"{FORMATS.get(a.dtype, a.dtype)} x {FORMATS.get(b.dtype, b.dtype)} -> {FORMATS.get(out.dtype, out.dtype)}"
+        return CallContext(self._problem.op, (tuple(a.shape), tuple(b.shape)), formats, self._config.text)
+
+    def _check(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
+        if problem is not None:
+            raise BackendError(f"{self.context(a, b, out)} can not run: {problem}")
+
+    def _problem_with(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> str | None:
+        if a.dim() != 2 or b.dim() != 2:
+            return f"the operands are matrices, got {a.dim()} and {b.dim()} dimensions"
+        (m, k), (n, width) = a.shape, b.shape
+        if k != width or out.shape != (m, n):
+            return f"operands of these shapes do not give an output of shape {tuple(out.shape)}"
+        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self._out_dtype:
+            return f"the kernel was built for {self._problem.a_format} x {self._problem.b_format} -> {self._problem.out_format}"
+        device = a.get_device()
+        if device < 0 or b.get_device() != device or out.get_device() != device:
+            return f"the tensors are on {a.device}, {b.device} and {out.device}, expected one CUDA device"
+        for name, scale, size in (("first", a_scale, m), ("second", b_scale, n)):
+            if scale is None:
+                continue
+            if scale.dtype is not torch.float32 or scale.get_device() != device or not scale.is_contiguous():
+                return f"the {name} operand's scale is {scale.dtype} on {scale.device}, expected contiguous float32 on {a.device}"
+            if scale.numel() not in (1, size):
+                return f"the {name} operand has {scale.numel()} scales, expected 1 or {size}"
+        if bias is not None and (bias.numel() != n or bias.get_device() != device):
+            return f"the bias has {bias.numel()} elements on {bias.device}, expected {n} on {a.device}"
+        if not self.strided and (m >= SIZE_LIMIT or n >= SIZE_LIMIT or k >= SIZE_LIMIT):
+            return "a dimension has 2^31 elements or more; split it"
+        return None
+
+
+class _Call:
+    """The context of a call, put into words only where there is an error."""
+
+    __slots__ = ("operands", "product")
+
+    def __init__(self, product: Product, *operands: torch.Tensor) -> None:
+        self.product, self.operands = product, operands
+
+    def __str__(self) -> str:
+        return str(self.product.context(*self.operands))
+
+
+def _vector(values: torch.Tensor | None, size: int, padded: int) -> torch.Tensor | None:
+    """A vector that the kernel reads 16 bytes at a time: aligned, and as long as the padded dimension; single values stay."""
+    if values is None or values.numel() != size or (size == 1 and padded == 1):
+        return values
+    if padded != size:
+        return torch.nn.functional.pad(values.view(-1), (0, padded - size))
+    return values if values.data_ptr() % ALIGNMENT_BYTES == 0 else values.clone()
