@@ -1,0 +1,180 @@
+"""Calls of one compiled convolution: shapes are checked and translated once, then only pointers change."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import abi
+from qsync_kernels_cutlass.config import ConvConfig, Path
+from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, sm_count
+from qsync_kernels_cutlass.library import CallContext, Library
+from qsync_kernels_cutlass.problem import Geometry
+
+INT32_MAX = 2**31 - 1
+
+
+@attrs.frozen
+class _Launch:
+    """One launch of a call: its arguments without pointers, and where its parts of the tensors start (elements)."""
+
+    template: abi.Arguments
+    x: int
+    w: int
+    out: int
+    channel: int
+    context: CallContext
+
+
+class ConvLaunch:
+    """``launch(x, x_scale, w, w_scale, bias, out)`` for operands that the kernel reads and writes in place.
+
+    Pixels of ``x`` and ``out`` have contiguous channels, in multiples of 16 bytes; ``w`` is channels-last.
+    """
+
+    def __init__(self, op: str, library: Library, config: ConvConfig, geometry: Geometry, out_format: str) -> None:
+        """Keep what all calls share.
+
+        Args:
+            op: operator that error messages name.
+            library: the compiled kernel.
+            config: its configuration, with the run-time knobs.
+            geometry: stride, padding, dilation, groups.
+            out_format: what the kernel writes.
+        """
+        self._op, self._library, self._config, self._geometry, self._out_format = op, library, config, geometry, out_format
+        self._launches: dict[tuple[object, ...], list[_Launch]] = {}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Launch on the current stream; tensors as :meth:`~.conv2d.Convolution.__call__` describes them."""
+        scales = w_scale.numel()
+        key = (x.shape, w.shape, out.shape, x.dtype, w.dtype, out.dtype, x.device, w.device, out.device, scales)
+        launches = self._launches.get(key)
+        if launches is None:
+            self._check(x, x_scale, w, w_scale, bias, out)
+            launches = self._launches[key] = self._prepare(x, w, out)
+        stream = current_stream(x.get_device())
+        x_at, w_at, out_at = x.data_ptr(), w.data_ptr(), out.data_ptr()
+        x_scale_at, w_scale_at = x_scale.data_ptr(), w_scale.data_ptr()
+        bias_at = 0 if bias is None else bias.data_ptr()
+        for launch in launches:
+            # A copy, because other threads may be calling too.
+            arguments = abi.Arguments.from_buffer_copy(launch.template)
+            arguments.a, arguments.b = x_at + launch.x, w_at + launch.w
+            arguments.out = out_at + launch.out
+            arguments.a_scale = x_scale_at
+            arguments.b_scale = w_scale_at if scales == 1 else w_scale_at + 4 * launch.channel
+            arguments.b_scale_count = scales
+            if bias_at:
+                arguments.bias = bias_at + 4 * launch.channel
+            arguments.stream = stream
+            self._library.call(arguments, launch.context)
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        geometry = self._geometry
+
+        def refuse(what: str, expected: object, got: object) -> None:
+            raise BackendError(f"{self._op}: {what} must be {expected}, got {got}")
+
+        if x.device.type != "cuda":
+            refuse("x", "on a CUDA device", x.device)
+        for name, tensor, formats in (("x", x, "int8"), ("w", w, "int8"), ("out", out, self._out_format)):
+            if FORMATS.get(tensor.dtype) != formats:
+                refuse(name, formats, tensor.dtype)
+        for name, tensor in (("x_scale", x_scale), ("w", w), ("w_scale", w_scale), ("bias", bias), ("out", out)):
+            if tensor is not None and tensor.device != x.device:
+                refuse(name, f"on {x.device} like x", tensor.device)
+        images, in_c, in_h, in_w = x.shape
+        out_c, group_c, filter_h, filter_w = w.shape
+        if in_c != group_c * geometry.groups:
+            refuse("w", f"of {in_c // geometry.groups} input channels a group", group_c)
+        reach = [geometry.dilation[axis] * (size - 1) + 1 for axis, size in enumerate((filter_h, filter_w))]
+        pixels = [
+            (size + 2 * geometry.padding[axis] - reach[axis]) // geometry.stride[axis] + 1 for axis, size in enumerate((in_h, in_w))
+        ]
+        if tuple(out.shape) != (images, out_c, *pixels):
+            refuse("out", f"of shape {(images, out_c, *pixels)}", tuple(out.shape))
+        for name, tensor, sizes in (("x_scale", x_scale, (1,)), ("w_scale", w_scale, (1, out_c)), ("bias", bias, (out_c,))):
+            if tensor is not None and (tensor.dtype is not torch.float32 or tensor.numel() not in sizes):
+                count = " or ".join(map(str, sizes))
+                refuse(name, f"{count} elements of float32", f"{tensor.numel()} of {tensor.dtype}")
+
+    def _prepare(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> list[_Launch]:
+        geometry, config, device = self._geometry, self._config, x.get_device()
+        images, in_c, in_h, in_w = x.shape
+        out_c, group_c, filter_h, filter_w = w.shape
+        out_h, out_w = out.shape[2:]
+        group_out = out_c // geometry.groups
+        # Strides of dimensions of one element say nothing, so they are rebuilt from those that do.
+        pixel = x.stride(3) if in_w > 1 else in_c
+        row = x.stride(2) if in_h > 1 else pixel * in_w
+        image = x.stride(0) if images > 1 else row * in_h
+        most = _images_per_launch(images, config.path, image, out_h * out_w, out_c)
+        shapes = (tuple(x.shape), tuple(w.shape))
+        context = CallContext(self._op, shapes, f"int8 x int8 -> {self._out_format}", config.text)
+        launches = []
+        for first in range(0, images, most):
+            template = abi.Arguments(
+                images=min(most, images - first),
+                in_h=in_h,
+                in_w=in_w,
+                in_c=group_c,
+                out_h=out_h,
+                out_w=out_w,
+                out_c=group_out,
+                filter_h=filter_h,
+                filter_w=filter_w,
+                pad_h=geometry.padding[0],
+                pad_w=geometry.padding[1],
+                stride_h=geometry.stride[0],
+                stride_w=geometry.stride[1],
+                dilation_h=geometry.dilation[0],
+                dilation_w=geometry.dilation[1],
+                lda=pixel,
+                stride_a=row,
+                stride_b=image,
+                ldo=out_c,
+                a_scale_count=1,
+                device=device,
+                sm_count=sm_count(device),
+                raster=abi.RASTER[str(config.raster)],
+                swizzle=config.swizzle,
+            )
+            for group in range(geometry.groups):
+                channel = group * group_out
+                launches.append(
+                    _Launch(
+                        template,
+                        x=first * image + group * group_c,
+                        w=channel * group_c * filter_h * filter_w,
+                        out=(first * out_h * out_w * out_c + channel) * out.element_size(),
+                        channel=channel,
+                        context=context,
+                    )
+                )
+        return launches
+
+
+def _images_per_launch(images: int, path: Path, image: int, out_pixels: int, out_c: int) -> int:
+    """Images whose output pixels fit into 31 bits; the 2.x path also counts elements in them."""
+    most = INT32_MAX // out_pixels
+    if path is not Path.TMA:
+        most = min(most, INT32_MAX // max(image, out_pixels * out_c))
+    return max(1, min(images, most))

@@ -1,0 +1,91 @@
+// The operand layouts of int8 convolutions that tensor cores cannot take as they are.
+#pragma once
+
+#include "launch.cuh"
+
+namespace qsync {
+
+// Few input channels: every block of stride_h x stride_w pixels becomes one pixel of 16 channels, padding included.
+//
+//     out[n, h, w, (dh * stride_w + dw) * c_count + c] = x[n, h * stride_h + dh - pad_h, w * stride_w + dw - pad_w, c]
+//
+// and 0 outside x and in the remaining channels.  A strided convolution of x with padding is then one of `out` with stride 1
+// and none, whose filters are folded in the same way (without padding).
+constexpr int kFoldedChannels = 16;
+
+__global__ void __launch_bounds__(256) fold_pixels(QsyncArguments q) {
+  uint32_t const pixel = blockIdx.x * 256u + threadIdx.x;
+  if (pixel >= uint32_t(q.images * q.out_h * q.out_w)) return;
+  uint32_t const out_w = uint32_t(q.out_w), out_h = uint32_t(q.out_h);
+  uint32_t const row = pixel / out_w, image = row / out_h;
+  int const first_h = int(row - image * out_h) * int(q.stride_h) - int(q.pad_h);
+  int const first_w = int(pixel - row * out_w) * int(q.stride_w) - int(q.pad_w);
+  int const channels = int(q.in_c), in_h = int(q.in_h), in_w = int(q.in_w);
+  int8_t const* const x = static_cast<int8_t const*>(q.a) + int64_t(image) * in_h * in_w * channels;
+  union {
+    int8_t bytes[kFoldedChannels];
+    int4 vector;
+  } folded;
+  int const used = int(q.stride_h * q.stride_w) * channels, line = int(q.stride_w) * channels;
+#pragma unroll
+  for (int i = 0; i < kFoldedChannels; ++i) {
+    int const dh = i / line, rest = i - dh * line, dw = rest / channels;
+    int const h = first_h + dh, w = first_w + dw;
+    bool const inside = i < used && h >= 0 && h < in_h && w >= 0 && w < in_w;
+    folded.bytes[i] = inside ? x[(int64_t(h) * in_w + w) * channels + (rest - dw * channels)] : int8_t(0);
+  }
+  static_cast<int4*>(q.out)[pixel] = folded.vector;
+}
+
+inline int32_t run_fold_pixels(QsyncArguments const& q) {
+  if (q.struct_bytes != int64_t(sizeof(QsyncArguments))) return QSYNC_WRONG_ABI;
+  int64_t const pixels = q.images * q.out_h * q.out_w;
+  if (!fits_int32(pixels) || !fits_int32(q.in_h) || !fits_int32(q.in_w) ||
+      q.stride_h * q.stride_w * q.in_c > kFoldedChannels) {
+    return QSYNC_INVALID_PROBLEM;
+  }
+  if (!aligned(q.out, 16)) return QSYNC_MISALIGNED;
+  if (pixels == 0) return QSYNC_OK;
+  DeviceGuard guard(q.device);
+  if (guard.status() != QSYNC_OK) return guard.status();
+  fold_pixels<<<unsigned((pixels + 255) / 256), 256, 0, static_cast<cudaStream_t>(q.stream)>>>(q);
+  return cuda_status(cudaGetLastError());
+}
+
+// Filters for the gradient of the input: channels exchanged, both spatial directions reversed.
+//
+//     out[c, R-1-r, S-1-s, k] = w[k, r, s, c]
+constexpr int kTurnTile = 32;
+
+__global__ void __launch_bounds__(256) turn_filters(QsyncArguments q) {
+  __shared__ int8_t tile[kTurnTile][kTurnTile + 4];
+  int const in_c = int(q.in_c), out_c = int(q.out_c), taps = int(q.filter_h * q.filter_w);
+  int const tap = blockIdx.z, c0 = blockIdx.x * kTurnTile, k0 = blockIdx.y * kTurnTile;
+  auto const* const w = static_cast<int8_t const*>(q.b);
+  auto* const out = static_cast<int8_t*>(q.out);
+  for (int row = threadIdx.y; row < kTurnTile; row += blockDim.y) {
+    int const k = k0 + row, c = c0 + int(threadIdx.x);
+    if (k < out_c && c < in_c) tile[row][threadIdx.x] = w[(int64_t(k) * taps + tap) * in_c + c];
+  }
+  __syncthreads();
+  // Reversing both directions of a filter is reversing the order of its taps.
+  for (int row = threadIdx.y; row < kTurnTile; row += blockDim.y) {
+    int const c = c0 + row, k = k0 + int(threadIdx.x);
+    if (k < out_c && c < in_c) out[(int64_t(c) * taps + (taps - 1 - tap)) * out_c + k] = tile[threadIdx.x][row];
+  }
+}
+
+inline int32_t run_turn_filters(QsyncArguments const& q) {
+  if (q.struct_bytes != int64_t(sizeof(QsyncArguments))) return QSYNC_WRONG_ABI;
+  int64_t const taps = q.filter_h * q.filter_w;
+  if (taps < 1 || taps > 65535 || !fits_int32(q.in_c) || !fits_int32(q.out_c) || q.out_c > 65535 * int64_t(kTurnTile)) {
+    return QSYNC_INVALID_PROBLEM;
+  }
+  DeviceGuard guard(q.device);
+  if (guard.status() != QSYNC_OK) return guard.status();
+  dim3 const grid{unsigned((q.in_c + kTurnTile - 1) / kTurnTile), unsigned((q.out_c + kTurnTile - 1) / kTurnTile), unsigned(taps)};
+  turn_filters<<<grid, dim3(kTurnTile, 8), 0, static_cast<cudaStream_t>(q.stream)>>>(q);
+  return cuda_status(cudaGetLastError());
+}
+
+}  // namespace qsync
