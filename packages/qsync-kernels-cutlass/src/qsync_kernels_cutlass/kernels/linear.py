@@ -39,7 +39,7 @@ def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Ker
 
 
 def _copies(request: KernelRequest, problem: GemmProblem) -> tuple[tuple[str, str], ...]:
-    """Copying kernels that every call needs (``request_sources`` lists those that some may need): transposes of 8-bit gradients' operands, conversions of 8-bit copies to 16 bit."""
+    """Formats (from, to) of the copying kernels that every call needs; ``request_sources`` lists those that some may need."""
     if request.op == Op.LINEAR_OUTPUT:
         return ()
     if BYTES[problem.a_format] == 1:
