@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -91,3 +92,16 @@ def calls_of(
     """The backend's kernel bound to each set of operands."""
     kernel: Any = backend.build(request, config)
     return tuple(partial(kernel, *arguments) for arguments in operands)
+
+
+def compile_ahead(backends: Backends, requests: Sequence[KernelRequest], most: int = _CONFIGS) -> None:
+    """Let backends that compile do so for all requests at once, on all cores, before one after the other is built."""
+    for name, backend in backends.by_name.items():
+        ahead = getattr(backend, "compile_ahead", None)
+        accepted = [request for request in requests if not backends.reasons(name, request)]
+        if ahead is None or not accepted:
+            continue
+        try:
+            ahead(accepted, most)
+        except Exception as error:  # whoever builds will meet it again, and name the operator
+            print(f"{name}: compiling ahead failed: {type(error).__name__}: {error}", file=sys.stderr)

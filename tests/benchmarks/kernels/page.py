@@ -40,8 +40,8 @@ def _introduction(suite: Suite) -> Iterator[str]:
     peaks = {name: value for name, value in suite.peaks.items() if name != "copy"}
     yield (
         "Time of one call in µs: the median of samples between device events, operands rotating through more memory than the L2 "
-        "cache holds. In brackets the rate, and the share of what the limits measured in the same run allow (c: of the fastest large "
-        "product in that format, b: of the copy rate). Bold is the fastest. `float16` and `bfloat16` are cuBLAS and cuDNN on "
+        "cache holds. In brackets the rate, and the share of what the limits measured in the same run allow (c: of the fastest "
+        "large product in that format, b: of the copy rate). Bold is the fastest. `float16` and `bfloat16` are cuBLAS and cuDNN on "
         "operands of that format; `torch._int_mm` does not dequantize."
     )
     yield ""

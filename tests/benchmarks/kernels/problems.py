@@ -41,6 +41,7 @@ class Problem:
         variant: formats, granularity, rounding.
         set_name: the shape set that it comes from.
         attributes: of the request, besides a convolution's geometry.
+        source: format of the tensor to quantize.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Problem:
     variant: Variant
     set_name: str = ""
     attributes: tuple[tuple[str, str], ...] = ()
+    source: Precision = Precision.FLOAT32
 
     @property
     def label(self) -> str:
@@ -65,7 +67,7 @@ class Problem:
         v = self.variant
         if self.op == Op.QUANTIZE:
             extra = "".join(f", {name}" for name, _ in self.attributes)
-            return f"float32→{v.compute} per {v.x_granularity}, {v.rounding}{extra}"
+            return f"{self.source}→{v.compute} per {v.x_granularity}, {v.rounding}{extra}"
         if self.op.endswith("output"):
             return f"{v.compute}→{v.output}"
         if self.op.endswith("grad_input"):
@@ -102,7 +104,7 @@ class Problem:
         """Bytes that must move: a quantization reads its input twice (the range comes first)."""
         if isinstance(self.shape, tuple):
             numel = math.prod(self.shape)
-            return 2 * 4 * numel + numel * (2 if dict(self.attributes).get("transposed") else 1)
+            return 2 * self.source.nbytes * numel + numel * (2 if dict(self.attributes).get("transposed") else 1)
         x, w, y = _operand_shapes(self.shape)
         v = self.variant
         one = v.compute.nbytes
@@ -151,14 +153,19 @@ class Problem:
         return draw(y, v.grad_weight), draw(x, v.compute), scales(channels if eight else 1), empty(w, torch.float32)
 
     def _quantize_operands(self, shape: tuple[int, ...], device: torch.device, generator: torch.Generator, seed: int) -> Operands:
-        x = torch.randn(shape, device=device, generator=generator)
+        x = torch.randn(shape, device=device, generator=generator).to(TORCH_DTYPE[self.source])
         granularity = self.variant.x_granularity
         count = {Granularity.PER_TENSOR: 1, Granularity.PER_CHANNEL: shape[0], Granularity.PER_ROW: x.numel() // shape[-1]}
         q = torch.empty_like(x, dtype=TORCH_DTYPE[self.variant.compute])
         scale = torch.empty(count[granularity], device=device)
-        extra: Operands = ()
-        if dict(self.attributes).get("transposed"):
-            extra = (None, torch.empty(shape[1], shape[0], dtype=q.dtype, device=device))
+        named = dict(self.attributes)
+        multiplier = transposed = None
+        if "multiplier" in named:
+            channels = shape[1] if len(shape) == 4 else shape[-1]
+            multiplier = torch.rand(channels, device=device, generator=generator).add_(0.5)
+        if "transposed" in named:
+            transposed = torch.empty(shape[1], shape[0], dtype=q.dtype, device=device)
+        extra = (multiplier, transposed) if named else ()
         return x, q, scale, seed, 0, *extra
 
 
@@ -177,12 +184,19 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, gene
     return value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
 
 
-def quantization(shape: tuple[int, ...], granularity: Granularity = Granularity.PER_TENSOR,
-                 rounding: Rounding = Rounding.STOCHASTIC, *, set_name: str = "", transposed: bool = False) -> Problem:  # fmt: skip
-    """Quantizing a float32 tensor to int8."""
+def quantization(
+    shape: tuple[int, ...],
+    granularity: Granularity = Granularity.PER_TENSOR,
+    rounding: Rounding = Rounding.STOCHASTIC,
+    *,
+    set_name: str = "",
+    source: Precision = Precision.FLOAT32,
+    **attributes: str,
+) -> Problem:
+    """Quantizing a float tensor to int8; ``attributes`` are ``transposed="true"`` and ``multiplier="channel"``."""
     wide = Precision.FLOAT32
     variant = Variant(Precision.INT8, wide, Precision.INT8, wide, wide, granularity, rounding=rounding)
-    return Problem(Op.QUANTIZE, shape, variant, set_name, (("transposed", "true"),) if transposed else ())
+    return Problem(Op.QUANTIZE, shape, variant, set_name, tuple(sorted(attributes.items())), source)
 
 
 def problems(shapes: ShapeSet) -> Iterator[Problem]:
@@ -204,4 +218,4 @@ def problems(shapes: ShapeSet) -> Iterator[Problem]:
         yield quantization(shape, Granularity.PER_CHANNEL, set_name=shapes.name)
         if len(shape) == 2:
             yield quantization(shape, Granularity.PER_ROW, set_name=shapes.name)
-            yield quantization(shape, set_name=shapes.name, transposed=True)
+            yield quantization(shape, set_name=shapes.name, transposed="true")

@@ -107,7 +107,7 @@ def merge(earlier: Suite | None, later: Suite) -> Suite:
     if earlier is None or earlier.device != later.device:
         return later
     rows = {row.key: row for row in earlier.rows} | {row.key: row for row in later.rows}
-    left_out = {key: why for key, why in {**earlier.left_out, **later.left_out}.items()}
+    left_out = {**earlier.left_out, **later.left_out}
     return attrs.evolve(later, rows=tuple(rows.values()), left_out=left_out)
 
 

@@ -1,0 +1,81 @@
+"""Rows K1 to K10 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
+
+Run it on a machine with a CUDA device; a row that can not be measured is missing, with the reason on stderr::
+
+    python tests/benchmarks/gpu_kernels.py --out OUT [--only K1,K4] [--profile] [--directory docs/results]
+
+``--quick`` tries the script on a CPU, with small shapes; its rows mean nothing and are printed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from kernels import rows_conv, rows_products, rows_quantize, rows_steps, rows_tuning
+from kernels.bench import Bench, Row
+from kernels.whole_model import release
+from results import write_rows
+
+COMMAND = "python tests/benchmarks/gpu_kernels.py --out OUT"
+
+
+def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
+    """What measures rows, by the name that ``--only`` takes."""
+    step = partial(rows_steps.step_rows, bench, backend=options.backend, compiled=not options.eager_only, profile=options.profile)
+    return {
+        "K1": partial(rows_products.product_rows, bench),
+        "K2": partial(rows_products.small_product_rows, bench),
+        "K3": partial(rows_products.step_rows, bench),
+        "K4": partial(rows_quantize.quantize_rows, bench),
+        "K6": partial(rows_conv.conv_rows, bench),
+        "K7": partial(step, "K7"),
+        "K8": partial(step, "K8"),
+        "K9": partial(rows_steps.ablation_rows, bench, options.backend, ""),
+        "K10": partial(rows_tuning.exhaustive_rows, bench),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for profiles")
+    parser.add_argument("--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10")
+    parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default what apply_ takes by itself")
+    parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")
+    parser.add_argument("--eager-only", action="store_true", help="leave K7c and K8c out")
+    parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument("--quick", action="store_true", help="small shapes, nothing written")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.quick:
+        raise SystemExit("this benchmark needs a CUDA device, and torch sees none; --quick tries it on a CPU")
+    faulthandler.dump_traceback_later(240, repeat=True)  # a hang on a machine that is far away should say where
+    bench = Bench(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), options.out, quick=options.quick)
+    known = groups(bench, options)
+    wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(known)}")
+    where = {"directory": options.directory} if options.directory else {}
+    missed = []
+    for name in wanted:
+        command = f"{COMMAND} --only {name}" + (f" --backend {options.backend}" if options.backend else "")
+        try:
+            for row in known[name]():
+                if not options.quick:
+                    write_rows("kernels", [row], command, **where)
+        except Exception:
+            print(f"{name}: not measured", file=sys.stderr)
+            traceback.print_exc()
+            missed.append(name)
+        release()
+    faulthandler.cancel_dump_traceback_later()
+    bench.say("done" + (f"; not measured: {', '.join(missed)}" if missed else ""))
+
+
+if __name__ == "__main__":
+    main()

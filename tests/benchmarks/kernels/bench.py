@@ -1,0 +1,139 @@
+"""What the rows of ``docs/results/kernels.json`` are measured with: one device, its timer, the installed backends, rows."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsync_core.kernel_choice import KernelChoice, OpChoice
+
+from . import baselines
+from .contenders import Backends, Contender, build_best, compile_ahead, rotating_operands
+from .problems import Problem
+from .timing import Measured, Timer, race
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """One device and what is installed.
+
+    Attributes:
+        out: folder for what is not a row (profiles), None to write none.
+        quick: few samples and small shapes, to try the script on a CPU.
+    """
+
+    def __init__(self, device: torch.device, out: Path | None = None, *, quick: bool = False) -> None:
+        self.device, self.out, self.quick = device, out, quick
+        self.backends = Backends()
+        self.timer = Timer(device)
+        self._start = time.monotonic()
+        for name, reason in self.backends.disabled.items():
+            print(f"plugin {name} is disabled: {reason}", file=sys.stderr)
+
+    @property
+    def device_name(self) -> str:
+        """For the rows."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    def say(self, text: str) -> None:
+        """A line of progress with the seconds since the start."""
+        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
+
+    def row(self, id_: str, what: str, value: float, unit: str, target: str = "reported", spread: str = "") -> Row:
+        """A row, printed as it is made."""
+        self.say(f"{id_}: {value:.4g} {unit} (target {target}) {what}; {spread}")
+        row = {"id": id_, "what": what, "value": round(float(value), 4), "unit": unit, "target": target, "device": self.device_name}
+        return row | ({"spread": spread} if spread else {})
+
+    def race_problem(
+        self, problem: Problem, names: Iterable[str] = (), *, rounds: int = 15, configs: int = 6
+    ) -> tuple[dict[str, Measured], dict[str, str]]:
+        """Every accepting backend (its best of ``configs`` configurations) and the named baselines on one problem, in turns.
+
+        Returns:
+            What was measured by name, and the configuration of each backend.
+
+        Raises:
+            RuntimeError: when no backend could run it, with every reason.
+        """
+        operands = rotating_operands(problem, self.device)
+        contenders = {runner.name: runner for runner in self.accepting(problem, operands, configs)}
+        thunks = {name: runner.thunks for name, runner in contenders.items()}
+        for name in names:
+            if baselines.why_not(name, problem, self.device) is None:
+                thunks[name] = baselines.calls(name, problem, operands, self.device)
+        measured, failures = race(thunks, self.device, rounds=5 if self.quick else rounds, timer=self.timer)
+        for name, why in failures.items():
+            print(f"{problem.label}: {name}: {why}", file=sys.stderr)
+        return measured, {name: runner.config for name, runner in contenders.items() if name in measured}
+
+    def accepting(self, problem: Problem, operands: Sequence[Any], configs: int = 6) -> list[Contender]:
+        """Contenders of every backend that runs a problem.
+
+        Raises:
+            RuntimeError: when there is none, with every reason.
+        """
+        request = problem.request(self.device)
+        found, reasons = [], []
+        for name, backend in self.backends.by_name.items():
+            if why := self.backends.reasons(name, request):
+                reasons.append(f"{name}: {'; '.join(why)}")
+                continue
+            try:
+                found.append(build_best(backend, request, operands, self.device, configs))
+            except Exception as error:  # what one backend can not build another may
+                reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        for why in reasons:
+            print(f"{problem.label}: {why}", file=sys.stderr)
+        if not found:
+            raise RuntimeError(f"no backend runs {problem.label}: {' | '.join(reasons)}")
+        return found
+
+    def choose(self, roles: Mapping[str, Problem], *, without: Sequence[str] = (), configs: int = 6) -> KernelChoice:
+        """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernel_choice`)."""
+        compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
+        ops = {}
+        for role, problem in roles.items():
+            measured, used = self.race_problem(problem, rounds=7, configs=configs)
+            usable = [name for name in used if name not in without]
+            if usable:
+                best = min(usable, key=lambda name: measured[name].median_ns)
+                ops[role] = OpChoice(best, used[best])
+        return KernelChoice(ops)
+
+
+def best_of(measured: Mapping[str, Measured], names: Iterable[str]) -> str:
+    """The fastest among the names.
+
+    Raises:
+        RuntimeError: when none of them was measured.
+    """
+    names = list(names)
+    usable = [name for name in names if name in measured]
+    if not usable:
+        raise RuntimeError(f"none of {', '.join(names) or 'no contenders'} could be measured; stderr says why")
+    return min(usable, key=lambda name: measured[name].median_ns)
+
+
+def ratio(over: Measured, under: Measured) -> float:
+    """Median of the ratios of samples taken side by side."""
+    return statistics.median(a / b for a, b in zip(over.samples_ns, under.samples_ns, strict=False))
+
+
+def ratio_spread(over: Measured, under: Measured) -> str:
+    """Quartiles of the same ratios."""
+    found = [a / b for a, b in zip(over.samples_ns, under.samples_ns, strict=False)]
+    low, _, high = statistics.quantiles(found, n=4, method="inclusive")
+    return f"quartiles {low:.3f} to {high:.3f} of {len(found)} pairs"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive values."""
+    return statistics.geometric_mean(list(values))

@@ -1,0 +1,158 @@
+"""Rows K1, K2 and K3: int8 linear operators against torch._int_mm, and a linear training step against bf16 cuBLAS."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+
+import attrs
+import torch
+
+from qsync_core.backend import Op
+from qsync_core.kernel_choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
+from qsync_core.precision import Granularity, Precision
+from qsync_core.variant import Variant
+
+from .bench import Bench, Row, best_of, geometric_mean, ratio, ratio_spread
+from .contenders import compile_ahead
+from .problems import INT8, Problem, quantization
+from .shapes import LinearShape
+from .timing import Measured, Thunk, race
+
+LARGE = LinearShape(8192, 8192, 8192)
+SMALL = (LinearShape(4608, 768, 768), LinearShape(4608, 768, 3072), LinearShape(4608, 3072, 768), LinearShape(8192, 1024, 4096))
+STEPS = {"K3": LARGE, "K3b": LinearShape(8192, 4096, 4096)}
+_QUICK = LinearShape(64, 64, 96)
+_INT_MM = "torch._int_mm"
+_BACKWARD = {
+    "bfloat16 backward": (Precision.BFLOAT16, Precision.BFLOAT16),
+    "int8 grad_input, bfloat16 grad_weight": (Precision.INT8, Precision.BFLOAT16),
+    "bfloat16 grad_input, int8 grad_weight": (Precision.BFLOAT16, Precision.INT8),
+    "int8 backward": (Precision.INT8, Precision.INT8),
+}
+
+
+def product_rows(bench: Bench) -> Iterator[Row]:
+    """K1, K1b."""
+    shape = _QUICK if bench.quick else LARGE
+    yield from _large_rows(bench, shape, _race(bench, shape))
+
+
+def _large_rows(bench: Bench, shape: LinearShape, raced: tuple[dict[str, Measured], dict[str, str]]) -> Iterator[Row]:
+    measured, used = raced
+    best = best_of(measured, used)
+    over, own = measured[_INT_MM], measured[best]
+    who = f"{best} {used[best]}".strip()
+    what = f"int8 linear.output {shape.label}, per tensor × per channel, bias, to bfloat16"
+    flops = 2 * shape.m * shape.k * shape.n
+    others = _others(measured, flops)
+    yield bench.row("K1", f"{what}, over {_INT_MM} alone ({who})", ratio(over, own), "×", "≥ 2.0", ratio_spread(over, own))
+    yield bench.row("K1b", f"{what} ({who})", flops / own.median_ns / 1e3, "TOP/s", "≥ 1400", others)
+
+
+def small_product_rows(bench: Bench) -> Iterator[Row]:
+    """K2, K2b."""
+    shapes = (_QUICK,) if bench.quick else SMALL
+    problems = [Problem(Op.LINEAR_OUTPUT, shape, INT8) for shape in shapes]
+    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems])
+    ratios, details = [], []
+    for shape in shapes:
+        measured, used = _race(bench, shape)
+        best = best_of(measured, used)
+        ratios.append(ratio(measured[_INT_MM], measured[best]))
+        others = _others(measured, 2 * shape.m * shape.k * shape.n)
+        details.append(f"{shape.label} {ratios[-1]:.2f} ({best} {used[best]}; {others})")
+        bench.say(details[-1])
+    what = f"int8 linear.output to bfloat16 over {_INT_MM} alone, four smaller shapes"
+    yield bench.row("K2", f"{what}: smallest", min(ratios), "×", "≥ 1.35", "; ".join(details))
+    each = ", ".join(f"{value:.2f}" for value in ratios)
+    yield bench.row("K2b", f"{what}: geometric mean", geometric_mean(ratios), "×", "≥ 1.6", each)
+
+
+def _race(bench: Bench, shape: LinearShape) -> tuple[dict[str, Measured], dict[str, str]]:
+    problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
+    return bench.race_problem(problem, (_INT_MM, "bfloat16", "float16"), rounds=21)
+
+
+def _others(measured: dict[str, Measured], flops: int) -> str:
+    return ", ".join(f"{name} {flops / found.median_ns / 1e3:.0f} TOP/s" for name, found in measured.items())
+
+
+def step_rows(bench: Bench) -> Iterator[Row]:
+    """K3, K3b, and the same where both sides start from float32 parameters."""
+    for id_, shape in STEPS.items():
+        yield from _step_rows(bench, id_, _QUICK if bench.quick else shape)
+
+
+def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
+    target = {"K3": "≥ 1.30", "K3b": "≥ 1.15"}[id_]
+    for parameter, suffix in ((torch.bfloat16, ""), (torch.float32, "-float32-weight")):
+        contenders: dict[str, tuple[Thunk, ...]] = {}
+        operands = [_step_operands(bench, shape, parameter) for _ in range(2)]
+        contenders["bf16"] = tuple(functools.partial(_plain_step, *arguments) for arguments in operands)
+        choices: dict[str, KernelChoice] = {}
+        for name, (grad_input, grad_weight) in _BACKWARD.items():
+            variant = attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
+            try:
+                choices[name] = bench.choose(_roles(shape, variant, parameter))
+            except RuntimeError as error:
+                print(f"{id_}: {name}: {error}", file=sys.stderr)
+                continue
+            contenders[name] = tuple(
+                functools.partial(_step, *arguments, variant, _chain(bench), str(choices[name])) for arguments in operands
+            )
+        measured, failures = race(contenders, bench.device, rounds=5 if bench.quick else 15, timer=bench.timer)
+        for name, why in failures.items():
+            print(f"{id_}: {name}: {why}", file=sys.stderr)
+        best = best_of(measured, choices)
+        every = ", ".join(f"{name} {found.median_ns / 1e6:.3f} ms" for name, found in measured.items())
+        source = "bfloat16 operands on both sides" if not suffix else "float32 parameter on both sides, cast or quantized"
+        what = f"linear training step {shape.label} with quantization over bf16 cuBLAS, {source}; {best}, {choices[best]}"
+        spread = f"{ratio_spread(measured['bf16'], measured[best])}; {every}"
+        value = ratio(measured["bf16"], measured[best])
+        yield bench.row(id_ + suffix, what, value, "×", target if not suffix else "reported", spread)
+
+
+def _chain(bench: Bench) -> str:
+    first = [name for name in ("cutlass", "triton") if name in bench.backends.by_name]
+    rest = [name for name in bench.backends.by_name if name not in (*first, "aten")]
+    return "+".join([*first, *rest, "aten"])
+
+
+def _roles(shape: LinearShape, variant: Variant, parameter: torch.dtype) -> dict[str, Problem]:
+    """What a step asks backends for."""
+    bf16 = Precision.BFLOAT16
+    roles = {
+        Op.LINEAR_OUTPUT: Problem(Op.LINEAR_OUTPUT, shape, variant),
+        Op.LINEAR_GRAD_INPUT: Problem(Op.LINEAR_GRAD_INPUT, shape, variant),
+        Op.LINEAR_GRAD_WEIGHT: Problem(Op.LINEAR_GRAD_WEIGHT, shape, variant),
+        Op.QUANTIZE: quantization((shape.m, shape.k), source=bf16),
+        QUANTIZE_WEIGHT: quantization(
+            (shape.n, shape.k), Granularity.PER_CHANNEL, source=bf16 if parameter is torch.bfloat16 else Precision.FLOAT32
+        ),
+    }
+    if variant.grad_input.needs_scale or variant.grad_weight.needs_scale:
+        roles[QUANTIZE_GRADIENT] = quantization((shape.m, shape.n), source=bf16, multiplier="channel")
+    return roles
+
+
+def _step_operands(bench: Bench, shape: LinearShape, parameter: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draw(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(size, device=bench.device).to(dtype)
+
+    x = draw(shape.m, shape.k, dtype=torch.bfloat16).requires_grad_()
+    w = draw(shape.n, shape.k, dtype=parameter).requires_grad_()
+    return x, w, draw(shape.m, shape.n, dtype=torch.bfloat16)
+
+
+def _plain_step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+    y = torch.nn.functional.linear(x, w.to(x.dtype))
+    torch.autograd.grad(y, (x, w), grad)
+
+
+def _step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor, variant: Variant, backend: str, config: str) -> None:
+    from qsync_torch.operators.linear import linear
+
+    y = linear(x, w, None, variant, backend=backend, config=config, seed=1)
+    torch.autograd.grad(y, (x, w), grad)

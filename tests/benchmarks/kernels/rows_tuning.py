@@ -1,0 +1,99 @@
+"""Row K10: the tuned choice against the best of an exhaustive search."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
+from qsync_core.tuning import TuningStore, tune
+
+from .bench import Bench, Row, ratio
+from .contenders import calls_of, rotating_operands
+from .problems import INT8, Operands, Problem
+from .rows_products import LARGE, SMALL
+from .shapes import LinearShape
+from .timing import race
+
+SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
+_ROUNDS = 5
+_SHOWN = 5
+
+
+def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 60.0) -> Iterator[Row]:
+    """K10: for every shape, all configurations whose kernels can be built within the budget, and what tuning chose."""
+    backend = bench.backends.by_name.get(backend_name)
+    if backend is None:
+        raise RuntimeError(f"backend {backend_name} is not installed")
+    ratios, details, counts = [], [], []
+    for shape in (LinearShape(64, 64, 96),) if bench.quick else SHAPES:
+        problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
+        found = _search(bench, backend, problem, budget_s / len(SHAPES))
+        if found is None:
+            continue
+        value, count, text = found
+        ratios.append(value)
+        counts.append(count)
+        details.append(f"{shape.label}: {value:.3f} of {count}; {text}")
+        bench.say(details[-1])
+    if not ratios:
+        raise RuntimeError("no shape could be searched")
+    what = (
+        f"{backend_name} linear.output, tuned choice over the best of an exhaustive search of {min(counts)} to {max(counts)} "
+        f"configurations, worst of {len(ratios)} shapes"
+    )
+    yield bench.row("K10", what, max(ratios), "ratio", "≤ 1.03", "; ".join(details))
+
+
+def every_config(backend: KernelBackend, request: KernelRequest) -> Sequence[KernelConfig]:
+    """Every valid configuration where the backend lists them, else its candidates."""
+    listed = getattr(backend, "all_configs", None)
+    return listed(request) if listed is not None else backend.candidate_configs(request)
+
+
+def _search(bench: Bench, backend: KernelBackend, problem: Problem, budget_s: float) -> tuple[float, int, str] | None:
+    request = problem.request(bench.device)
+    if reasons := backend.unsupported_reasons(request):
+        print(f"K10 {problem.label}: {'; '.join(reasons)}", file=sys.stderr)
+        return None
+    operands = rotating_operands(problem, bench.device)
+    times: dict[str, float] = {}
+    start = time.monotonic()
+    for config in every_config(backend, request):
+        try:
+            thunks = calls_of(backend, request, config, operands)
+            calls = bench.timer.warm_up(thunks)
+            times[config.text] = min(bench.timer.sample_ns(thunks, calls) for _ in range(2))
+        except Exception as error:  # a configuration that does not run is not the best
+            print(f"K10 {problem.label} {config.text}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        if time.monotonic() - start > budget_s:
+            print(f"K10 {problem.label}: stopped after {budget_s:.0f} s, {len(times)} configurations", file=sys.stderr)
+            break
+    tuned = _tuned(bench, backend, request, operands)
+    finalists = [tuned, *(text for text in sorted(times, key=times.__getitem__)[:_SHOWN] if text != tuned)]
+    contenders = {text: calls_of(backend, request, KernelConfig(text), operands) for text in finalists}
+    measured, _ = race(contenders, bench.device, rounds=21, timer=bench.timer)
+    best = min(measured, key=lambda text: measured[text].median_ns)
+    value = ratio(measured[tuned], measured[best])
+    return value, len(times), f"tuned {tuned}, best {best} {measured[best].median_ns / 1e3:.1f} µs"
+
+
+def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands]) -> str:
+    """What core's tuning chooses from the backend's candidates."""
+
+    def measure(kernel: Kernel, _: KernelRequest) -> int:
+        thunks: tuple[Any, ...] = tuple(_bound(kernel, arguments) for arguments in operands)
+        calls = bench.timer.warm_up(thunks)
+        samples = sorted(bench.timer.sample_ns(thunks, calls) for _ in range(_ROUNDS))
+        return round(samples[_ROUNDS // 2])
+
+    with tempfile.TemporaryDirectory() as folder:
+        return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.json", "benchmark", {})).config
+
+
+def _bound(kernel: Kernel, arguments: Operands) -> Any:
+    return lambda: kernel(*arguments)
