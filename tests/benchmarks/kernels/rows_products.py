@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from qsync_core.backend import Op
-from qsync_core.kernel_choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
+from qsync_core.kernel_choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 
@@ -91,24 +91,27 @@ def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
         contenders: dict[str, tuple[Thunk, ...]] = {}
         operands = [_step_operands(bench, shape, parameter) for _ in range(2)]
         contenders["bf16"] = tuple(functools.partial(_plain_step, *arguments) for arguments in operands)
-        choices: dict[str, KernelChoice] = {}
+        choices: dict[str, str] = {}
         for name, (grad_input, grad_weight) in _BACKWARD.items():
             variant = attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
             try:
-                choices[name] = bench.choose(_roles(shape, variant, parameter))
+                choices[name] = str(bench.choose(_roles(shape, variant, parameter)))
             except RuntimeError as error:
                 print(f"{id_}: {name}: {error}", file=sys.stderr)
                 continue
-            contenders[name] = tuple(
-                functools.partial(_step, *arguments, variant, _chain(bench), str(choices[name])) for arguments in operands
-            )
+            choices[f"{name}, first candidates"] = ""
+            for key in (name, f"{name}, first candidates"):
+                contenders[key] = tuple(
+                    functools.partial(_step, *arguments, variant, _chain(bench), choices[key]) for arguments in operands
+                )
         measured, failures = race(contenders, bench.device, rounds=5 if bench.quick else 15, timer=bench.timer)
         for name, why in failures.items():
             print(f"{id_}: {name}: {why}", file=sys.stderr)
         best = best_of(measured, choices)
         every = ", ".join(f"{name} {found.median_ns / 1e6:.3f} ms" for name, found in measured.items())
         source = "bfloat16 operands on both sides" if not suffix else "float32 parameter on both sides, cast or quantized"
-        what = f"linear training step {shape.label} with quantization over bf16 cuBLAS, {source}; {best}, {choices[best]}"
+        who = f"{best}: {choices[best] or _chain(bench)}"
+        what = f"linear training step {shape.label} with quantization over bf16 cuBLAS, {source}; {who}"
         spread = f"{ratio_spread(measured['bf16'], measured[best])}; {every}"
         value = ratio(measured["bf16"], measured[best])
         yield bench.row(id_ + suffix, what, value, "×", target if not suffix else "reported", spread)
