@@ -353,7 +353,7 @@ def test_bad_calls_are_named(build, generator):
         kernel(x.half(), one, w, one, None, out)
     with pytest.raises(BackendError, match="the first operand has 3 scales, expected 1 or 8"):
         kernel(x, torch.ones(3, device="cuda"), w, one, None, out)
-    with pytest.raises(BackendError, match="the second operand's scale is torch[.]float16"):
+    with pytest.raises(BackendError, match=r"the second operand's scale is torch\.float16"):
         kernel(x, one, w, one.half(), None, out)
     with pytest.raises(BackendError, match="the bias has 5 elements"):
         kernel(x, one, w, one, torch.zeros(5, device="cuda"), out)

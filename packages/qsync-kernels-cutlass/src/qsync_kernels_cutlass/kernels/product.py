@@ -24,6 +24,8 @@ from qsync_kernels_cutlass.library import CallContext
 from qsync_kernels_cutlass.problem import BYTES, GemmProblem
 
 _FRESH = abi.Arguments.from_buffer_copy
+_MOST_REMEMBERED = 1024
+"""Combinations of shapes and strides; a job with more starts to remember anew."""
 SIZE_LIMIT = 2**31
 """Sizes are counted in 32 bits; elements and strides are not."""
 
@@ -68,8 +70,9 @@ class Product:
             operand if rows_a or rows_b else 1,
         )
         self._whole_vectors = whole
-        self._workspace_bytes: dict[tuple[int, ...], int] | None = {} if config.scheduler is Scheduler.STREAM_K else None
-        self._template = abi.Arguments(raster=abi.RASTER[str(config.raster)], swizzle=config.swizzle, splits=config.splits)
+        self._stream_k = config.scheduler is Scheduler.STREAM_K
+        self._knobs = abi.Arguments(raster=abi.RASTER[str(config.raster)], swizzle=config.swizzle, splits=config.splits)
+        self._in_place: dict[tuple[object, ...], abi.Arguments] = {}
 
     def __call__(
         self,
@@ -93,29 +96,87 @@ class Product:
         Raises:
             BackendError: for shapes that do not belong together, formats and devices that are not the kernel's, sizes of 2^31.
         """
+        # Calls of one training step repeat in every next one: what follows from shapes and strides is worked out once.
+        known = self._in_place.get((a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride()))
+        if known is None or not self._repeated(known, a, b, a_scale, b_scale, bias, out):
+            self._any_call(a, b, a_scale, b_scale, bias, out)
+
+    def _repeated(
+        self,
+        known: abi.Arguments,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> bool:
+        """Run a call whose shapes and strides are known to be read in place; False where something else needs care."""
+        device = a.get_device()
+        q = _FRESH(known)
+        q.a, q.b, q.out = addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        every = addresses[0] | addresses[1] | addresses[2]  # its low bits say whether one is misaligned
+        if a_scale is not None:
+            count = a_scale.numel()
+            if count not in (1, q.m) or not _is_vector(a_scale, device):
+                return False
+            q.a_scale, q.a_scale_count = a_scale.data_ptr(), count
+        if b_scale is not None:
+            address, count = b_scale.data_ptr(), b_scale.numel()
+            if count not in (1, q.n) or not _is_vector(b_scale, device):
+                return False
+            q.b_scale, q.b_scale_count = address, count
+            every |= address if self._whole_vectors and count != 1 else 0
+        if bias is not None:
+            address = q.bias = bias.data_ptr()
+            if bias.numel() != q.n or not _is_vector(bias, device):
+                return False
+            every |= address if self._whole_vectors else 0
+        if every % ALIGNMENT_BYTES and not self.strided:
+            return False
+        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self._out_dtype:
+            return False
+        if device != q.device or b.get_device() != device or out.get_device() != device:
+            return False
+        q.stream = current_stream(device)
+        if self._stream_k:
+            workspace = _workspace(q.workspace_bytes, a.device)
+            q.workspace = workspace.data_ptr()
+        self._library.call(q, _Call(self, a, b, out))
+        return True
+
+    def _any_call(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
         if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
             bias = bias.to(torch.float32).contiguous()
-        self._check(a, b, a_scale, b_scale, bias, out)
+        problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
+        if problem is not None:
+            raise BackendError(f"{self.context(a, b, out)} can not run: {problem}")
         (m, k), n = a.shape, b.shape[0]
         if m == 0 or n == 0:
             return
         if k == 0:
             out.zero_() if bias is None else out.copy_(bias.expand_as(out))
             return
-        if self.strided:
-            self._launch(a, b, a_scale, b_scale, bias, out)
-            return
-        shape_m, shape_n, shape_k = self.padded(m, n, k)
-        a = self.copies.in_layout(a, self.inner_a, (shape_m, shape_k))
-        b = self.copies.in_layout(b, self.inner_b, (shape_n, shape_k))
+        whole_m, whole_n, whole_k = self.padded(m, n, k)
+        if not self.strided:
+            a = self.copies.in_layout(a, self.inner_a, (whole_m, whole_k))
+            b = self.copies.in_layout(b, self.inner_b, (whole_n, whole_k))
         if self._whole_vectors:
-            a_scale, b_scale, bias = _vector(a_scale, m, shape_m), _vector(b_scale, n, shape_n), _vector(bias, n, shape_n)
-        if (shape_m, shape_n) == (m, n) and is_ready(out, 1):
+            a_scale, b_scale, bias = _vector(a_scale, m, whole_m), _vector(b_scale, n, whole_n), _vector(bias, n, whole_n)
+        if self.strided or ((whole_m, whole_n) == (m, n) and is_ready(out, 1)):
             self._launch(a, b, a_scale, b_scale, bias, out)
             return
-        width = round_up(shape_n, ALIGNMENT_BYTES // out.element_size())
-        whole = torch.empty((shape_m, width), dtype=out.dtype, device=out.device)
-        self._launch(a, b, a_scale, b_scale, bias, whole[:, :shape_n])
+        width = round_up(whole_n, ALIGNMENT_BYTES // out.element_size())
+        whole = torch.empty((whole_m, width), dtype=out.dtype, device=out.device)
+        self._launch(a, b, a_scale, b_scale, bias, whole[:, :whole_n])
         out.copy_(whole[:m, :n])
 
     def padded(self, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -132,59 +193,32 @@ class Product:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
+        """Run a call whose operands the kernel can read in place, and remember what follows from their shapes and strides."""
         device = a.get_device()
-        q = _FRESH(self._template)
+        q = _FRESH(self._knobs)
         q.m, q.k = a.shape
         q.n = b.shape[0]
-        # Row strides; where the inner dimension is contiguous the other strides are those of single elements.
-        q.lda, q.stride_a = a.stride(1 - self.inner_a), a.stride(self.inner_a)
-        q.ldb, q.stride_b = b.stride(1 - self.inner_b), b.stride(self.inner_b)
-        q.ldo, q.stride_o = out.stride()
         if self.strided:
             q.lda, q.stride_a = a.stride()
             q.ldb, q.stride_b = b.stride()
-        q.a, q.b, q.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        if a_scale is not None:
-            q.a_scale, q.a_scale_count = a_scale.data_ptr(), a_scale.numel()
+            q.ldo, q.stride_o = out.stride()
         else:
-            q.a_scale_count = 1
-        if b_scale is not None:
-            q.b_scale, q.b_scale_count = b_scale.data_ptr(), b_scale.numel()
-        else:
-            q.b_scale_count = 1
-        if bias is not None:
-            q.bias = bias.data_ptr()
-        q.device, q.stream, q.sm_count = device, current_stream(device), sm_count(device)
-        if self._workspace_bytes is not None:
-            workspace = self._workspace(q, a, b, out)
-            q.workspace, q.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        self._library.call(q, _Call(self, a, b, out))
-
-    def _workspace(self, q: abi.Arguments, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        assert self._workspace_bytes is not None
-        key = (q.m, q.n, q.k, q.device)
-        if key not in self._workspace_bytes:
-            self._workspace_bytes[key] = self._library.workspace_bytes(q, _Call(self, a, b, out))
-        # The address of an empty allocation is null, which the kernel takes for a missing one.
-        return torch.empty(max(1, self._workspace_bytes[key]), dtype=torch.uint8, device=a.device)
+            q.lda, q.ldb, q.ldo = a.stride(1 - self.inner_a), b.stride(1 - self.inner_b), out.stride(0)
+        q.a_scale_count = q.b_scale_count = 1
+        q.device, q.sm_count = device, sm_count(device)
+        if self._stream_k:
+            q.a, q.b, q.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
+            q.workspace_bytes = self._library.workspace_bytes(q, _Call(self, a, b, out))
+        if len(self._in_place) >= _MOST_REMEMBERED:
+            self._in_place.clear()
+        self._in_place[a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride()] = q
+        if not self._repeated(q, a, b, a_scale, b_scale, bias, out):
+            raise BackendError(f"{self.context(a, b, out)} can not run: an operand that was made for it does not fit")
 
     def context(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> CallContext:
         """What an error says about a call."""
         formats = f"{FORMATS.get(a.dtype, a.dtype)} x {FORMATS.get(b.dtype, b.dtype)} -> {FORMATS.get(out.dtype, out.dtype)}"
         return CallContext(self._problem.op, (tuple(a.shape), tuple(b.shape)), formats, self._config.text)
-
-    def _check(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        a_scale: torch.Tensor | None,
-        b_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
-        if problem is not None:
-            raise BackendError(f"{self.context(a, b, out)} can not run: {problem}")
 
     def _problem_with(
         self,
@@ -217,6 +251,15 @@ class Product:
         if not self.strided and (m >= SIZE_LIMIT or n >= SIZE_LIMIT or k >= SIZE_LIMIT):
             return "a dimension has 2^31 elements or more; split it"
         return None
+
+
+def _is_vector(values: torch.Tensor, device: int) -> bool:
+    return values.dtype is torch.float32 and values.get_device() == device and values.is_contiguous()
+
+
+def _workspace(size: int, device: torch.device) -> torch.Tensor:
+    """Device memory; at least one byte, because the address of an empty allocation is null and means a missing one."""
+    return torch.empty(max(1, size), dtype=torch.uint8, device=device)
 
 
 class _Call:
