@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
 from qsync_kernels_triton.config import QuantizeConfig
+from qsync_kernels_triton.product_config import ProductConfig, ranked
+from qsync_kernels_triton.reasons import EIGHT_BIT, LINEAR, MIN_COMPUTE_CAPABILITY, OFFERED, QUANTIZATIONS, reasons_against
 
-MIN_COMPUTE_CAPABILITY = (8, 0)
-"""Triton's own lower bound: it does not support the T4 (7.5)."""
-MAX_ELEMENTS = 2**31 - 1
-"""Positions inside a tensor are 32-bit in the kernels."""
+QUANTIZE_CANDIDATES = (
+    QuantizeConfig(),
+    QuantizeConfig(block=8192, warps=8),
+    QuantizeConfig(block=8192, warps=16),
+    QuantizeConfig(block=2048, warps=4),
+    QuantizeConfig(block=4096, warps=8, programs=1056),
+    QuantizeConfig(block=4096, warps=8, programs=264),
+    QuantizeConfig(block=4096, warps=4),
+    QuantizeConfig(block=4096, warps=8, keep=0),
+)
 
 
 class TritonBackend:
-    """Kernels written in Triton.  So far: quantization to int8."""
+    """Quantization, and 8-bit products with dequantization fused, written in Triton."""
 
     name = "triton"
     api_version = BACKEND_API_VERSION
@@ -26,53 +32,95 @@ class TritonBackend:
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
         capability = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
-        return (KernelSpec(Op.QUANTIZE, (str(Precision.INT8),), ("cuda",), min_compute_capability=capability),)
+        return tuple(
+            KernelSpec(
+                op,
+                EIGHT_BIT,
+                ("cuda",),
+                min_compute_capability=capability,
+                layouts=("contiguous", "channels_last") if op not in LINEAR else ("contiguous",),
+            )
+            for op in OFFERED
+        )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
         """Why it can not run the request, each reason a sentence; empty means it can."""
-        reasons = []
-        if request.op != Op.QUANTIZE:
-            reasons.append(f"it offers {Op.QUANTIZE} only so far, not {request.op}")
-        if request.variant.compute is not Precision.INT8:
-            reasons.append(f"it quantizes to int8 only, not to {request.variant.compute}")
-        if not request.variant.symmetric:
-            reasons.append("it quantizes symmetrically only; zero points are in the reference alone")
-        if request.device_kind != "cuda":
-            reasons.append(f"its kernels run on CUDA devices, and this request is for a {request.device_kind} device")
-        elif _capability(request.compute_capability) < MIN_COMPUTE_CAPABILITY:
-            found = request.compute_capability or "unknown"
-            reasons.append(f"Triton needs compute capability 8.0 or higher, and this device's is {found}")
-        if not request.contiguous:
-            reasons.append("it needs dense operands, and these are not; make them contiguous first")
-        if request.shapes and math.prod(request.shapes[0]) > MAX_ELEMENTS:
-            reasons.append(f"it takes tensors of at most {MAX_ELEMENTS} elements, and this one has {math.prod(request.shapes[0])}")
-        if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
-            reasons.append(f"{' and '.join(missing)} can not be found; install qsync-kernels-triton[triton]")
-        return reasons
+        return reasons_against(request)
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """Configurations worth trying, best guess first."""
-        configs = (QuantizeConfig(4096, 8), QuantizeConfig(8192, 8), QuantizeConfig(2048, 4), QuantizeConfig(1024, 4))
-        return tuple(KernelConfig(str(config)) for config in configs)
+        if request.op in QUANTIZATIONS:
+            return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
+        m, n, k = _product_shape(request)
+        a_bytes = 1 if _is_eight_bit(request) else 2
+        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, 1 if request.op in LINEAR else a_bytes))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
-        """A callable kernel (see :func:`qsync_kernels_triton.quantize.build_quantize` for its arguments).
+        """A callable kernel; ``docs/writing-a-backend.md`` has its arguments.
 
         The scales of a quantization are those of the activation: ``request.variant.x_granularity``.
 
         Raises:
             BackendError: when the request is not supported or the configuration can not be read.
         """
-        knobs = QuantizeConfig.parse(config.text)
         if reasons := self.unsupported_reasons(request):
             raise BackendError(f"backend triton can not run {request.op} on {list(request.shapes)}: " + "; ".join(reasons))
-        from qsync_kernels_triton.quantize import build_quantize
+        variant = request.variant
+        if request.op in QUANTIZATIONS:
+            knobs = QuantizeConfig.parse(config.text)
+            if request.op == Op.QUANTIZE:
+                from qsync_kernels_triton.quantize import build_quantize
 
-        return build_quantize(request.variant.x_granularity, request.variant.rounding, knobs)
+                return build_quantize(variant.x_granularity, variant.rounding, knobs)
+            from qsync_kernels_triton.quantize_many import build_quantize_many
+
+            return build_quantize_many(variant.x_granularity, variant.rounding, knobs)
+        cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
+        eight_bit = _is_eight_bit(request)
+        if request.op in LINEAR:
+            from qsync_kernels_triton import linear
+
+            if request.op == Op.LINEAR_OUTPUT:
+                return linear.build_linear_output(cut)
+            if request.op == Op.LINEAR_GRAD_INPUT:
+                return linear.build_linear_grad_input(cut, eight_bit)
+            return linear.build_linear_grad_weight(cut, eight_bit)
+        from qsync_kernels_triton import conv2d
+
+        padding, dilation = _pair(request.attributes, "padding", "0,0"), _pair(request.attributes, "dilation", "1,1")
+        if request.op == Op.CONV2D_GRAD_INPUT:
+            return conv2d.build_conv2d_grad_input(cut, padding, dilation, eight_bit)
+        groups = int(request.attributes.get("groups", "1"))
+        return conv2d.build_conv2d_output(cut, _pair(request.attributes, "stride", "1,1"), padding, dilation, groups)
 
 
-def _capability(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split("."))
-    except ValueError:
-        return (0, 0)
+def _is_eight_bit(request: KernelRequest) -> bool:
+    """Whether both operands of the product are 8-bit."""
+    variant = request.variant
+    if request.op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
+        return variant.grad_input.nbytes == 1
+    return request.op != Op.LINEAR_GRAD_WEIGHT or variant.grad_weight.nbytes == 1
+
+
+def _product_shape(request: KernelRequest) -> tuple[int, int, int]:
+    """Rows, columns and contracted length of the matrix product behind a request; of a plausible one where shapes are missing."""
+    if len(request.shapes) < 2:
+        return 4096, 4096, 4096
+    first, second = request.shapes[:2]
+    if request.op == Op.LINEAR_OUTPUT:
+        return math.prod(first[:-1]), second[0], first[-1]
+    if request.op == Op.LINEAR_GRAD_INPUT:
+        return math.prod(first[:-1]), second[1], second[0]
+    if request.op == Op.LINEAR_GRAD_WEIGHT:
+        return first[-1], second[-1], math.prod(first[:-1])
+    outputs, inputs, height, width = second
+    stride = _pair(request.attributes, "stride", "1,1")
+    positions = max(1, first[0] * first[2] * first[3] // (stride[0] * stride[1]))
+    if request.op == Op.CONV2D_GRAD_INPUT:
+        return positions, inputs, outputs * height * width
+    return positions, outputs, inputs * height * width
+
+
+def _pair(attributes: Mapping[str, str], name: str, default: str) -> tuple[int, int]:
+    first, second = attributes.get(name, default).split(",")
+    return int(first), int(second)

@@ -8,6 +8,8 @@ from qsync_core.errors import BackendError
 
 MAX_BLOCK = 1 << 16
 """Triton refuses tensors of more than 2**20 elements in one program; beyond 2**16 nothing was ever gained."""
+MAX_PROGRAMS = 4096
+"""Every program of the second pass reads all partial maxima of its row."""
 
 
 @attrs.frozen
@@ -15,38 +17,63 @@ class QuantizeConfig:
     """How the quantization kernels are launched.
 
     Attributes:
-        block: elements that a program loads at a time; a power of two.
+        block: elements that a program loads at a time; a power of two, at least 64.
         warps: warps of a program.
+        programs: how many programs look for the largest magnitude; each leaves a partial maximum.
+        keep: bytes at the end of a tensor that the cache is asked to keep between the two passes.
     """
 
     block: int = 4096
     warps: int = 8
+    programs: int = 528
+    keep: int = 24 << 20
 
     def __attrs_post_init__(self) -> None:
-        if not 1 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
-            raise ValueError(f"block must be a power of two in 1..{MAX_BLOCK}, got {self.block}")
+        if not 64 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two in 64..{MAX_BLOCK}, got {self.block}")
         if self.warps not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f"warps must be a power of two in 1..32, got {self.warps}")
+        if not 1 <= self.programs <= MAX_PROGRAMS:
+            raise ValueError(f"programs must be in 1..{MAX_PROGRAMS}, got {self.programs}")
+        if self.keep < 0:
+            raise ValueError(f"keep must not be negative, got {self.keep}")
 
     def __str__(self) -> str:
-        return f"block={self.block};warps={self.warps}"
+        return f"block={self.block};warps={self.warps};programs={self.programs};keep={self.keep}"
 
     @classmethod
     def parse(cls, text: str) -> QuantizeConfig:
-        """Read ``block=4096;warps=8``; the empty text is the default.
+        """Read ``block=4096;warps=8;programs=528;keep=25165824``; knobs that are left out have their default.
 
         Raises:
             BackendError: when the text is not of that form.
         """
-        if not text:
-            return cls()
         try:
-            knobs = dict(part.split("=", 1) for part in text.split(";"))
-            if set(knobs) != {"block", "warps"}:
-                raise ValueError(f"it has the knobs {', '.join(sorted(knobs))}")
-            return cls(block=int(knobs["block"]), warps=int(knobs["warps"]))
+            return cls(**read_knobs(text, ("block", "warps", "programs", "keep")))
         except ValueError as error:
-            raise BackendError(
-                f"backend triton can not read the configuration {text!r} ({error}); "
-                "one is written like 'block=4096;warps=8', and the empty text is the default"
-            ) from None
+            raise unreadable(text, error, cls()) from None
+
+
+def read_knobs(text: str, known: tuple[str, ...]) -> dict[str, int]:
+    """The knobs of ``name=value;name=value``, each at most once.
+
+    Raises:
+        ValueError: when a name is not known or repeated, or a value is not an integer.
+    """
+    knobs: dict[str, int] = {}
+    for part in text.split(";") if text else ():
+        name, separator, value = part.partition("=")
+        if not separator or name not in known:
+            raise ValueError(f"it has {part!r}, and the knobs are {', '.join(known)}")
+        if name in knobs:
+            raise ValueError(f"it has {name} twice")
+        knobs[name] = int(value)
+    return knobs
+
+
+def unreadable(text: str, error: ValueError, example: object) -> BackendError:
+    """The error for a configuration that can not be read."""
+    return BackendError(
+        f"backend triton can not read the configuration {text!r} ({error}); "
+        f"one is written like '{example}', and the empty text is the default"
+    )

@@ -1,0 +1,213 @@
+"""Convolutions of channels-last tensors as implicit matrix products: patches are read where they lie, never written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from qsync_core.errors import BackendError
+from qsync_kernels_triton.launching import Launch, alignment
+from qsync_kernels_triton.linear import EIGHT_BITS, FLOATS, EightBitProduct
+from qsync_kernels_triton.product_config import ProductConfig
+
+Pair = tuple[int, int]
+
+
+@triton.jit
+def implicit_gemm(
+    x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, positions, height, width, channels, out_height, out_width, outputs,
+    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, GROUPS: tl.constexpr, ACCUMULATOR: tl.constexpr, X_SCALE: tl.constexpr, W_SCALES: tl.constexpr,
+    BIAS: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Rows are output positions (batch, y, x), columns output channels of one group; the sum runs over (ky, kx, channel).
+
+    x is (B, H, W, C), w (O, KH, KW, C / groups), out (B, OH, OW, O), all dense.  X_SCALE: there is one; W_SCALES: 0 no scale,
+    1 a single one, 2 one for each output channel.  WIDEN: multiply in float32, for Triton's interpreter, which can not multiply
+    bfloat16.  Grid (tiles, groups).
+    """
+    group = tl.program_id(1)
+    group_outputs, group_channels = outputs // GROUPS, channels // GROUPS
+    tiles_n = tl.cdiv(group_outputs, BLOCK_N)
+    in_band = GROUP_M * tiles_n
+    band = tl.program_id(0) // in_band
+    band_height = tl.minimum(tl.cdiv(positions, BLOCK_M) - band * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % in_band
+    row = (band * GROUP_M + within % band_height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (within // band_height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_row, inside_column = row < positions, column < group_outputs
+    top = (row // out_width % out_height) * stride_h - padding_h
+    left = (row % out_width) * stride_w - padding_w
+    image = (row // (out_width * out_height)).to(tl.int64) * height * width
+    inner = tl.arange(0, BLOCK_K)
+    w_row = (group * group_outputs + column).to(tl.int64) * (KERNEL_H * KERNEL_W) * group_channels
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
+    steps = tl.cdiv(group_channels, BLOCK_K)
+    for step in range(0, KERNEL_H * KERNEL_W * steps):
+        position = step // steps
+        channel = (step % steps) * BLOCK_K + inner
+        y = top + (position // KERNEL_W) * dilation_h
+        x = left + (position % KERNEL_W) * dilation_w
+        inside = inside_row & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        pixel = (image + y * width + x) * channels + group * group_channels
+        x_tile = x_ptr + pixel[:, None] + channel[None, :]
+        w_tile = w_ptr + (w_row + position * group_channels)[None, :] + channel[:, None]
+        if EVEN_K:
+            a = tl.load(x_tile, mask=inside[:, None], other=0.0)
+            b = tl.load(w_tile, mask=inside_column[None, :], other=0.0)
+        else:
+            a = tl.load(x_tile, mask=inside[:, None] & (channel < group_channels)[None, :], other=0.0)
+            b = tl.load(w_tile, mask=(channel < group_channels)[:, None] & inside_column[None, :], other=0.0)
+        if WIDEN:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, out_dtype=ACCUMULATOR, input_precision="ieee")
+    value = total.to(tl.float32)
+    if X_SCALE:
+        value = value * tl.load(x_scale_ptr)
+    out_channel = group * group_outputs + column
+    if W_SCALES == 1:
+        value = value * tl.load(w_scale_ptr)
+    if W_SCALES == 2:
+        value = value * tl.load(w_scale_ptr + out_channel, mask=inside_column, other=0.0)[None, :]
+    if BIAS:
+        value = value + tl.load(bias_ptr + out_channel, mask=inside_column, other=0.0).to(tl.float32)[None, :]
+    target = out_ptr + row.to(tl.int64)[:, None] * outputs + out_channel[None, :]
+    tl.store(target, value.to(out_ptr.dtype.element_ty), mask=inside_row[:, None] & inside_column[None, :])
+
+
+class Convolution:
+    """``out = x_scale * w_scale[o] * conv2d(x, w) + bias[o]`` of channels-last tensors.
+
+    8-bit operands (int8 summed exactly, in int32), or both in the same float format (summed in float32).
+    """
+
+    def __init__(self, config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> None:
+        self._config, self._groups = config, groups
+        self._geometry = (*stride, *padding, *dilation)
+        self._launches: dict[Any, Launch] = {}
+        self._product = EightBitProduct(config)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor | None,
+        w: torch.Tensor,
+        w_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write ``out``; x (B, C, H, W), w (O, C / groups, KH, KW), out (B, O, OH, OW), channels-last in memory."""
+        if out.numel() == 0:
+            return
+        x, w = dense_channels_last(x), dense_channels_last(w)
+        batch, channels, height, width = x.shape
+        outputs, group_channels, kernel_h, kernel_w = w.shape
+        pointwise = (kernel_h, kernel_w, self._groups) == (1, 1, 1) and self._geometry[:4] == (1, 1, 0, 0)
+        if pointwise and x.dtype in EIGHT_BITS:
+            self._product(
+                x.permute(0, 2, 3, 1).reshape(-1, channels),
+                x_scale,
+                w.view(outputs, channels),
+                w_scale,
+                bias,
+                out.permute(0, 2, 3, 1).view(-1, outputs),
+            )
+            return
+        out_height, out_width = out.shape[2:]
+        positions, cut = batch * out_height * out_width, self._config
+        block_m = min(cut.m, max(16, triton.next_power_of_2(positions)))
+        block_n = min(cut.n, max(16, triton.next_power_of_2(outputs // self._groups)))
+        smallest = 32 if x.element_size() == 1 else 16
+        block_k = min(cut.k, max(smallest, triton.next_power_of_2(group_channels)))
+        w_scales = 0 if w_scale is None else (1 if w_scale.numel() == 1 and outputs != 1 else 2)
+        constants = {
+            "KERNEL_H": kernel_h,
+            "KERNEL_W": kernel_w,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": cut.group,
+            "GROUPS": self._groups,
+            "ACCUMULATOR": tl.int32 if x.dtype is torch.int8 else tl.float32,
+            "X_SCALE": x_scale is not None,
+            "W_SCALES": w_scales,
+            "BIAS": bias is not None,
+            "EVEN_K": group_channels % block_k == 0,
+            "WIDEN": x.device.type == "cpu" and x.dtype is torch.bfloat16,
+        }
+        key = (*constants.values(), x.dtype)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = Launch(implicit_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
+        operands = (
+            x,
+            w,
+            out,
+            out if x_scale is None else x_scale,
+            out if w_scale is None else w_scale,
+            out if bias is None else bias,
+        )
+        integers = (positions, height, width, channels, out_height, out_width, outputs, *self._geometry)
+        key = (x.device.index, *(t.dtype for t in operands), *(alignment(t) for t in operands), integers)
+        tiles = triton.cdiv(positions, block_m) * triton.cdiv(outputs // self._groups, block_n)
+        launch((tiles, self._groups, 1), key, *operands, *integers)
+
+
+def dense_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """A 4-d tensor whose memory is (0, 2, 3, 1) without gaps: itself or a copy."""
+    return x if x.permute(0, 2, 3, 1).is_contiguous() else x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Callable[..., None]:
+    """``kernel(x, x_scale, w, w_scale, bias, out)``."""
+    convolution = Convolution(config, stride, padding, dilation, groups)
+
+    def kernel(x: Any, x_scale: Any, w: Any, w_scale: Any, bias: Any, out: Any) -> None:
+        _check("conv2d.output", x, w, out, EIGHT_BITS)
+        with torch.cuda.device_of(x):
+            convolution(x, x_scale, w, w_scale, bias, out)
+
+    return kernel
+
+
+def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair, eight_bit: bool) -> Callable[..., None]:
+    """``kernel(grad, w, scale, out)`` for stride 1 and one group.
+
+    The gradient is the convolution of ``grad`` with the filters turned around and transposed, padded by what the forward left out.
+    8-bit ``grad``: one scale of the product.  Otherwise w's scales are applied to the filters, in grad's format.
+    """
+    convolutions: dict[Pair, Convolution] = {}
+
+    def kernel(grad: Any, w: Any, scale: Any, out: Any) -> None:
+        _check("conv2d.grad_input", grad, w, out, EIGHT_BITS if eight_bit else FLOATS)
+        with torch.cuda.device_of(grad):
+            around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
+            convolution = convolutions.get(around)
+            if convolution is None:
+                convolution = convolutions[around] = Convolution(config, (1, 1), around, dilation, 1)
+            if eight_bit:
+                turned = w.view(torch.int8).flip(2, 3).transpose(0, 1)
+                convolution(grad, scale, dense_channels_last(turned).view(w.dtype), None, None, out)
+                return
+            scaled = (w.to(torch.float32) * (scale if scale.numel() == 1 else scale.view(-1, 1, 1, 1))).to(grad.dtype)
+            convolution(grad, None, dense_channels_last(scaled.flip(2, 3).transpose(0, 1)), None, None, out)
+
+    return kernel
+
+
+def _check(op: str, left: torch.Tensor, w: torch.Tensor, out: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    problems = []
+    if left.dtype not in dtypes:
+        problems.append(f"the first operand must be {' or '.join(map(str, dtypes))}, got {left.dtype}")
+    if w.dtype not in EIGHT_BITS or (left.dtype in EIGHT_BITS and (left.dtype is torch.int8) != (w.dtype is torch.int8)):
+        problems.append(f"the filters must be 8-bit of the first operand's kind, got {w.dtype} beside {left.dtype}")
+    if out.dtype not in FLOATS or not out.permute(0, 2, 3, 1).is_contiguous():
+        problems.append(f"out must be float32, float16 or bfloat16 and channels-last, got {out.dtype} with strides {out.stride()}")
+    if problems:
+        raise BackendError(f"backend triton can not run {op}: " + "; ".join(problems))

@@ -1,0 +1,229 @@
+"""The products of a linear operator: operands are brought into the layout that the kernels take, then one kernel runs.
+
+Operands may have any strides.  One whose contracted dimension is contiguous is read where it is; otherwise 8-bit operands are
+transposed by a kernel of bytes first (tensor cores take 8-bit operands only so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from qsync_core.errors import BackendError
+from qsync_kernels_triton.gemm import gemm, mixed_gemm
+from qsync_kernels_triton.launching import Launch, alignment
+from qsync_kernels_triton.product_config import ProductConfig
+from qsync_kernels_triton.transpose import transposed_bytes
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class EightBitProduct:
+    """``out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] b[n, k] + bias[n]`` of 8-bit operands.
+
+    int8 is summed exactly, in int32; float8 in float32.  Scales have no, one, or one element for each row of their operand.
+    """
+
+    def __init__(self, config: ProductConfig) -> None:
+        self._config = config
+        self._launches: dict[Any, Launch] = {}
+
+    def __call__(
+        self,
+        a_MK: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_NK: torch.Tensor,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_MN: torch.Tensor,
+    ) -> None:
+        """Write ``out_MN``; everything lies on one device, and the current stream is used."""
+        (m, k), n = a_MK.shape, b_NK.shape[0]
+        if m == 0 or n == 0:
+            return
+        a_MK, b_NK = contiguous_inside(a_MK), contiguous_inside(b_NK)
+        if k == 0:
+            out_MN.copy_(torch.zeros_like(out_MN) if bias is None else bias)
+            return
+        scales = (_scale_code(a_scale, m), _scale_code(b_scale, n))
+        cut = self._config
+        block_m, block_n = min(cut.m, max(16, triton.next_power_of_2(m))), min(cut.n, max(16, triton.next_power_of_2(n)))
+        even = k % cut.k == 0
+        key = (block_m, block_n, scales, bias is not None, even, a_MK.dtype)
+        launch = self._launches.get(key)
+        if launch is None:
+            constants = {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": cut.k,
+                "GROUP_M": cut.group,
+                "ACCUMULATOR": tl.int32 if a_MK.dtype is torch.int8 else tl.float32,
+                "A_SCALES": scales[0],
+                "B_SCALES": scales[1],
+                "BIAS": bias is not None,
+                "EVEN_K": even,
+            }
+            launch = self._launches[key] = Launch(gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
+        a_scale = out_MN if a_scale is None else a_scale
+        b_scale = out_MN if b_scale is None else b_scale
+        added = out_MN if bias is None else bias
+        integers = (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
+        operands = (a_MK, b_NK, out_MN, a_scale, b_scale, added)
+        key = (a_MK.device.index, *(x.dtype for x in operands), *(alignment(x) for x in operands), integers)
+        grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
+        launch(grid, key, *operands, *integers)
+
+
+class MixedProduct:
+    """``out[m, n] = sum_k a[m, k] * scale[k] * b[k, n]``: a in a float format, b in 8 bits, any strides.
+
+    b is dequantized to a's format in registers.  A single scale is applied to the sum, except where a is float16 (integers times
+    float16 gradients could overflow it before the scale makes them small).
+    """
+
+    def __init__(self, config: ProductConfig) -> None:
+        self._config = config
+        self._launches: dict[Any, Launch] = {}
+
+    def __call__(self, a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, out_MN: torch.Tensor) -> None:
+        """Write ``out_MN``; ``scale`` has one element or K."""
+        (m, k), n = a_MK.shape, b_KN.shape[1]
+        if m == 0 or n == 0:
+            return
+        if k == 0:
+            out_MN.zero_()
+            return
+        cut = self._config
+        block_m, block_n = min(cut.m, max(16, triton.next_power_of_2(m))), min(cut.n, max(16, triton.next_power_of_2(n)))
+        even, by_inner, scale_first = k % cut.k == 0, _scale_code(scale, k) == 2, a_MK.dtype is torch.float16
+        key = (block_m, block_n, even, by_inner, a_MK.dtype)
+        launch = self._launches.get(key)
+        if launch is None:
+            constants = {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "BLOCK_K": cut.k,
+                "GROUP_M": cut.group,
+                "INNER_SCALES": by_inner,
+                "SCALE_FIRST": scale_first,
+                "EVEN_K": even,
+                "WIDEN": a_MK.device.type == "cpu" and a_MK.dtype is torch.bfloat16,
+            }
+            launch = self._launches[key] = Launch(mixed_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
+        integers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
+        operands = (a_MK, b_KN, out_MN, scale)
+        key = (a_MK.device.index, *(x.dtype for x in operands), *(alignment(x) for x in operands), integers)
+        grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
+        launch(grid, key, *operands, *integers)
+
+
+def contiguous_inside(x: torch.Tensor) -> torch.Tensor:
+    """An 8-bit matrix whose last dimension is contiguous: itself, or a copy."""
+    if x.stride(1) == 1 or x.shape[1] <= 1:
+        return x if x.stride(1) == 1 else x.contiguous()
+    if x.stride(0) == 1 and x.t().is_contiguous():
+        return transposed_bytes(x.t())
+    return x.contiguous()
+
+
+def _scale_code(scale: torch.Tensor | None, rows: int) -> int:
+    if scale is None:
+        return 0
+    return 1 if scale.numel() == 1 and rows != 1 else 2
+
+
+def build_linear_output(config: ProductConfig) -> Callable[..., None]:
+    """``kernel(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)``."""
+    product = EightBitProduct(config)
+
+    def kernel(x_MK: Any, x_scale: Any, w_NK: Any, w_scale: Any, bias_N: Any, out_MN: Any) -> None:
+        _check("linear.output", x_MK, w_NK, out_MN, (x_MK.shape[0], w_NK.shape[0]), x_MK.shape[1], w_NK.shape[1], EIGHT_BITS)
+        _check_scale("x_scale", x_scale, x_MK.shape[0])
+        _check_scale("w_scale", w_scale, w_NK.shape[0])
+        with _on(x_MK):
+            product(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)
+
+    return kernel
+
+
+def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Callable[..., None]:
+    """``kernel(grad_MN, w_NK, scale, out_MK)``: 8-bit grad and one scale of the product, or 16-bit grad and w's scales."""
+    if not eight_bit:
+        mixed = MixedProduct(config)
+
+        def kernel(grad_MN: Any, w_NK: Any, w_scale: Any, out_MK: Any) -> None:
+            shape = (grad_MN.shape[0], w_NK.shape[1])
+            _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], FLOATS)
+            _check_scale("w_scale", w_scale, w_NK.shape[0])
+            with _on(grad_MN):
+                mixed(grad_MN, w_NK, w_scale, out_MK)
+
+        return kernel
+    product = EightBitProduct(config)
+
+    def eight_bit_kernel(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
+        shape = (grad_MN.shape[0], w_NK.shape[1])
+        _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], EIGHT_BITS)
+        _check_scale("scale", scale, 1)
+        with _on(grad_MN):
+            product(grad_MN, scale, w_NK.t(), None, None, out_MK)
+
+    return eight_bit_kernel
+
+
+def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Callable[..., None]:
+    """``kernel(grad_MN, x_MK, scale, out_NK)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and x's scales."""
+    if not eight_bit:
+        mixed = MixedProduct(config)
+
+        def kernel(grad_MN: Any, x_MK: Any, x_scale: Any, out_NK: Any) -> None:
+            shape = (grad_MN.shape[1], x_MK.shape[1])
+            _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], FLOATS)
+            _check_scale("x_scale", x_scale, x_MK.shape[0])
+            with _on(grad_MN):
+                mixed(grad_MN.t(), x_MK, x_scale, out_NK)
+
+        return kernel
+    product = EightBitProduct(config)
+
+    def eight_bit_kernel(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
+        shape = (grad_MN.shape[1], x_MK.shape[1])
+        _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], EIGHT_BITS)
+        _check_scale("scale", scale, grad_MN.shape[1])
+        with _on(grad_MN):
+            product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
+
+    return eight_bit_kernel
+
+
+def _on(x: torch.Tensor) -> Any:
+    """Makes the device of ``x`` current."""
+    return torch.cuda.device_of(x)
+
+
+def _check(
+    op: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, shape: tuple[int, int], k: int, other_k: int, dtypes: Any
+) -> None:
+    problems = []
+    if left.dtype not in dtypes:
+        problems.append(f"the first operand must be {' or '.join(map(str, dtypes))}, got {left.dtype}")
+    if right.dtype not in EIGHT_BITS or (left.dtype is torch.int8) != (right.dtype is torch.int8 and left.dtype in EIGHT_BITS):
+        problems.append(f"the second operand must be 8-bit of the first one's kind, got {right.dtype} beside {left.dtype}")
+    if k != other_k:
+        problems.append(f"the operands contract dimensions of {k} and {other_k} elements")
+    if tuple(out.shape) != shape or out.dtype not in FLOATS or (out.numel() and out.stride(1) != 1):
+        problems.append(f"out must be float32, float16 or bfloat16 of shape {shape} with contiguous rows, got {out.dtype} "
+                        f"{tuple(out.shape)} with strides {out.stride()}")  # fmt: skip
+    if problems:
+        raise BackendError(f"backend triton can not run {op}: " + "; ".join(problems))
+
+
+def _check_scale(name: str, scale: torch.Tensor, rows: int) -> None:
+    if scale.dtype is not torch.float32 or scale.numel() not in (1, rows) or not scale.is_contiguous():
+        counts = "1" if rows == 1 else f"1 or {rows}"
+        raise BackendError(f"{name} must be {counts} contiguous float32, got {scale.dtype} {tuple(scale.shape)}")

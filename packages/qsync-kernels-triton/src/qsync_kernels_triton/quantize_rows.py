@@ -1,0 +1,102 @@
+"""Quantization of many rows with a scale each, a program to a few rows: one launch, and one read where a row fits the registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_kernels_triton.rounding import STOCHASTIC, random_bits, random_bits_of, rounded, scale_of
+from qsync_kernels_triton.tiles import NO_MULTIPLIER, infinite_if_nan, larger
+
+
+@triton.jit
+def loaded_rows(
+    x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL: tl.constexpr, MULTIPLIER: tl.constexpr
+):
+    """The tile (rows of ``first``, ``column``) as float32, times its channels' multipliers; zero outside of the matrix."""
+    position = first[:, None] + column[None, :]
+    inside = (row < rows)[:, None] & (column < row_length)[None, :]
+    x = tl.load(x_ptr + position) if FULL else tl.load(x_ptr + position, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if MULTIPLIER != NO_MULTIPLIER:
+        channel = (position // inner) % channels
+        x = x * tl.load(multiplier_ptr + channel, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def rounded_rows(
+    x, scale, first, begin, seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on, a scale for each row."""
+    bits = tl.arange(0, BLOCK)[None, :]
+    if ROUNDING == STOCHASTIC:
+        if ALIGNED:
+            call = ((first + begin) // 8)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
+            bits = tl.reshape(random_bits(call, seed_low, seed_high, stream_low, stream_high), (ROWS, BLOCK))
+        else:
+            bits = random_bits_of(
+                (first + begin)[:, None] + tl.arange(0, BLOCK)[None, :], seed_low, seed_high, stream_low, stream_high
+            )
+    return rounded(x, scale[:, None], bits, FORMAT, ROUNDING)
+
+
+@triton.jit
+def _store(q_ptr, q, first, column, row, rows, row_length, FULL: tl.constexpr):
+    position = first[:, None] + column[None, :]
+    if FULL:
+        tl.store(q_ptr + position, q)
+    else:
+        tl.store(q_ptr + position, q, mask=(row < rows)[:, None] & (column < row_length)[None, :])
+
+
+@triton.jit
+def quantize_row_block(
+    x_ptr, q_ptr, scale_ptr, multiplier_ptr, block, rows, row_length, inner, channels,
+    seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr,
+):  # fmt: skip
+    """Quantize rows block * ROWS and following; SINGLE says that a row is no longer than BLOCK, FULL that no tile overhangs."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    first = row.to(tl.int64) * row_length
+    columns = tl.arange(0, BLOCK)
+    if SINGLE:
+        x = loaded_rows(x_ptr, multiplier_ptr, first, columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
+        largest = larger(tl.zeros((ROWS, BLOCK), dtype=tl.float32), x)
+    else:
+        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for begin in range(0, row_length, BLOCK):
+            x = loaded_rows(x_ptr, multiplier_ptr, first, begin + columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
+            largest = larger(largest, x)
+    scale = scale_of(tl.max(infinite_if_nan(largest), axis=1), FORMAT)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    if SINGLE:
+        q = rounded_rows(x, scale, first, 0, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED)
+        _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
+    else:
+        for begin in range(0, row_length, BLOCK):
+            column = begin + columns
+            x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
+            q = rounded_rows(
+                x, scale, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+            )
+            _store(q_ptr, q, first, column, row, rows, row_length, FULL)
+
+
+_UNSPECIALISED = ["rows", "units", "inner", "channels", "seed_low", "seed_high", "stream_low", "stream_high"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def quantize_rows(
+    x_ptr, q_ptr, scale_ptr, multiplier_ptr, rows: tl.int32, units: tl.int32, inner: tl.int32, channels: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows / ROWS,).  A row has units * UNIT elements: a constant factor lets loads be wide."""
+    quantize_row_block(
+        x_ptr, q_ptr, scale_ptr, multiplier_ptr, tl.program_id(0), rows, units * UNIT, inner, channels,
+        seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED, FULL, SINGLE, MULTIPLIER,
+    )  # fmt: skip

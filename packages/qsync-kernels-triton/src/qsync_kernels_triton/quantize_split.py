@@ -1,0 +1,172 @@
+"""Quantization in two passes over memory, each spread over all multiprocessors: for few long rows, above all one scale a tensor.
+
+Pass one finds partial maxima: ``programs`` of them a row, each by warp reductions over every ``programs``-th chunk.  In pass two
+each program reduces its row's partial maxima (some hundred numbers, from the cache) to the scale, and rounds a chunk.  That is two
+reads and one write of the tensor, and no third launch.
+
+Pass one walks forward and asks the cache to keep what it reads last; pass two walks backward and so finds that part in the
+cache.  A maximum does not depend on the order of its arguments, so neither does the result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_kernels_triton.rounding import scale_of
+from qsync_kernels_triton.tiles import eights, infinite_if_nan, larger, multiplied, round_tile
+
+
+@triton.jit
+def absmax_of_chunks(
+    x_ptr,
+    multiplier_ptr,
+    first,
+    row_length,
+    program,
+    programs,
+    full_chunks,
+    keep_from,
+    inner,
+    channels,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
+    """Largest magnitude of chunks program, program + programs, ... of the row that begins at position ``first``."""
+    offsets = eights(BLOCK)
+    largest = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
+    start = first + program.to(tl.int64) * BLOCK
+    passing = (tl.maximum(keep_from - program, 0) + programs - 1) // programs
+    for _ in range(passing):
+        x = tl.load(x_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+        largest = larger(largest, multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER))
+        start += programs.to(tl.int64) * BLOCK
+    for _ in range(passing, (tl.maximum(full_chunks - program, 0) + programs - 1) // programs):
+        x = tl.load(x_ptr + start + offsets, eviction_policy="evict_last").to(tl.float32)
+        largest = larger(largest, multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER))
+        start += programs.to(tl.int64) * BLOCK
+    if TAIL:
+        begin = full_chunks.to(tl.int64) * BLOCK
+        if (program == full_chunks % programs) & (begin < row_length):
+            x = tl.load(x_ptr + first + begin + offsets, mask=offsets < row_length - begin, other=0.0).to(tl.float32)
+            largest = larger(largest, multiplied(x, multiplier_ptr, first + begin, inner, channels, BLOCK, MULTIPLIER))
+    return tl.max(tl.max(infinite_if_nan(largest), axis=1), axis=0)
+
+
+@triton.jit
+def round_chunk(
+    x_ptr,
+    q_ptr,
+    partial_ptr,
+    partials,
+    multiplier_ptr,
+    first,
+    row_length,
+    chunk,
+    full_chunks,
+    inner,
+    channels,
+    seed_low,
+    seed_high,
+    stream_low,
+    stream_high,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
+    """Round chunk number ``chunk`` of a row and return the row's scale."""
+    offsets = eights(BLOCK)
+    begin = chunk.to(tl.int64) * BLOCK
+    start = first + begin
+    # The tile is asked for before the partial maxima, so that both waits overlap.
+    overhangs = chunk >= full_chunks
+    if TAIL:
+        if overhangs:
+            x = tl.load(x_ptr + start + offsets, mask=offsets < row_length - begin, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(x_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+    else:
+        x = tl.load(x_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+    column = tl.arange(0, PARTIALS)
+    scale = scale_of(tl.max(tl.load(partial_ptr + column, mask=column < partials, other=0.0), axis=0), FORMAT)
+    x = multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER)
+    q = round_tile(x, scale, start, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, ALIGNED)
+    if TAIL:
+        if overhangs:
+            tl.store(q_ptr + start + offsets, q, mask=offsets < row_length - begin)
+        else:
+            tl.store(q_ptr + start + offsets, q, eviction_policy="evict_first")
+    else:
+        tl.store(q_ptr + start + offsets, q, eviction_policy="evict_first")
+    return scale
+
+
+@triton.jit(do_not_specialize=["units", "full_chunks", "keep_from", "inner", "channels"])
+def partial_absmax(
+    x_ptr,
+    partial_ptr,
+    multiplier_ptr,
+    units: tl.int64,
+    full_chunks: tl.int32,
+    keep_from: tl.int32,
+    inner: tl.int32,
+    channels: tl.int32,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
+    """Partial maxima; grid (programs, rows).  A row has units * UNIT elements: a constant factor lets loads be wide."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    row_length = units.to(tl.int64) * UNIT
+    absmax = absmax_of_chunks(
+        x_ptr, multiplier_ptr, row * row_length, row_length, program, programs, full_chunks, keep_from, inner, channels,
+        BLOCK, TAIL, MULTIPLIER,
+    )  # fmt: skip
+    tl.store(partial_ptr + row * programs + program, absmax)
+
+
+_SEED = ["seed_low", "seed_high", "stream_low", "stream_high"]
+
+
+@triton.jit(do_not_specialize=["units", "full_chunks", "partials", "inner", "channels", *_SEED])
+def quantize_from_partials(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    partial_ptr,
+    multiplier_ptr,
+    units: tl.int64,
+    full_chunks: tl.int32,
+    partials: tl.int32,
+    inner: tl.int32,
+    channels: tl.int32,
+    seed_low: tl.int32,
+    seed_high: tl.int32,
+    stream_low: tl.int32,
+    stream_high: tl.int32,
+    FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
+    """Round one chunk of a row, the last chunks first; grid (chunks, rows)."""
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    row_length = units.to(tl.int64) * UNIT
+    scale = round_chunk(
+        x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, chunk, full_chunks,
+        inner, channels, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER,
+    )  # fmt: skip
+    if chunk == 0:
+        tl.store(scale_ptr + row, scale)

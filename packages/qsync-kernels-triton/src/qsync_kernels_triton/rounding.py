@@ -1,0 +1,147 @@
+"""Device functions that every quantization kernel shares: random numbers, scales, and rounding to an 8-bit format.
+
+Random numbers.  ``seed`` is the key of a counter-based generator (Philox 4x32-10, Salmon et al., SC 2011) and ``offset`` names a
+stream under it: a sequence of 16-bit numbers, of which element ``i`` in memory order takes number ``i``.  One call of the
+generator gives eight of them: number ``i`` is half ``i mod 2`` (low first) of word ``(i mod 8) div 2`` of the call with the counter
+``(i div 8, offset)``.  So neither launch configuration nor device changes a result.
+
+A number ``h`` becomes the threshold ``(h + 1/2) / 65536``.  Its mean is exactly 1/2, and the probability of rounding up differs
+from the residual by at most 2**-17: that is the largest bias, in units of the spacing between two values.
+
+Every operation is an IEEE float32 operation of its own (kernels are compiled without contraction to fused multiply-adds), so
+that numpy reproduces the bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_core.precision import Rounding
+
+ROUNDING_CODE = {Rounding.NEAREST: 0, Rounding.STOCHASTIC: 1, Rounding.FLOOR: 2}
+INT8: tl.constexpr = tl.constexpr(0)
+E4M3: tl.constexpr = tl.constexpr(1)
+E5M2: tl.constexpr = tl.constexpr(2)
+NEAREST: tl.constexpr = tl.constexpr(0)
+STOCHASTIC: tl.constexpr = tl.constexpr(1)
+# Adding 1.5 * 2**23 to a small float32 rounds it to the nearest integer, ties to even, and leaves that integer in the low bits.
+ROUND_TO_EVEN: tl.constexpr = tl.constexpr(12582912.0)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def scale_of(absmax, FORMAT: tl.constexpr):
+    """Scale that maps absmax to the format's largest value; 1 where a float32 could not hold its inverse (zeros above all)."""
+    if FORMAT == INT8:
+        largest = 127.0
+    elif FORMAT == E4M3:
+        largest = 448.0
+    else:
+        largest = 57344.0
+    scale = tl.div_rn(absmax, absmax * 0 + largest)
+    # absmax * 0 is NaN for an infinite absmax, which must stay infinite.
+    scale = tl.where(absmax == float("inf"), absmax, scale)
+    return tl.where(scale < SMALLEST_SCALE, 1.0, scale)
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """The four output words of Philox 4x32-10; all arguments uint32."""
+    for _ in tl.static_range(10):
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_words(call, seed_low, seed_high, stream_low, stream_high):
+    """Words of generator calls number ``call`` (int64), four a call."""
+    zero = call * 0
+    return _philox(
+        call.to(tl.uint32),
+        (call >> 32).to(tl.uint32),
+        (zero + stream_low).to(tl.uint32),
+        (zero + stream_high).to(tl.uint32),
+        seed_low.to(tl.uint32),
+        seed_high.to(tl.uint32),
+    )
+
+
+@triton.jit
+def random_bits(call, seed_low, seed_high, stream_low, stream_high):
+    """Numbers 8 * call ... 8 * call + 7 of a stream: one more dimension of 8 than ``call``, the number in bits 7 to 22."""
+    w0, w1, w2, w3 = random_words(call, seed_low, seed_high, stream_low, stream_high)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.join(words << 7, words >> 9) & 0x7FFF80
+
+
+@triton.jit
+def random_bits_of(position, seed_low, seed_high, stream_low, stream_high):
+    """Number ``position`` of a stream, bits 7 to 22: a call for each, for elements whose neighbours lie elsewhere."""
+    w0, w1, w2, w3 = random_words(position >> 3, seed_low, seed_high, stream_low, stream_high)
+    word = (position >> 1) & 3
+    w = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return tl.where((position & 1) == 0, w << 7, w >> 9) & 0x7FFF80
+
+
+@triton.jit
+def rounded_int8(x, scale, bits, ROUNDING: tl.constexpr):
+    """x / scale as int8 in -127..127; ``bits`` are the random ones (stochastic rounding), in bits 7 to 22."""
+    if ROUNDING == STOCHASTIC:
+        # The product with the inverse, not the quotient: half the work, and the expectation moves by 2**-23 of the value at most.
+        y = x * tl.div_rn(scale * 0 + 1.0, scale)
+        # Threshold minus 1/2, exactly, so that the rounding to nearest below is a floor of y + threshold.
+        y = y + ((bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.5)
+    else:
+        y = tl.div_rn(x, x * 0 + scale)
+        if ROUNDING != NEAREST:
+            y = tl.floor(y)
+    y = tl.minimum(tl.maximum(y, -127.0), 127.0)
+    return (y + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def rounded_float8(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+    """x / scale as the bit pattern (int8) of a finite float8; ``bits`` as for :func:`rounded_int8`."""
+    if FORMAT == E4M3:
+        mantissa = 3
+        lowest = (127 - 6) << 23
+        largest = 448.0
+        rebias = 2.0**-120
+    else:
+        mantissa = 2
+        lowest = (127 - 14) << 23
+        largest = 57344.0
+        rebias = 2.0**-112
+    y = tl.div_rn(x, x * 0 + scale)
+    # Spacing of the format's values around y: constant below the smallest normal number.
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
+    exponent = tl.minimum(exponent, (127 + 16) << 23)
+    steps = y * (((254 + mantissa) << 23) - exponent).to(tl.float32, bitcast=True)
+    if ROUNDING == STOCHASTIC:
+        steps = steps + ((bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.5)
+    elif ROUNDING != NEAREST:
+        steps = tl.floor(steps)
+    steps = tl.minimum(tl.maximum(steps, -64.0), 64.0)
+    steps = (steps + ROUND_TO_EVEN) - ROUND_TO_EVEN
+    y = steps * (exponent - (mantissa << 23)).to(tl.float32, bitcast=True)
+    y = tl.minimum(tl.maximum(y, -largest), largest)
+    # The value fits the format, and with its exponent moved to float32's range for tiny numbers its bits are the format's.
+    pattern = (tl.abs(y) * rebias).to(tl.int32, bitcast=True) >> (23 - mantissa)
+    return tl.where(y < 0, pattern | 0x80, pattern).to(tl.int8)
+
+
+@triton.jit
+def rounded(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+    """x / scale in an 8-bit format, as int8 (the bit pattern where the format is a float8)."""
+    if FORMAT == INT8:
+        return rounded_int8(x, scale, bits, ROUNDING)
+    else:
+        return rounded_float8(x, scale, bits, FORMAT, ROUNDING)
