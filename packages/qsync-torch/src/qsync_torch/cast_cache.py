@@ -7,13 +7,21 @@ parts of the forward again, rounds the same way.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from qsync_core.profile import CastKey
+from qsync_torch.dtypes import PRECISION
+
+
+@functools.lru_cache(maxsize=64)
+def float_key(source: torch.dtype, target: torch.dtype) -> CastKey:
+    """The kind of a cast between two float formats; operators and promotion of mixed operands share such casts."""
+    return CastKey(PRECISION[source], PRECISION[target])
 
 
 class _Entry:
@@ -24,16 +32,16 @@ class _Entry:
 
 
 class CastCache:
-    """Casts of activations, by the tensor's identity and version and the kind of cast (:class:`~qsync_core.profile.CastKey`)."""
+    """Casts of activations, by the tensor's identity and version and the kind of cast."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, CastKey], _Entry] = {}
+        self._entries: dict[tuple[int, Hashable], _Entry] = {}
 
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile``, which shares equal casts itself, and in inference mode, where changes go unnoticed."""
         return not torch.compiler.is_compiling() and not x.is_inference()
 
-    def cast(self, x: torch.Tensor, key: CastKey, seed: int, make: Callable[[int], Any]) -> Any:
+    def cast(self, x: torch.Tensor, key: Hashable, seed: int, make: Callable[[int], Any]) -> Any:
         """The cast of ``x`` of that kind: an earlier one of this forward where there is one, else ``make(seed)``.
 
         Args:

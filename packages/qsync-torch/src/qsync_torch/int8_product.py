@@ -24,6 +24,11 @@ def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
+def _with_row_stride(x: torch.Tensor) -> torch.Tensor:
+    """A single row may come with any stride; on a CPU ``torch._int_mm`` returns wrong values where that is not its length."""
+    return x.clone(memory_format=torch.contiguous_format) if x.shape[0] == 1 and x.stride(0) < x.shape[1] else x
+
+
 def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     """``a_MK @ b_NK.T`` of int8 matrices, exactly.
 
@@ -37,7 +42,7 @@ def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     if k == 1:  # an outer product; ``torch._int_mm`` of torch 2.13 returns wrong values for it on a CPU
         return a_MK.to(torch.int32) * b_NK.to(torch.int32).t()
     if a_MK.device.type != "cuda":
-        return torch._int_mm(a_MK, b_NK.t())
+        return torch._int_mm(_with_row_stride(a_MK), _with_row_stride(b_NK).t())
     rows, inner, columns = max(m, _CUDA_MIN_ROWS), _round_up(k, _CUDA_MULTIPLE), _round_up(n, _CUDA_MULTIPLE)
     product = torch._int_mm(_padded(a_MK, rows, inner).contiguous(), _padded(b_NK, columns, inner).contiguous().t())
     return product[:m, :n]

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from qsync_core.precision import Granularity, Rounding, promote
-from qsync_core.profile import CastKey
-from qsync_torch.cast_cache import CastCache
+from qsync_core.precision import promote
+from qsync_torch.cast_cache import CastCache, float_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.functional_calls import CallSites
 from qsync_torch.guarded import LOSSES, NORMS, call_in_float32, call_norm
@@ -114,8 +113,7 @@ class Interception(TorchFunctionMode):
                 return value
             if not self._cache.applies_to(value):
                 return value.to(dtype)
-            key = CastKey(PRECISION[value.dtype], PRECISION[dtype], Granularity.PER_TENSOR, Rounding.NEAREST)
-            return self._cache.cast(value, key, 0, lambda seed: value.to(dtype))
+            return self._cache.cast(value, float_key(value.dtype, dtype), 0, lambda seed: value.to(dtype))
         if type(value) in (list, tuple):
             return type(value)(self._cast(item, dtype) for item in value)
         return value

@@ -11,41 +11,23 @@ from collections.abc import Sequence
 import torch
 
 from qsync_core.backend import Op
-from qsync_torch.binding import Binding, kernel_for, parse_binding
+from qsync_torch.binding import kernel_for, parse_binding
+from qsync_torch.eager_calls import eager_or_dispatched
 from qsync_torch.int8_product import conv_output_size
-from qsync_torch.quantization import quantizable, scale_count
 
-_LIBRARY = torch.library.Library("qsync", "DEF")
-_LIBRARY.define("quantize(Tensor x, str binding, SymInt seed, SymInt offset) -> (Tensor, Tensor)")
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define("linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
-_LIBRARY.define("linear_grad_input(Tensor grad, Tensor w, Tensor w_scale, str binding) -> Tensor")
-_LIBRARY.define("linear_grad_weight(Tensor grad, Tensor x, Tensor x_scale, str binding) -> Tensor")
+_LIBRARY.define("linear_grad_input(Tensor grad, Tensor w, Tensor scale, str binding, ScalarType? dtype=None) -> Tensor")
+_LIBRARY.define("linear_grad_weight(Tensor grad, Tensor x, Tensor scale, str binding) -> Tensor")
 _LIBRARY.define("conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
-_LIBRARY.define("conv2d_grad_input(Tensor grad, Tensor w, Tensor w_scale, SymInt[] x_shape, str binding) -> Tensor")
+_LIBRARY.define(
+    "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor"
+)
 _LIBRARY.define("conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor")
 
 
 def _shape(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def _quantize_out(x: torch.Tensor, binding: Binding) -> tuple[torch.Tensor, torch.Tensor]:
-    variant = binding.variant
-    q = torch.empty_like(x, dtype=binding.compute)
-    return q, torch.empty(scale_count(x.shape, variant.x_granularity), dtype=torch.float32, device=x.device)
-
-
-def _quantize(x: torch.Tensor, binding: str, seed: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    parsed = parse_binding(binding)
-    x = quantizable(x, parsed.variant.x_granularity)
-    q, scale = _quantize_out(x, parsed)
-    kernel_for(Op.QUANTIZE, binding, (_shape(x),), x.device)(x, q, scale, seed, offset)
-    return q, scale
-
-
-def _quantize_fake(x: torch.Tensor, binding: str, seed: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    parsed = parse_binding(binding)
-    return _quantize_out(quantizable(x, parsed.variant.x_granularity), parsed)
 
 
 def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
@@ -69,32 +51,36 @@ def _linear_output_fake(
     return _linear_output_out(x, w, binding)
 
 
-def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
-    dtype = parse_binding(binding).grad_input
+def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype or parse_binding(binding).grad_input
     return torch.empty((*grad.shape[:-1], w.shape[1]), dtype=dtype, device=grad.device)
 
 
-def _linear_grad_input(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, binding: str) -> torch.Tensor:
-    out = _linear_grad_input_out(grad, w, binding)
+def _linear_grad_input(
+    grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, binding: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    out = _linear_grad_input_out(grad, w, binding, dtype)
     grad_MN = grad.reshape(-1, w.shape[0])
     kernel = kernel_for(Op.LINEAR_GRAD_INPUT, binding, (_shape(grad_MN), _shape(w)), grad.device)
-    kernel(grad_MN, w, w_scale, out.view(-1, w.shape[1]))
+    kernel(grad_MN, w, scale, out.view(-1, w.shape[1]))
     return out
 
 
-def _linear_grad_input_fake(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, binding: str) -> torch.Tensor:
-    return _linear_grad_input_out(grad, w, binding)
+def _linear_grad_input_fake(
+    grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, binding: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return _linear_grad_input_out(grad, w, binding, dtype)
 
 
-def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, binding: str) -> torch.Tensor:
+def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
     out = torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
     grad_MN, x_MK = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     kernel = kernel_for(Op.LINEAR_GRAD_WEIGHT, binding, (_shape(grad_MN), _shape(x_MK)), grad.device)
-    kernel(grad_MN, x_MK, x_scale, out)
+    kernel(grad_MN, x_MK, scale, out)
     return out
 
 
-def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, binding: str) -> torch.Tensor:
+def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
     return torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
 
 
@@ -129,23 +115,33 @@ def _conv2d_output_fake(
     return _in_layout_of(_conv2d_output_out(x, w, binding), x, w)
 
 
-def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str) -> torch.Tensor:
-    dtype = parse_binding(binding).grad_input
+def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype or parse_binding(binding).grad_input
     return torch.empty(tuple(x_shape), dtype=dtype, device=grad.device, memory_format=torch.channels_last)
 
 
 def _conv2d_grad_input(
-    grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, x_shape: Sequence[int], binding: str
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor,
+    x_shape: Sequence[int],
+    binding: str,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    out = _conv2d_grad_input_out(grad, x_shape, binding)
-    kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)(grad, w, w_scale, out)
+    out = _conv2d_grad_input_out(grad, x_shape, binding, dtype)
+    kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)(grad, w, scale, out)
     return _in_layout_of(out, grad)
 
 
 def _conv2d_grad_input_fake(
-    grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, x_shape: Sequence[int], binding: str
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor,
+    x_shape: Sequence[int],
+    binding: str,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return _in_layout_of(_conv2d_grad_input_out(grad, x_shape, binding), grad)
+    return _in_layout_of(_conv2d_grad_input_out(grad, x_shape, binding, dtype), grad)
 
 
 def _conv2d_grad_weight(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
@@ -161,7 +157,6 @@ def _conv2d_grad_weight_fake(
 
 
 for _name, _implementation, _fake in (
-    ("quantize", _quantize, _quantize_fake),
     ("linear_output", _linear_output, _linear_output_fake),
     ("linear_grad_input", _linear_grad_input, _linear_grad_input_fake),
     ("linear_grad_weight", _linear_grad_weight, _linear_grad_weight_fake),
@@ -171,3 +166,10 @@ for _name, _implementation, _fake in (
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qsync::{_name}", _fake, lib=_LIBRARY)
+
+linear_output = eager_or_dispatched(_linear_output, torch.ops.qsync.linear_output.default)
+linear_grad_input = eager_or_dispatched(_linear_grad_input, torch.ops.qsync.linear_grad_input.default)
+linear_grad_weight = eager_or_dispatched(_linear_grad_weight, torch.ops.qsync.linear_grad_weight.default)
+conv2d_output = eager_or_dispatched(_conv2d_output, torch.ops.qsync.conv2d_output.default)
+conv2d_grad_input = eager_or_dispatched(_conv2d_grad_input, torch.ops.qsync.conv2d_grad_input.default)
+conv2d_grad_weight = eager_or_dispatched(_conv2d_grad_weight, torch.ops.qsync.conv2d_grad_weight.default)

@@ -43,12 +43,13 @@ class LoweredCall:
         self.op_id, self.variant, self.backend, self.config = op_id, variant, backend, config
         self._x_seed = stream_key(seed, *op_id.fqn.encode(), 0)
         self._w_seed = stream_key(seed, *op_id.fqn.encode(), 1)
+        self._grad_seed = stream_key(seed, *op_id.fqn.encode(), 2)
         self._steps, self._cache = steps, cache
         self._linear = linear_binding(variant, backend, config)
         self._convolutions: dict[tuple[object, ...], Binding] = {}
 
     def _seeds(self) -> Seeds:
-        return Seeds(self._x_seed, self._w_seed, self._steps.offset)
+        return Seeds(self._x_seed, self._w_seed, self._steps.offset, self._grad_seed)
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"operator {self.op_id}: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
+from qsync_torch import quantize_ops as _registers_the_operators  # noqa: F401
 from qsync_torch.binding import DEFAULT_BACKEND, quantization_text
 
 

@@ -7,7 +7,7 @@ from qsync_torch.quantization import dequantize
 from qsync_torch.quantize import quantize
 
 # Relative error of one product with that many mantissa bits; sums of many terms stay below a few of them.
-TOLERANCE = {Precision.FLOAT32: 1e-5, Precision.FLOAT16: 3e-3, Precision.BFLOAT16: 2e-2}
+TOLERANCE = {Precision.INT8: 1e-5, Precision.FLOAT32: 1e-5, Precision.FLOAT16: 3e-3, Precision.BFLOAT16: 2e-2}
 
 
 def dequantized(x, variant, granularity):
@@ -19,14 +19,34 @@ def dequantized(x, variant, granularity):
     return x.detach().to(dtype).double()
 
 
+def quantized_gradient(grad, w_scale, variant):
+    """What an int8 backward product sees of the incoming gradient, in float64.
+
+    The gradient is quantized after multiplication by the scales of the weight's channels if it is multiplied with the weight.
+    """
+    factor = torch.ones((), device=grad.device)
+    if variant.grad_input is Precision.INT8 and w_scale.numel() > 1:
+        factor = w_scale.view(-1, *(1,) * (grad.ndim - 2)) if grad.ndim == 4 else w_scale
+    q, scale = quantize(grad.float() * factor, Precision.INT8, rounding=variant.rounding)
+    return q.double() * scale / factor.double()
+
+
 def reference(function, x, weight, bias, grad, variant):
-    """Output and gradients in float64, differentiated by autograd at the dequantized operands."""
+    """Output and gradients in float64, differentiated by autograd at the dequantized operands and, for int8, gradients."""
     x64 = dequantized(x, variant, variant.x_granularity).requires_grad_()
     w64 = dequantized(weight, variant, variant.w_granularity).requires_grad_()
     b64 = None if bias is None else bias.detach().double().requires_grad_()
     y = function(x64, w64, b64)
-    y.backward(grad.double())
-    return y.detach(), x64.grad, w64.grad, None if bias is None else b64.grad
+    seen = {}
+    for precision in {variant.grad_input, variant.grad_weight}:
+        seen[precision] = grad.double()
+        if precision is Precision.INT8:
+            w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding)[1]
+            seen[precision] = quantized_gradient(grad, w_scale, variant)
+    (grad_x,) = torch.autograd.grad(y, x64, seen[variant.grad_input], retain_graph=True)
+    (grad_w,) = torch.autograd.grad(y, w64, seen[variant.grad_weight], retain_graph=True)
+    grad_b = None if bias is None else torch.autograd.grad(y, b64, grad.double())[0]
+    return y.detach(), grad_x, grad_w, grad_b
 
 
 def assert_near(found, expected, tolerance, what):
@@ -44,7 +64,7 @@ def check_operator(run, function, x, weight, bias, variant):
     y = run(x, weight, bias)
     grad = torch.randn(y.shape, device=y.device)
     y.backward(grad.to(y.dtype))
-    expected, grad_x, grad_w, grad_b = reference(function, x, weight, bias, grad, variant)
+    expected, grad_x, grad_w, grad_b = reference(function, x, weight, bias, grad.to(y.dtype), variant)
     exact = Precision.FLOAT32 if variant.compute.needs_scale else variant.compute
     output = variant.output if TOLERANCE[variant.output] > TOLERANCE[exact] else exact
     assert_near(y, expected, TOLERANCE[output], "output")
@@ -54,7 +74,8 @@ def check_operator(run, function, x, weight, bias, variant):
     assert_near(weight.grad, grad_w, max(TOLERANCE[variant.grad_weight], TOLERANCE[variant.output]), "grad_weight")
     assert (x.grad.dtype, weight.grad.dtype) == (x.dtype, torch.float32)
     if bias is not None:
-        assert_near(bias.grad, grad_b, backward, "grad_bias")
+        # The sum of the copy in the wider float format, where there is one.
+        assert_near(bias.grad, grad_b, max(backward, TOLERANCE[variant.grad_weight]), "grad_bias")
         assert bias.grad.dtype is torch.float32
     assert y.dtype is getattr(torch, str(variant.output))
     return y

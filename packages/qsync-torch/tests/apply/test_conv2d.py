@@ -1,15 +1,17 @@
 import itertools
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 
 from qsync_core.errors import BackendError
+from qsync_core.precision import Precision
 from qsync_torch.operators import conv2d
 
 from .operator_reference import check_operator
 from .test_linear import saved_tensors
-from .variants import ALL, INT8, ROWS
+from .variants import CONVOLUTIONS, INT8, INT8_INPUT_GRADIENT, ROWS
 
 GEOMETRIES = [
     {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -40,9 +42,20 @@ def test_int8_in_every_geometry(device, geometry, channels_last):
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
-@pytest.mark.parametrize("variant", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("variant", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_every_variant(device, variant, kernel):
-    check(device, variant, (2, 6, 5, 5), 4, kernel, channels_last=True, padding=1, stride=2)
+    stride = 1 if variant.grad_input is Precision.INT8 else 2
+    padding = 0 if kernel == (1, 1) else 1
+    check(device, variant, (2, 6, 5, 5), 4, kernel, channels_last=True, padding=padding, stride=stride)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dilation", [1, (2, 1)])
+@pytest.mark.parametrize("padding", [0, (1, 1), (2, 0)])
+def test_an_int8_input_gradient_in_every_geometry_of_stride_1(device, padding, dilation, groups, channels_last):
+    geometry = {"padding": padding, "dilation": dilation, "groups": groups}
+    check(device, INT8_INPUT_GRADIENT, (2, 4, 7, 8), 8, (3, 2), channels_last=channels_last, **geometry)
 
 
 @pytest.mark.parametrize("padding, kernel", [("same", (3, 3)), ("same", (2, 3)), ("valid", (3, 3))])
@@ -71,6 +84,21 @@ def test_only_int8_copies_are_kept_for_backward(device):
     _, kept = saved_tensors(lambda: conv2d(x, weight, None, INT8))
     sizes = {dtype: sum(t.untyped_storage().nbytes() for t in kept if t.dtype is dtype) for dtype in {t.dtype for t in kept}}
     assert sizes == {torch.int8: x.numel() + weight.numel(), torch.float32: 4 + 4 * 4}
+
+
+@pytest.mark.parametrize(
+    "changes, geometry, reason",
+    [
+        ({"grad_input": Precision.INT8}, {"stride": 2}, "needs stride 1, got 2,2; keep grad_input in 16 bit"),
+        ({"grad_input": Precision.INT8}, {"padding": 3}, r"needs a padding within the filter's reach \[2, 2\], got \[3, 3\]"),
+        ({"grad_weight": Precision.INT8}, {}, "a convolution's weight gradient in a float format only; keep grad_weight in 16 bit"),
+    ],
+)
+def test_int8_gradients_that_are_no_convolution_are_refused(changes, geometry, reason):
+    x, weight = torch.randn(1, 2, 6, 6, requires_grad=True), torch.randn(2, 2, 3, 3, requires_grad=True)
+    y = conv2d(x, weight, None, attrs.evolve(INT8, **changes), **geometry)
+    with pytest.raises(BackendError, match=reason):
+        y.sum().backward()
 
 
 def test_scales_by_row_are_refused():

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_torch.aten_backend import MAX_CONTRACTION
+from qsync_torch.aten_reasons import MAX_CONTRACTION
 from qsync_torch.int8_product import im2col_channels_last, int8_conv2d, int8_product
 
 
@@ -62,3 +64,17 @@ def test_a_pointwise_convolution_copies_nothing():
     patches = im2col_channels_last(x, (1, 1), (1, 1), (0, 0), (1, 1))
     assert patches.data_ptr() == x.data_ptr()
     assert im2col_channels_last(x, (1, 1), (2, 2), (0, 0), (1, 1)).shape == (2 * 3 * 3, 8)
+
+
+@pytest.mark.parametrize("m, k, n", [(1, 2, 1), (1, 5, 3), (4, 2, 1), (1, 1, 1), (17, 33, 9)])
+def test_operands_with_any_strides(device, m, k, n):
+    """Transposed views come from backward products; a single row may have any row stride."""
+    for a, b in itertools.product(_layouts(m, k, device), _layouts(n, k, device)):
+        assert torch.equal(int8_product(a, b).long(), (a.cpu().long() @ b.cpu().long().t()).to(device))
+
+
+def _layouts(rows, columns, device):
+    x = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device=device)
+    wide = torch.zeros(rows, columns + 3, dtype=torch.int8, device=device)
+    wide[:, :columns] = x
+    return x, x.t().contiguous().t(), wide[:, :columns]

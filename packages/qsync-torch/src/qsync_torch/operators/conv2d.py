@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from qsync_core.variant import Variant
-from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.aten_kernels import convolution_backward
-from qsync_torch.binding import DEFAULT_BACKEND, Binding
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.operators.linear import Grads
+from qsync_torch.kernel_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output
+from qsync_torch.kernel_selection import DEFAULT_BACKEND
+from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
+from qsync_torch.operators.operator_binding import OperatorBinding
+from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
 
 Pair = int | Sequence[int]
 IntPair = tuple[int, int]
@@ -42,12 +43,12 @@ def _binding(
     padding: tuple[int, int],
     dilation: tuple[int, int],
     groups: int,
-) -> Binding:
+) -> OperatorBinding:
     def text(sizes: IntPair) -> str:
         return f"{sizes[0]},{sizes[1]}"
 
     attributes = (("dilation", text(dilation)), ("groups", str(groups)), ("padding", text(padding)), ("stride", text(stride)))
-    return Binding(variant, backend, config, attributes)
+    return OperatorBinding(variant, backend, config, attributes)
 
 
 def conv2d_binding(
@@ -58,7 +59,7 @@ def conv2d_binding(
     groups: int = 1,
     backend: str = DEFAULT_BACKEND,
     config: str = "",
-) -> Binding:
+) -> OperatorBinding:
     """The binding of a convolution."""
     return _binding(variant, backend, config, pair(stride), pair(padding), pair(dilation), groups)
 
@@ -74,26 +75,23 @@ class _QuantizedConv2d(torch.autograd.Function):
         bias: torch.Tensor | None,
         q_x: torch.Tensor,
         x_scale: torch.Tensor,
+        x_transposed: torch.Tensor | None,
         q_w: torch.Tensor,
         w_scale: torch.Tensor,
-        binding: Binding,
+        binding: OperatorBinding,
+        seed: int,
+        offset: int,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         # The weight's copy is needed for its shape alone when only the weight has a gradient.
-        saved_x = (q_x, x_scale) if need_w else (None, None)
-        ctx.save_for_backward(*saved_x, q_w if need_x or need_w else None, w_scale if need_x else None)
-        ctx.binding, ctx.x_dtype, ctx.x_shape = binding, x.dtype, x.shape
-        return torch.ops.qsync.conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
+        copies = (*((q_x, x_scale) if need_w else (None, None)), q_w if need_x or need_w else None, w_scale if need_x else None)
+        keep_for_backward(ctx, x, copies, binding, seed, offset)
+        return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_x, x_scale, q_w, w_scale = ctx.saved_tensors
-        binding = ctx.binding
-        grad = grad.to(binding.gradient)
-        grads = conv2d_backward(grad, q_x, x_scale, q_w, w_scale, ctx.x_shape, binding, ctx.needs_input_grad[:3])
-        grad_x = None if grads[0] is None else grads[0].to(ctx.x_dtype)
-        return grad_x, grads[1], grads[2], None, None, None, None, None
+        return run_backward(ctx, grad, conv2d_backward)
 
 
 def conv2d_product(
@@ -102,43 +100,33 @@ def conv2d_product(
     weight: torch.Tensor,
     w_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    binding: Binding,
+    binding: OperatorBinding,
 ) -> torch.Tensor:
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
-        return torch.ops.qsync.conv2d_output(x, x_scale, weight, w_scale, bias, binding.text)
+        return conv2d_output(x, x_scale, weight, w_scale, bias, binding.text)
     g = binding.geometry
     y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), g.stride, g.padding, g.dilation, g.groups)
     return y.to(binding.output)
 
 
-def conv2d_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    x_shape: Sequence[int],
-    binding: Binding,
-    needs: tuple[bool, ...] = (True, True, True),
-) -> Grads:
-    """Both backward products alone, from the saved copies and an output gradient already in the gradient format.
-
-    Returns:
-        The gradient of the activation in the variant's format, those of weight and bias in float32; None where not needed.
-    """
-    grad_x = grad_w = None
-    if binding.is_quantized:
-        if needs[0]:
-            grad_x = torch.ops.qsync.conv2d_grad_input(grad, weight, w_scale, x_shape, binding.text)
-        if needs[1]:
-            grad_w = torch.ops.qsync.conv2d_grad_weight(grad, x, x_scale, weight, binding.text)
-    elif needs[0] or needs[1]:
-        assert x is not None
-        assert weight is not None
-        grad_x, grad_w, _ = convolution_backward(grad, x, weight, binding.geometry, (needs[0], needs[1], False))
-        grad_w = None if grad_w is None else grad_w.to(torch.float32)
-    grad_b = grad.sum((0, 2, 3), dtype=torch.float32) if needs[2] else None
+def conv2d_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
+    """Both backward products of a quantized convolution alone (:data:`~.quantized_operator.BackwardProducts`)."""
+    grad_x = grad_w = grad_b = None
+    if needs[0]:
+        if binding.grad_input_quantized:
+            scale = gradient.grad_input_scale(saved.w_scale)
+            grad_x = conv2d_grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding.text, saved.x_dtype)
+        else:
+            grad_x = conv2d_grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding.text)
+    if needs[1]:
+        if binding.grad_weight_quantized:
+            scale = gradient.grad_weight_scale(saved.x_scale)
+            grad_w = conv2d_grad_weight(gradient.quantized, saved.x, scale, saved.w, binding.text)
+        else:
+            grad_w = conv2d_grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding.text)
+    if needs[2]:
+        grad_b = gradient.bias_gradient().sum((0, 2, 3), dtype=torch.float32)
     return grad_x, grad_w, grad_b
 
 
@@ -146,16 +134,16 @@ def conv2d_bound(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    binding: Binding,
+    binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
     """A convolution call in a binding, with every cast of core's table."""
-    q_x, x_scale = cast_input(x, binding, seeds, cache)
-    q_w, w_scale = cast_weight(weight, binding, seeds)
-    if x_scale is None:
-        return conv2d_product(q_x, None, q_w, None, bias, binding)
-    return _QuantizedConv2d.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding)
+    q_x = cast_input(x, binding, seeds, cache)
+    q_w = cast_weight(weight, binding, seeds)
+    if q_x.scale is None:
+        return conv2d_product(q_x.values, None, q_w.values, None, bias, binding)
+    return _QuantizedConv2d.apply(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def resolve_padding(
@@ -177,7 +165,7 @@ def conv2d_padded(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    binding: Binding,
+    binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
 ) -> torch.Tensor:

@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from qsync_core.variant import Variant
-from qsync_torch import kernel_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.binding import DEFAULT_BACKEND, Binding
 from qsync_torch.cast_cache import CastCache
+from qsync_torch.kernel_ops import linear_grad_input, linear_grad_weight, linear_output
+from qsync_torch.kernel_selection import DEFAULT_BACKEND
+from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
-
-Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+from qsync_torch.operators.operator_binding import OperatorBinding
+from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
 
 
 @functools.lru_cache(maxsize=1024)
-def linear_binding(variant: Variant, backend: str = DEFAULT_BACKEND, config: str = "") -> Binding:
+def linear_binding(variant: Variant, backend: str = DEFAULT_BACKEND, config: str = "") -> OperatorBinding:
     """The binding of a linear operator."""
-    return Binding(variant, backend, config)
+    return OperatorBinding(variant, backend, config)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -38,26 +39,23 @@ class _QuantizedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         q_x: torch.Tensor,
         x_scale: torch.Tensor,
+        x_transposed: torch.Tensor | None,
         q_w: torch.Tensor,
         w_scale: torch.Tensor,
-        binding: Binding,
+        binding: OperatorBinding,
+        seed: int,
+        offset: int,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
-        saved_w = (q_w, w_scale) if need_x else (None, None)
-        saved_x = (q_x, x_scale) if need_w else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w)
-        ctx.binding, ctx.x_dtype = binding, x.dtype
-        return torch.ops.qsync.linear_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
+        kept_x = q_x if x_transposed is None else x_transposed.t()
+        copies = (*((kept_x, x_scale) if need_w else (None, None)), *((q_w, w_scale) if need_x else (None, None)))
+        keep_for_backward(ctx, x, copies, binding, seed, offset)
+        return linear_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_x, x_scale, q_w, w_scale = ctx.saved_tensors
-        binding = ctx.binding
-        grad = grad.to(binding.gradient)
-        grads = linear_backward(grad, q_x, x_scale, q_w, w_scale, binding, ctx.needs_input_grad[:3])
-        grad_x = None if grads[0] is None else grads[0].to(ctx.x_dtype)
-        return grad_x, grads[1], grads[2], None, None, None, None, None
+        return run_backward(ctx, grad, linear_backward)
 
 
 def linear_product(
@@ -66,42 +64,34 @@ def linear_product(
     weight: torch.Tensor,
     w_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    binding: Binding,
+    binding: OperatorBinding,
 ) -> torch.Tensor:
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
-        return torch.ops.qsync.linear_output(x, x_scale, weight, w_scale, bias, binding.text)
+        return linear_output(x, x_scale, weight, w_scale, bias, binding.text)
     y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     return y.to(binding.output)
 
 
-def linear_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    binding: Binding,
-    needs: tuple[bool, ...] = (True, True, True),
-) -> Grads:
-    """Both backward products alone, from the saved copies and an output gradient already in the gradient format.
-
-    Returns:
-        The gradient of the activation in the variant's format, those of weight and bias in float32; None where not needed.
-    """
-    grad_x = grad_w = None
-    quantized = binding.is_quantized
+def linear_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
+    """Both backward products of a quantized linear operator alone (:data:`~.quantized_operator.BackwardProducts`)."""
+    grad_x = grad_w = grad_b = None
     if needs[0]:
-        assert weight is not None
-        grad_x = torch.ops.qsync.linear_grad_input(grad, weight, w_scale, binding.text) if quantized else grad.matmul(weight)
-    if needs[1]:
-        assert x is not None
-        if quantized:
-            grad_w = torch.ops.qsync.linear_grad_weight(grad, x, x_scale, binding.text)
+        if binding.grad_input_quantized:
+            scale = gradient.grad_input_scale(saved.w_scale)
+            grad_x = linear_grad_input(gradient.quantized, saved.w, scale, binding.text, saved.x_dtype).view(saved.x_shape)
         else:
-            flat = grad.reshape(-1, grad.shape[-1])
-            grad_w = flat.t().mm(x.reshape(-1, x.shape[-1])).to(torch.float32)
-    grad_b = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32) if needs[2] else None
+            grad_x = linear_grad_input(gradient.wide, saved.w, saved.w_scale, binding.text)
+    if needs[1]:
+        if binding.grad_weight_quantized:
+            scale = gradient.grad_weight_scale(saved.x_scale)
+            quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
+            grad_w = linear_grad_weight(quantized, saved.x, scale, binding.text)
+        else:
+            grad_w = linear_grad_weight(gradient.wide, saved.x, saved.x_scale, binding.text)
+    if needs[2]:
+        grad = gradient.bias_gradient()
+        grad_b = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
     return grad_x, grad_w, grad_b
 
 
@@ -109,16 +99,16 @@ def linear_bound(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    binding: Binding,
+    binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
     """A linear call in a binding, with every cast of core's table."""
-    q_x, x_scale = cast_input(x, binding, seeds, cache)
-    q_w, w_scale = cast_weight(weight, binding, seeds)
-    if x_scale is None:
-        return linear_product(q_x, None, q_w, None, bias, binding)
-    return _QuantizedLinear.apply(x, weight, bias, q_x, x_scale, q_w, w_scale, binding)
+    q_x = cast_input(x, binding, seeds, cache)
+    q_w = cast_weight(weight, binding, seeds)
+    if q_x.scale is None:
+        return linear_product(q_x.values, None, q_w.values, None, bias, binding)
+    return _QuantizedLinear.apply(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def linear(

@@ -7,60 +7,67 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import NumericsError
-from qsync_core.precision import Granularity, Rounding
-from qsync_core.profile import CastKey
-from qsync_torch.binding import Binding
-from qsync_torch.cast_cache import CastCache
+from qsync_torch.cast_cache import CastCache, float_key
 from qsync_torch.dtypes import PRECISION
+from qsync_torch.operators.operator_binding import OperatorBinding
+from qsync_torch.quantize_ops import quantize, quantize_transposed
 from qsync_torch.random_bits import stream_key
 
-Cast = tuple[torch.Tensor, torch.Tensor | None]
-"""An operand in the compute format and, for 8-bit formats, its scales."""
+
+class Operand(NamedTuple):
+    """An operand in the compute format; for 8-bit formats with its scales and, where a backward product wants it, a copy (K, M)."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    transposed: torch.Tensor | None = None
 
 
 class Seeds(NamedTuple):
-    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in both."""
+    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all."""
 
     x: int = 0
     w: int = 1
     offset: int = 0
+    grad: int = 2
 
 
 def seeds_of(seed: int, offset: int = 0) -> Seeds:
     """The streams of one seed."""
-    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset)
+    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
 
 
-def cast_input(x: torch.Tensor, binding: Binding, seeds: Seeds, cache: CastCache | None = None) -> Cast:
+def cast_input(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: CastCache | None = None) -> Operand:
     """The activation in the operator's compute format.
 
     Casts between floats are differentiable (their gradient is cast back once for all who share the cast); 8-bit copies are not,
     the operator itself takes the gradient to the activation.
     """
     if x.dtype is binding.compute:
-        return x, None
+        return Operand(x)
     if x.dtype not in PRECISION:
         raise NumericsError(
             f"an operator in {binding.variant.label} takes float32 or a 16-bit float, got {x.dtype}; cast its input first"
         )
+    if not binding.is_quantized:
+        if cache is None or not cache.applies_to(x):
+            return Operand(x.to(binding.compute))
+        return Operand(cache.cast(x, float_key(x.dtype, binding.compute), 0, lambda seed: x.to(binding.compute)))
+    # The copy that a backward product reads; on a CPU products read operands in any layout.
+    transposed = binding.wants_transposed and x.device.type == "cuda" and torch.is_grad_enabled()
     if cache is None or not cache.applies_to(x):
-        return _cast_input(x, binding, seeds.x, seeds.offset)
-    variant = binding.variant
-    if binding.is_quantized:
-        key = CastKey(PRECISION[x.dtype], variant.compute, variant.x_granularity, variant.rounding)
-    else:
-        key = CastKey(PRECISION[x.dtype], variant.compute, Granularity.PER_TENSOR, Rounding.NEAREST)
-    return cache.cast(x, key, seeds.x, lambda seed: _cast_input(x, binding, seed, seeds.offset))
+        return _quantize_input(x, binding, transposed, seeds.x, seeds.offset)
+    key = (binding.x_kind, transposed)
+    return cache.cast(x, key, seeds.x, lambda seed: _quantize_input(x, binding, transposed, seed, seeds.offset))
 
 
-def _cast_input(x: torch.Tensor, binding: Binding, seed: int, offset: int) -> Cast:
-    if binding.is_quantized:
-        return torch.ops.qsync.quantize(x.detach(), binding.x_text, seed, offset)
-    return x.to(binding.compute), None
+def _quantize_input(x: torch.Tensor, binding: OperatorBinding, transposed: bool, seed: int, offset: int) -> Operand:
+    if transposed:
+        return Operand(*quantize_transposed(x.detach(), binding.x_transposed_text, seed, offset))
+    return Operand(*quantize(x.detach(), binding.x_text, seed, offset))
 
 
-def cast_weight(weight: torch.Tensor, binding: Binding, seeds: Seeds) -> Cast:
+def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds) -> Operand:
     """The float32 parameter in the operator's compute format."""
     if binding.is_quantized:
-        return torch.ops.qsync.quantize(weight.detach(), binding.w_text, seeds.w, seeds.offset)
-    return weight.to(binding.compute), None
+        return Operand(*quantize(weight.detach(), binding.w_text, seeds.w, seeds.offset))
+    return Operand(weight.to(binding.compute))

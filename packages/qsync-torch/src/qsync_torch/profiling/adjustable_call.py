@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from qsync_core.dag import Operator
 from qsync_core.semantics import gradient_precision
 from qsync_core.variant import Variant
-from qsync_torch.binding import Binding
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.operators import (
+    Gradient,
+    OperatorBinding,
+    Saved,
+    Seeds,
+    cast_gradient,
+    cast_input,
+    cast_weight,
     conv2d_backward,
     conv2d_binding,
     conv2d_product,
@@ -24,7 +29,6 @@ from qsync_torch.operators import (
 from qsync_torch.operators.conv2d import _QuantizedConv2d
 from qsync_torch.operators.linear import _QuantizedLinear
 from qsync_torch.profiling.replay_call import Armed, Prepared
-from qsync_torch.quantize import quantize
 
 
 def prepare_adjustable(
@@ -57,7 +61,12 @@ def prepare_adjustable(
 
 
 def _prepare_float(
-    operator: Operator, binding: Binding, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_needs_gradient: bool
+    operator: Operator,
+    binding: OperatorBinding,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_needs_gradient: bool,
 ) -> Prepared:
     product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
     dtype = TORCH_DTYPE[binding.variant.compute]
@@ -74,26 +83,38 @@ def _prepare_float(
 
 
 def _prepare_quantized(
-    operator: Operator, binding: Binding, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x_needs_gradient: bool
+    operator: Operator,
+    binding: OperatorBinding,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_needs_gradient: bool,
 ) -> Prepared:
     variant = binding.variant
-    q_x, x_scale = quantize(x, variant.compute, variant.x_granularity, variant.rounding, backend=binding.backend)
-    q_w, w_scale = quantize(weight.detach(), variant.compute, variant.w_granularity, variant.rounding, backend=binding.backend)
-    # Only a place where the gradient goes: neither read nor saved.
-    place = torch.zeros((), device=x.device, dtype=TORCH_DTYPE[variant.grad_input]).expand(x.shape).requires_grad_(x_needs_gradient)
+    q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
+    # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
+    x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
+    place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
-    if operator.kind == "linear":
-        forward = partial(_QuantizedLinear.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding)
-        backward: Callable[[torch.Tensor], Any] = lambda grad: linear_backward(grad, q_x, x_scale, q_w, w_scale, binding, needs)  # noqa: E731
-    else:
-        forward = partial(_QuantizedConv2d.apply, place, weight, bias, q_x, x_scale, q_w, w_scale, binding)
-        backward = lambda grad: conv2d_backward(grad, q_x, x_scale, q_w, w_scale, x.shape, binding, needs)  # noqa: E731
-    armed = Armed(forward, (weight,), backward)
+    is_linear = operator.kind == "linear"
+    function, products = (_QuantizedLinear, linear_backward) if is_linear else (_QuantizedConv2d, conv2d_backward)
+    kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
+    saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
+    forward = partial(function.apply, place, weight, bias, *q_x, q_w.values, q_w.scale, binding, 0, 0)
     trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
-    return Prepared(lambda: armed, (q_x,), trained, TORCH_DTYPE[gradient_precision(variant)])
+    if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
+        armed = Armed(forward, (weight,), lambda grad: products(Gradient(grad, grad), saved, binding, needs))
+        return Prepared(lambda: armed, (kept_x,), trained, TORCH_DTYPE[gradient_precision(variant)])
+    # The casts of the gradient are timed on their own, so the copies are made here.
+    incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
+    if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
+        incoming = incoming.to(memory_format=torch.channels_last)
+    gradient = cast_gradient(incoming, q_w.scale, binding, needs, 0, 0)
+    armed = Armed(forward, (weight,), lambda grad: products(gradient, saved, binding, needs))
+    return Prepared(lambda: armed, (kept_x,), trained)
 
 
-def _binding(operator: Operator, variant: Variant, backend: str) -> Binding:
+def _binding(operator: Operator, variant: Variant, backend: str) -> OperatorBinding:
     if operator.kind == "linear":
         return linear_binding(variant, backend)
 

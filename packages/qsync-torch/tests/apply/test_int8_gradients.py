@@ -1,0 +1,133 @@
+"""int8 gradients: unbiased under stochastic rounding, one quantized copy for both products, and what each product reads."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_core.errors import BackendError
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_torch.operators import Seeds, cast_gradient, conv2d, linear, linear_binding, seeds_of
+
+from .test_linear import saved_tensors
+from .variants import INT8
+
+BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+DRAWS = 400
+
+
+def standard_error(draws, expected):
+    """How many standard errors the mean of the draws is away from what it should be, at most."""
+    draws = torch.stack(draws).double()
+    error = (draws.mean(0) - expected.double()).abs()
+    return (error / (draws.std(0) / DRAWS**0.5 + 1e-9)).max().item()
+
+
+@pytest.mark.parametrize("w_granularity", [Granularity.PER_TENSOR, Granularity.PER_CHANNEL])
+def test_linear_gradients_are_unbiased(device, w_granularity):
+    """Operands and gradient are rounded independently, so the mean over draws is the float product of what they stand for."""
+    variant = attrs.evolve(BOTH, rounding=Rounding.STOCHASTIC, w_granularity=w_granularity)
+    x, weight = (
+        torch.randn(6, 16, device=device),
+        torch.randn(5, 16, device=device) * torch.logspace(-2, 1, 5, device=device)[:, None],
+    )
+    grad = torch.randn(6, 5, device=device)
+    found = []
+    for draw in range(DRAWS):
+        operands = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        linear(*operands, None, variant, seed=1, offset=draw << 32).backward(grad)
+        found.append([operand.grad for operand in operands])
+    assert standard_error([grad_x for grad_x, _ in found], grad @ weight) < 5
+    assert standard_error([grad_w for _, grad_w in found], grad.t() @ x) < 5
+
+
+def test_a_convolutions_input_gradient_is_unbiased(device):
+    variant = attrs.evolve(INT8, grad_input=Precision.INT8, rounding=Rounding.STOCHASTIC)
+    x, weight = torch.randn(1, 4, 5, 5, device=device), torch.randn(3, 4, 3, 3, device=device)
+    grad, found = torch.randn(1, 3, 5, 5, device=device), []
+    for draw in range(DRAWS):
+        operand = x.clone().requires_grad_()
+        conv2d(operand, weight, None, variant, padding=1, seed=1, offset=draw << 32).backward(grad)
+        found.append(operand.grad)
+    assert standard_error(found, torch.nn.grad.conv2d_input(x.shape, weight, grad, padding=1)) < 5
+
+
+def test_floor_is_biased_so_that_the_test_above_can_fail():
+    variant = attrs.evolve(BOTH, rounding=Rounding.FLOOR)
+    x, weight = torch.randn(6, 16).requires_grad_(), torch.randn(5, 16)
+    grad = torch.rand(6, 5)
+    linear(x, weight, None, variant).backward(grad)
+    assert (x.grad - grad @ weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "grad_input, grad_weight", [("int8", "int8"), ("int8", "bfloat16"), ("bfloat16", "int8"), ("float32", "bfloat16")]
+)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, True), (False, False, True)])
+def test_only_copies_that_a_product_reads_are_made(grad_input, grad_weight, needs):
+    variant = attrs.evolve(INT8, grad_input=Precision(grad_input), grad_weight=Precision(grad_weight))
+    wanted = {name for name, need in ((grad_input, needs[0]), (grad_weight, needs[1])) if need}
+    gradient = cast_gradient(torch.randn(4, 5), torch.rand(5) + 0.1, linear_binding(variant), needs, 0, 0)
+    assert (gradient.quantized is not None) == ("int8" in wanted)
+    assert (gradient.channel_scale is not None) == (needs[0] and grad_input == "int8")
+    if "int8" not in (grad_input, grad_weight) or wanted - {"int8"}:
+        assert gradient.wide.dtype is not torch.int8
+
+
+def test_the_gradients_of_a_seed_are_reproducible_and_of_another_are_not():
+    variant = attrs.evolve(BOTH, rounding=Rounding.STOCHASTIC)
+    grad, binding = torch.randn(32, 16), linear_binding(variant)
+
+    def values(seeds):
+        return cast_gradient(grad, None, binding, (True, True, False), seeds.grad, seeds.offset).quantized
+
+    assert torch.equal(values(seeds_of(3, 7)), values(seeds_of(3, 7)))
+    assert not torch.equal(values(seeds_of(3, 7)), values(seeds_of(4, 7)))
+    assert not torch.equal(values(seeds_of(3, 7)), values(seeds_of(3, 8)))
+    streams = seeds_of(3)
+    assert len({streams.x, streams.w, streams.grad}) == 3
+    assert isinstance(streams, Seeds)
+
+
+def test_nothing_more_than_int8_copies_is_kept(device):
+    x, weight = torch.randn(32, 24, device=device, requires_grad=True), torch.randn(16, 24, device=device, requires_grad=True)
+    _, kept = saved_tensors(lambda: linear(x, weight, None, BOTH))
+    sizes = {dtype: sum(t.untyped_storage().nbytes() for t in kept if t.dtype is dtype) for dtype in {t.dtype for t in kept}}
+    assert sizes == {torch.int8: 32 * 24 + 16 * 24, torch.float32: 4 + 16 * 4}
+
+
+def test_a_bias_gets_the_sum_of_the_unrounded_gradient(device):
+    x, weight = torch.randn(8, 6, device=device), torch.randn(3, 6, device=device)
+    bias = torch.zeros(3, device=device, requires_grad=True)
+    grad = torch.randn(8, 3, device=device)
+    linear(x, weight, bias, BOTH).backward(grad)
+    assert torch.allclose(bias.grad, grad.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_of_zeros_stays_zero(device):
+    x, weight = torch.randn(8, 6, device=device, requires_grad=True), torch.randn(3, 6, device=device, requires_grad=True)
+    linear(x, weight, None, attrs.evolve(BOTH, rounding=Rounding.STOCHASTIC)).backward(torch.zeros(8, 3, device=device))
+    assert x.grad.abs().sum().item() == weight.grad.abs().sum().item() == 0
+
+
+def test_rows_with_scales_of_their_own_can_not_be_summed_in_int8():
+    x, weight = torch.randn(8, 6), torch.randn(3, 6, requires_grad=True)
+    y = linear(x, weight, None, attrs.evolve(BOTH, x_granularity=Granularity.PER_ROW))
+    with pytest.raises(BackendError, match="sums over rows, so that the activation can not have a scale per row"):
+        y.sum().backward()
+    x.requires_grad_()
+    y = linear(x, weight.detach(), None, attrs.evolve(BOTH, x_granularity=Granularity.PER_ROW))
+    y.backward(torch.ones(8, 3))
+    assert (x.grad - F.linear(torch.ones(8, 3), weight.t())).abs().max() < 0.1
+
+
+def test_more_rows_than_one_int32_sum_takes(device):
+    from qsync_torch.aten_kernels import build_linear_grad_weight
+    from qsync_torch.aten_reasons import MAX_CONTRACTION
+
+    rows = MAX_CONTRACTION + 5
+    grad = torch.full((rows, 1), 127, dtype=torch.int8, device=device)
+    x = torch.full((rows, 2), 127, dtype=torch.int8, device=device)
+    out = torch.empty(1, 2, device=device)
+    build_linear_grad_weight(BOTH)(grad, x, torch.tensor([1.0], device=device), out)
+    assert out.tolist() == [[float(torch.tensor(127 * 127 * rows, dtype=torch.float64).float())] * 2]
