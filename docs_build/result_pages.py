@@ -14,12 +14,13 @@ from mkdocs.structure.files import File, Files
 from nav_section import extend_section
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-TITLES = {"spine": "The main job, end to end"}
+TITLES = {"spine": "The main job, end to end", "kernels": "Kernels: the figures to reach"}
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}
 INTRODUCTION = """# Results
 
 Measured figures, each with the machine, the versions and the command that measures it again. The files behind these pages are
 `docs/results/*.json`; `tox run -e benchmark` writes those that need no GPU.
+How kernels are measured is on a page of its own: [kernel benchmarks](../kernel-benchmarks.md).
 
 """
 PROVENANCE = ("device", "machine", "versions", "commit", "command")

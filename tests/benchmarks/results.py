@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
 _FIELDS = ("id", "what", "value", "unit", "spread", "target")
-_VERSIONS = ("qsync-core", "qsync-planner", "qsync-torch", "torch", "numpy", "transformers", "triton", "msgpack", "cattrs")
+_VERSIONS = (
+    "qsync-core", "qsync-planner", "qsync-torch", "qsync-kernels-cutlass", "qsync-kernels-triton", "torch", "numpy", "transformers",
+    "triton", "nvidia-cutlass", "torchao", "msgpack", "cattrs",
+)  # fmt: skip
 
 
 def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, directory: Path = RESULTS) -> Path:

@@ -1,0 +1,49 @@
+"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``kernels`` (the kernel suite), or both.
+
+    tox run -e benchmark -- spine
+    tox run -e benchmark -- kernels --set bert-base --compare docs/results/kernels/nvidia-h200.json
+
+What follows ``kernels`` goes to pytest.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SPINE = (
+    "import_core.py",
+    "plan_time.py bert-base=tests/data/h200/bert-base resnet50=tests/data/h200/resnet50",
+    "fuzz_artifacts.py",
+    "profile_time.py --threads 1",
+    "demo_spine.py --runs 3",
+)
+
+
+def commands(arguments: list[str]) -> list[list[str]]:
+    """Command lines of what is asked for.
+
+    Raises:
+        SystemExit: when the first argument names neither part.
+    """
+    spine = [[sys.executable, f"tests/benchmarks/{script}", *rest] for script, *rest in map(shlex.split, SPINE)]
+    kernels = [sys.executable, "-m", "pytest", "tests/benchmarks/kernels"]
+    match arguments:
+        case []:
+            return [*spine, kernels]
+        case ["spine"]:
+            return spine
+        case ["kernels", *rest]:
+            return [[*kernels, *rest]]
+    raise SystemExit(f"benchmarks are 'spine' and 'kernels', got {arguments[0]!r}; only 'kernels' takes arguments, pytest's")
+
+
+if __name__ == "__main__":
+    for command in commands(sys.argv[1:]):
+        print("+", *command[1:], flush=True)
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if status:
+            raise SystemExit(status)
