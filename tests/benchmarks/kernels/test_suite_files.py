@@ -25,8 +25,6 @@ ROW = suite_file.Row(
 SUITE = suite_file.Suite(
     "NVIDIA H200", {"commit": "abc", "versions": {"torch": "2.11"}}, {"copy": 4e12, "int8": 1.4e15}, (ROW,), {}
 )
-    "NVIDIA H200", {"commit": "abc", "versions": {"torch": "2.11"}}, {"copy": 4e12, "int8": 1.4e15}, (ROW,), {}
-)
 
 
 def test_resnet50_has_53_convolutions_and_vgg16_13():
