@@ -1,4 +1,4 @@
-"""Whole int8 operators on a CUDA device: exact against float64, in a captured graph, on another stream, whoever runs the kernels."""
+"""Whole int8 operators on a CUDA device: against float64, and in a captured graph, whoever runs the kernels."""
 
 from __future__ import annotations
 
