@@ -1,39 +1,225 @@
-"""The backend refuses everything, with a reason, and the plugin fits the registry."""
+"""What the backend offers and refuses, as data, on machines with and without a compiler; building is the front-ends' matter."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
+from qsync_core.precision import Granularity, Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
-from qsync_kernels_cutlass import plugin
-from qsync_kernels_cutlass.backend import CutlassBackend
+from qsync_kernels_cutlass import plugin, refusal
+from qsync_kernels_cutlass.backend import CutlassBackend, parse_config
+from qsync_kernels_cutlass.compile import compile_files
+from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
+from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.progress import Silent
+
+BACKEND = CutlassBackend()
+FLOAT16 = Variant.of(Precision.FLOAT16)
 
 
-@pytest.mark.parametrize("op", Op.ALL)
-def test_every_operator_is_refused_with_a_reason_that_names_it(op):
-    request = KernelRequest(op, Variant.of(Precision.INT8), ((8, 8), (8, 8)), device_kind="cuda", compute_capability="9.0")
-    backend = CutlassBackend()
-    (reason,) = backend.unsupported_reasons(request)
-    assert "has no kernels yet" in reason
-    assert op in reason
-    assert list(backend.candidate_configs(request)) == []
-    with pytest.raises(BackendError, match=rf"backend cutlass can not run {op} on \[\(8, 8\), \(8, 8\)\]: .*no kernels yet"):
-        backend.build(request, KernelConfig())
+def variant(**changes):
+    return attrs.evolve(INT8, **changes)
 
 
-def test_it_offers_nothing():
-    assert isinstance(CutlassBackend(), KernelBackend)
-    assert list(CutlassBackend().kernel_specs()) == []
+ACCEPTED = [
+    linear(),
+    linear(capability="7.5"),
+    linear(capability="8.6"),
+    linear(capability="8.9", variant=FLOAT8),
+    linear(variant=variant(x_granularity=Granularity.PER_ROW)),
+    linear(m=0),
+    linear(m=1, k=1, n=1),
+    linear(Op.LINEAR_GRAD_INPUT),
+    linear(Op.LINEAR_GRAD_WEIGHT),
+    linear(Op.LINEAR_GRAD_INPUT, variant=INT8_THROUGHOUT),
+    linear(Op.LINEAR_GRAD_WEIGHT, variant=INT8_THROUGHOUT),
+    linear(Op.LINEAR_GRAD_INPUT, variant=FLOAT16),
+    linear(Op.LINEAR_GRAD_WEIGHT, variant=variant(grad_weight=Precision.FLOAT16), capability="7.0"),
+    conv2d(),
+    conv2d(capability="7.5"),
+    conv2d(x=(8, 3, 224, 224), w=(64, 3, 7, 7), stride="2,2", padding="3,3"),
+    conv2d(x=(8, 64, 56, 56), w=(64, 16, 3, 3), groups="4", dilation="2,1"),
+    conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT),
+    conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), w=(128, 64, 1, 1), padding="0,0", variant=INT8_THROUGHOUT),
+]
+REFUSED = [
+    (KernelRequest(Op.QUANTIZE, INT8, ((8, 8),), {}, "cuda", "9.0"), "it has products only, not quantize"),
+    (conv2d(Op.CONV2D_GRAD_WEIGHT), "no kernel for the gradient of a convolution's weight"),
+    (attrs.evolve(linear(), device_kind="cpu"), "runs on CUDA devices, and this request is for cpu"),
+    (linear(capability=""), "this device has an unknown compute capability"),
+    (linear(capability="6.1"), "compiles for sm_70, sm_75, .*, and this device has compute capability 6.1"),
+    (linear(capability="10.0"), "this device has compute capability 10.0"),
+    (linear(capability="9.x"), "this device has compute capability 9.x"),
+    (linear(capability="7.0"), "int8 tensor cores came with compute capability 7.5, and this device's is 7.0"),
+    (linear(variant=FLOAT8, capability="8.6"), "float8 tensor cores came with compute capability 8.9, and this device's is 8.6"),
+    (linear(Op.LINEAR_GRAD_INPUT, capability="7.5"), "bfloat16 tensor cores came with compute capability 8.0"),
+    (linear(variant=FLOAT16), "computes outputs from int8 and float8; float16 products are cuBLAS's and cuDNN's"),
+    (linear(variant=Variant.of(Precision.FLOAT32)), "multiplies 8- and 16-bit formats, not float32"),
+    (linear(variant=variant(symmetric=False)), "quantizes symmetrically only; zero points are in the reference alone"),
+    (conv2d(variant=FLOAT8), "convolves int8 only, not float8"),
+    (conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56)), "computes a convolution's gradient in int8 only; cuDNN has 16 bit"),
+    (linear(variant=variant(x_granularity=Granularity.PER_CHANNEL)), "scales per input channel do not factor out of a product"),
+    (linear(variant=variant(w_granularity=Granularity.PER_ROW)), "a weight has scales per tensor or per output channel"),
+    (conv2d(variant=variant(x_granularity=Granularity.PER_ROW)), "rows of a convolution's patches overlap"),
+    (
+        linear(Op.LINEAR_GRAD_WEIGHT, variant=attrs.evolve(INT8_THROUGHOUT, x_granularity=Granularity.PER_ROW)),
+        "scales per row lie along the sums of an int8 grad_weight",
+    ),
+    (
+        linear(Op.LINEAR_GRAD_INPUT, variant=attrs.evolve(FLOAT16, grad_input=Precision.INT8)),
+        "a gradient in int8 needs operands saved in int8, and they are saved in float16",
+    ),
+    (linear(k=133_153), "an int32 sum over 133153 products could overflow; the longest exact one is 133144"),
+    (linear(Op.LINEAR_GRAD_WEIGHT, m=200_000, variant=INT8_THROUGHOUT), "an int32 sum over 200000 products"),
+    (linear(Op.LINEAR_GRAD_INPUT, n=200_000, variant=INT8_THROUGHOUT), "an int32 sum over 200000 products"),
+    (conv2d(w=(128, 32, 3, 3), groups="4"), r"operands of shapes \(32, 64, 56, 56\) and \(128, 32, 3, 3\) do not belong together"),
+    (conv2d(w=(64, 1, 3, 3), groups="64"), "a depthwise convolution does not fill tensor cores"),
+    (conv2d(w=(64, 8, 3, 3), groups="8"), "a group of 8 input and 8 output channels does not fill tensor cores"),
+    (conv2d(stride="one"), "are not a convolution's"),
+    (attrs.evolve(conv2d(), contiguous=False), "a convolution's operands are channels-last"),
+    (
+        conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT, stride="2,2"),
+        "a forward convolution at stride 1 only, not at stride 2x2",
+    ),
+    (
+        conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT, padding="3,3"),
+        "padding by 3 is beyond the filter's reach of 2",
+    ),
+    (attrs.evolve(linear(), shapes=((8, 8),)), r"linear.output takes two operands with 2 dimensions, not \[2\]"),
+    (attrs.evolve(linear(), shapes=((8, 8, 8), (8, 8))), r"takes two operands with 2 dimensions, not \[3, 2\]"),
+    (attrs.evolve(linear(), shapes=((8, 8), (8, 9))), r"operands of shapes \(8, 8\) and \(8, 9\) do not belong together"),
+]
 
 
-def test_a_request_gets_its_reason_through_the_registry():
+@pytest.mark.parametrize("request_", ACCEPTED)
+def test_accepted_requests_have_configurations_that_can_be_read_back(stand_in_nvcc, own_cache, request_):
+    stand_in_nvcc("exit 1", archs="sm_70 sm_75 sm_80 sm_86 sm_89 sm_90")
+    assert BACKEND.unsupported_reasons(request_) == []
+    texts = [config.text for config in BACKEND.candidate_configs(request_)]
+    assert len(texts) >= 8
+    assert [parse_config(request_, text).text for text in texts] == texts
+    assert parse_config(request_, "").text == texts[0]
+
+
+@pytest.mark.parametrize(("request_", "reason"), REFUSED)
+def test_refused_requests_are_told_why(request_, reason):
+    with pytest.raises(BackendError, match=rf"backend cutlass can not run {request_.op} as .*{reason}"):
+        BACKEND.build(request_, KernelConfig())
+    assert list(BACKEND.candidate_configs(request_)) == []
+
+
+@given(
+    op=st.sampled_from(Op.ALL),
+    variant=st.builds(
+        Variant,
+        compute=st.sampled_from(Precision),
+        output=st.sampled_from([Precision.FLOAT16, Precision.BFLOAT16, Precision.FLOAT32]),
+        saved=st.sampled_from(Precision),
+        grad_input=st.sampled_from(Precision),
+        grad_weight=st.sampled_from(Precision),
+        x_granularity=st.sampled_from(Granularity),
+        w_granularity=st.sampled_from(Granularity),
+        symmetric=st.booleans(),
+    ),
+    shapes=st.lists(st.lists(st.integers(0, 300), max_size=5).map(tuple), max_size=3).map(tuple),
+    capability=st.sampled_from(["", "6.0", "7.0", "7.5", "8.0", "8.7", "8.9", "9.0", "12.0"]),
+    groups=st.sampled_from(["1", "2", "0", "-1", "x"]),
+)
+def test_any_request_is_answered(op, variant, shapes, capability, groups):
+    request = KernelRequest(op, variant, shapes, {"groups": groups}, "cuda", capability)
+    reasons = refusal.reasons(request)
+    configs = BACKEND.candidate_configs(request)
+    assert bool(configs) or reasons or BACKEND.unsupported_reasons(request)
+    assert all(isinstance(reason, str) and reason for reason in reasons)
+
+
+def test_sm_70_is_refused_where_the_compiler_lacks_it(stand_in_nvcc, own_cache):
+    half = linear(Op.LINEAR_GRAD_INPUT, variant=variant(grad_input=Precision.FLOAT16), capability="7.0")
+    stand_in_nvcc("exit 1", archs="sm_75 sm_80 sm_90")
+    (reason,) = BACKEND.unsupported_reasons(half)
+    assert "nvcc 13.0 does not compile for sm_70, only for sm_75, sm_80, sm_90, sm_90a" in reason
+    assert "holds nothing for sm_70" in reason
+    stand_in_nvcc("exit 1", archs="sm_70 sm_75")
+    assert BACKEND.unsupported_reasons(half) == []
+
+
+def test_without_a_compiler_what_was_compiled_ahead_counts(stand_in_nvcc, own_cache, monkeypatch):
+    from qsync_kernels_cutlass import availability, toolchain
+
+    stand_in_nvcc('cat "$source" > "$out"')
+    compile_files([KernelSource("gemm", "int x;", "sm_75")], progress=Silent())
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    availability._reason.cache_clear()
+    assert BACKEND.unsupported_reasons(linear(capability="7.5")) == []
+    (reason,) = BACKEND.unsupported_reasons(linear(capability="9.0"))
+    assert "needs nvcc" in reason
+    assert "holds nothing for sm_90a" in reason
+
+
+def test_a_cache_that_can_not_be_trusted_is_a_reason(own_cache, monkeypatch):
+    from qsync_kernels_cutlass import availability, toolchain
+
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    availability._reason.cache_clear()
+    own_cache.mkdir()
+    own_cache.chmod(0o777)
+    (reason,) = BACKEND.unsupported_reasons(linear())
+    assert "can be written by others (mode 0777)" in reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "text", "complaint"),
+    [
+        (linear(), "tile=1x1x1", "linear.output on .*not a configuration: 'tile=1x1x1'"),
+        (linear(), "path=tma;tile=256x256x128", "as int8>bfloat16 on .*configuration path=tma;tile=256x256x128: 256 accumulators"),
+        (linear(capability="8.0"), "path=tma;tile=128x256x128", "sm_80 has no TMA"),
+        (conv2d(), "path=tma;tile=128x128x64;scheduler=streamk", "conv2d.output on .*'scheduler=streamk' is not one of"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(stand_in_nvcc, own_cache, request_, text, complaint):
+    stand_in_nvcc("exit 1")
+    with pytest.raises(BackendError, match="backend cutlass.*" + complaint):
+        BACKEND.build(request_, KernelConfig(text))
+
+
+def test_convolutions_that_are_products_take_a_products_configuration():
+    assert isinstance(parse_config(conv2d(), ""), ConvConfig)
+    assert isinstance(parse_config(conv2d(w=(128, 64, 1, 1), padding="0,0"), ""), GemmConfig)
+    assert isinstance(parse_config(conv2d(w=(128, 64, 1, 1), padding="0,0", stride="2,2"), ""), ConvConfig)
+
+
+def test_what_it_offers_is_data():
+    assert isinstance(BACKEND, KernelBackend)
+    offered = {spec.op: spec for spec in BACKEND.kernel_specs()}
+    assert set(offered) == set(refusal.OPS)
+    assert offered[Op.LINEAR_OUTPUT].compute == ("int8", "float8_e4m3fn")
+    assert offered[Op.CONV2D_OUTPUT].layouts == ("channels_last",)
+
+
+def test_a_request_gets_its_reasons_through_the_registry():
     registry = Registry()
     registry.register(plugin, "qsync-kernels-cutlass")
     assert registry.disabled == {}
-    request = KernelRequest(Op.LINEAR_OUTPUT, Variant.of(Precision.INT8), ((8, 8), (8, 8)))
-    with pytest.raises(BackendError, match=r"cutlass: this version of qsync-kernels-cutlass has no kernels yet"):
-        registry.select(request)
+    with pytest.raises(BackendError, match=r"cutlass: it runs on CUDA devices, and this request is for cpu"):
+        registry.select(attrs.evolve(linear(), device_kind="cpu"))
+
+
+def test_answering_imports_neither_torch_nor_ctypes():
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from kernel_requests import linear, conv2d;"
+        "from qsync_kernels_cutlass import plugin; (b,) = plugin.qsync_register_backends();"
+        "[(b.unsupported_reasons(r), b.candidate_configs(r)) for r in (linear(), conv2d())];"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    folder = __file__.rpartition("/")[0]
+    assert subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True).stdout == "[]\n"

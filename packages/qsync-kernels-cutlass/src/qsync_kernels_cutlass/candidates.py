@@ -133,7 +133,7 @@ def _simt_space(problem: Problem) -> Iterator[Config]:
 def _run_time_knobs(config: Config, problem: Problem) -> Iterator[dict[str, object]]:
     """Run-time knobs, the default ones first."""
     rasters = (Raster.HEURISTIC, Raster.ALONG_M, Raster.ALONG_N) if config.path is Path.TMA else (Raster.HEURISTIC,)
-    splits = (1, 2, 4, 8) if isinstance(config, GemmConfig) and config.path is not Path.TMA else (1,)
+    splits = (1, 2, 4) if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K else (1,)
     for parts, swizzle, raster in itertools.product(splits, (1, 2, 4, 8), rasters):
         knobs: dict[str, object] = {"splits": parts, "swizzle": swizzle, "raster": raster}
         if validity.is_valid_at_run_time(attrs.evolve(config, **knobs), problem):
@@ -151,7 +151,7 @@ def predicted_ns(config: Config, problem: Problem, arch: Architecture, sms: int 
         steps = problem.filter_h * problem.filter_w * math.ceil(problem.group_channels / depth)
     else:
         steps = math.ceil(math.ceil(problem.k / depth) / config.splits)
-    peak = arch.tensor_tops * 1e3 * (1.0 if size == 1 else 0.5) / sms  # operations a nanosecond of one multiprocessor
+    peak = arch.tensor_tops * 1e3 * (1.0 if size == 1 else 0.5) / arch.sms  # operations a nanosecond of one multiprocessor
     if config.path is Path.SIMT:
         peak /= 8
     products_ns = steps * 2.0 * rows * columns * depth / (peak * _share_of_peak(config))

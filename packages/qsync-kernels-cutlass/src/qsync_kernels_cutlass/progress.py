@@ -17,7 +17,7 @@ class Progress(Protocol):
         """One of them is there."""
 
     def end(self) -> None:
-        """No more are coming."""
+        """No more are coming, whether all were made or not."""
 
 
 class Silent:
@@ -34,35 +34,38 @@ class Silent:
 
 
 class ProgressLine:
-    """One line on a terminal that counts; two plain lines (start and end) elsewhere."""
+    """One line that counts on a terminal; a line at the start and one at the end elsewhere."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        """Write to a stream; None takes standard error."""
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
         self._lock = threading.Lock()
         self._count = self._done = 0
-        self._archs = ""
+        self._what = ""
 
     def start(self, count: int, archs: list[str]) -> None:
         """Say how many kernels are going to be compiled."""
-        self._count, self._done, self._archs = count, 0, ", ".join(archs)
-        self._show("\n" if not self._terminal else "")
+        self._count, self._done = count, 0
+        self._what = f"CUTLASS {'kernel' if count == 1 else 'kernels'} for {', '.join(archs)}"
+        self._write(self._counted() if self._terminal else f"compiling {count} {self._what} (once, then they are cached)\n")
 
     def finished(self, name: str, seconds: float) -> None:
         """Count one more."""
         with self._lock:
             self._done += 1
             if self._terminal:
-                self._show("")
+                self._write(self._counted())
 
     def end(self) -> None:
         """Say how many were compiled."""
-        self._show("\n")
+        self._write(self._counted() + "\n" if self._terminal else f"compiled {self._done} {self._what}\n")
 
-    def _show(self, ending: str) -> None:
-        start = "\r" if self._terminal else ""
-        kernels = "kernel" if self._count == 1 else "kernels"
-        self._stream.write(f"{start}compiling CUTLASS {kernels} for {self._archs}: {self._done} of {self._count}{ending}")
+    def _counted(self) -> str:
+        return f"\rcompiling {self._what}: {self._done} of {self._count}"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
         self._stream.flush()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qsync_core.backend import KernelRequest, Op
 from qsync_core.precision import Granularity, Precision
+from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, Architecture, architecture_of
 from qsync_kernels_cutlass.problem import Geometry
 
@@ -12,9 +13,6 @@ OPS = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_
 
 MAX_CONTRACTION = (2**31 - 1) // 127**2
 """Longest sum of products of int8 values in -127..127 that int32 holds whatever they are."""
-
-CHANNELS_A_GROUP = 16
-"""Channels of a group come in multiples of this: 16 bytes of int8, what a tensor core convolution reads at a time."""
 
 _RANKS = {"linear": 2, "conv2d": 4}
 _ASKED = {
@@ -140,23 +138,7 @@ def _sums(request: KernelRequest) -> list[str]:
 
 
 def _convolution(request: KernelRequest) -> list[str]:
-    geometry = Geometry.of(request.attributes)
-    found = []
-    if request.op == Op.CONV2D_GRAD_INPUT:
-        if geometry.stride != (1, 1):
-            found.append(
-                "the gradient of the input is a forward convolution at stride 1 only; cuDNN does the others (backend aten)"
-            )
-        reach = [geometry.dilation[axis] * (request.shapes[1][2 + axis] - 1) for axis in range(2)]
-        if any(padding > most for padding, most in zip(geometry.padding, reach, strict=True)):
-            found.append("padding beyond the filter's reach makes the gradient's own padding negative")
-    of_a_group = request.shapes[1][1], request.shapes[1][0] // geometry.groups
-    if geometry.groups > 1 and any(channels % CHANNELS_A_GROUP for channels in of_a_group):
-        kind = "depthwise" if min(of_a_group) == 1 else "grouped"
-        found.append(
-            f"{kind} convolutions with {of_a_group[0]} input and {of_a_group[1]} output channels a group do not fill tensor cores, "
-            f"which take multiples of {CHANNELS_A_GROUP} (backend aten)"
-        )
+    found = [*conv_refusal.group_reasons(request), *conv_refusal.grad_input_reasons(request)]
     if not request.contiguous:
         found.append("a convolution's operands are channels-last")
     return found

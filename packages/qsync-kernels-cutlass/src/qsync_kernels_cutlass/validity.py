@@ -92,12 +92,14 @@ def _run_time_knobs(config: Config, problem: Problem) -> list[str]:
     elif config.splits > 1:
         if isinstance(config, ConvConfig):
             found.append("a convolution is not split along k")
-        elif config.path is Path.TMA and config.scheduler is not Scheduler.STREAM_K:
-            found.append("only the stream-K scheduler splits k on the TMA path")
+        elif config.scheduler is not Scheduler.STREAM_K:
+            found.append("only the stream-K scheduler splits k")
         elif config.tile[2] and config.splits > -(-problem.k // config.tile[2]):
             found.append(f"{config.splits} parts are more than k has tiles")
     if config.path is not Path.TMA and config.raster is not Raster.HEURISTIC:
-        found.append("the 2.x kernels choose the raster themselves")
+        found.append("the raster is a knob of the TMA path")
+    if config.path is Path.SIMT and config.swizzle != 1:
+        found.append("kernels without tensor cores have no swizzle")
     return found
 
 
@@ -174,6 +176,8 @@ def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
 
 
 def _simt(config: Config, arch: Architecture, problem: Problem) -> list[str]:
+    if isinstance(config, ConvConfig):
+        return ["there is no convolution without tensor cores"]
     found = _two_point_x(config)
     if config.instruction != (1, 1, 4 if problem.a_format == "int8" else 1):
         found.append("instructions without tensor cores are 1x1x4 for int8 (dp4a) and 1x1x1 for floats")

@@ -1,0 +1,80 @@
+"""Compiling a job's kernels on a machine that has nvcc and no GPU, for a chip that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from qsync_core.backend import KernelRequest
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import candidates, refusal
+from qsync_kernels_cutlass.architectures import Architecture, architecture
+from qsync_kernels_cutlass.cache import KernelCache
+from qsync_kernels_cutlass.compile import compile_files
+from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.problem import problem_of
+from qsync_kernels_cutlass.progress import Progress
+from qsync_kernels_cutlass.request_sources import request_sources
+
+
+@attrs.frozen
+class CompiledAhead:
+    """What :func:`compile_ahead` did.
+
+    Attributes:
+        kernels: libraries that are in the cache now, those that were there before included.
+        requests: requests that they serve.
+        refused: requests that no kernel takes on that chip, each with the reasons.
+    """
+
+    kernels: int
+    requests: int
+    refused: tuple[tuple[KernelRequest, tuple[str, ...]], ...]
+
+
+def compile_ahead(
+    requests: Iterable[KernelRequest],
+    arch: str,
+    progress: Progress | None = None,
+    *,
+    jobs: int | None = None,
+    cache: KernelCache | None = None,
+    configs_per_request: int = candidates.KERNELS_TO_MEASURE,
+) -> CompiledAhead:
+    """Compile the kernels that tuning the requests on a chip would ask for.
+
+    Neither torch, nor a GPU, nor a driver is needed.  Copy the cache's folder to the machine with the chip; where that machine
+    has no nvcc, its kernels are found by their source alone.
+
+    Args:
+        requests: what will run; device and compute capability are taken from ``arch``, whatever they say.
+        arch: for example ``sm_75``.
+        progress: told of every compilation; None prints a line to standard error.
+        jobs: compilers that run at once; None takes one per CPU.
+        cache: folder of compiled kernels; None takes the user's.
+        configs_per_request: the best-ranked so many of each request; 1 compiles what runs without tuning.
+
+    Raises:
+        BackendError: when the architecture is not known, the compiler does not have it, or a kernel does not compile.
+    """
+    chip = architecture(arch)
+    sources: dict[KernelSource, None] = {}
+    served, refused = 0, []
+    for request in requests:
+        there = attrs.evolve(request, device_kind="cuda", compute_capability=".".join(map(str, chip.capability)))
+        if reasons := refusal.reasons(there):
+            refused.append((there, tuple(reasons)))
+            continue
+        served += 1
+        sources |= dict.fromkeys(_sources(there, chip, configs_per_request))
+    compile_files(list(sources), jobs, progress=progress, cache=cache)
+    return CompiledAhead(len(sources), served, tuple(refused))
+
+
+def _sources(request: KernelRequest, chip: Architecture, count: int) -> list[KernelSource]:
+    ranked = candidates.ranked(problem_of(request), chip)
+    compiled = list(dict.fromkeys(config.compiled for config in ranked))[:count]
+    if not compiled:
+        raise BackendError(f"no configuration fits {request.op} of shapes {list(request.shapes)} on {chip.name}")
+    return [source for config in compiled for source in request_sources(request, config, chip)]

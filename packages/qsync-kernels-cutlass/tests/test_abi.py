@@ -1,0 +1,70 @@
+"""The C interface and its mirror in Python: the same fields in the same order, all 8 bytes wide, and the same statuses."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import abi
+from qsync_kernels_cutlass.compile import TEMPLATES
+from qsync_kernels_cutlass.library import CallContext
+
+HEADER = (TEMPLATES / "abi.h").read_text()
+
+
+def declared_fields():
+    body = re.search(r"struct QsyncArguments \{(.*?)\n\};", HEADER, re.DOTALL)[1]
+    statements = re.sub(r"//[^\n]*", "", body).split(";")
+    for statement in statements:
+        declared = re.fullmatch(r"\s*(int64_t|(?:const )?(?:void|float)\s*\*)\s*([\w\s,]+)", statement)
+        assert declared or not statement.strip(), f"a field of another type: {statement}"
+        if declared:
+            yield from ((name.strip(), "*" in declared[1]) for name in declared[2].split(","))
+
+
+def test_fields_have_the_same_order_and_kind():
+    mirrored = [(name, kind is ctypes.c_void_p) for name, kind in abi.Arguments._fields_]
+    assert list(declared_fields()) == mirrored
+    assert ctypes.sizeof(abi.Arguments) == 8 * len(mirrored)
+
+
+def test_statuses_have_the_same_numbers():
+    declared = {name: int(number) for name, number in re.findall(r"#define QSYNC_(\w+) (\d+)", HEADER) if name != "EXPORT"}
+    rasters = {name: declared.pop(name) for name in list(declared) if name.startswith("RASTER_")}
+    assert declared == {name: getattr(abi, name) for name in declared}
+    assert rasters == {
+        "RASTER_AUTO": abi.RASTER["auto"],
+        "RASTER_ALONG_M": abi.RASTER["m"],
+        "RASTER_ALONG_N": abi.RASTER["n"],
+    }
+
+
+def test_arguments_start_with_what_every_call_needs():
+    arguments = abi.Arguments(m=3, a=0x10)
+    assert arguments.struct_bytes == ctypes.sizeof(abi.Arguments)
+    assert (arguments.m, arguments.a, arguments.b) == (3, 0x10, None)
+    assert (arguments.batch, arguments.groups, arguments.swizzle, arguments.splits) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (abi.MISALIGNED, "not aligned"),
+        (abi.WORKSPACE_TOO_SMALL, "workspace is missing or too small"),
+        (abi.CUDA_ERROR + 700, "CUDA reported error 700"),
+        (77, "unknown status 77"),
+        (-1, "unknown status -1"),
+    ],
+)
+def test_statuses_are_told_in_words(status, meaning):
+    assert meaning in abi.describe_status(status)
+
+
+def test_the_context_of_an_error_names_operator_shapes_formats_and_configuration():
+    context = CallContext("linear.output", ((4, 8), (16, 8)), "int8 x int8 -> bfloat16", "path=tma")
+    assert str(BackendError(f"{context}")) == (
+        "linear.output (int8 x int8 -> bfloat16) of shapes (4, 8), (16, 8) with the configuration path=tma"
+    )

@@ -1,0 +1,223 @@
+"""Compiling, with a shell script in place of nvcc: what reaches the cache, what runs at once, and how failures are told."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import compile as compiling
+from qsync_kernels_cutlass.cache import KernelCache
+from qsync_kernels_cutlass.compile import cache_key, compile_all, compile_files, source_key
+from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.progress import ProgressLine, Silent
+
+COPY = 'cat "$source" > "$out"'
+SOURCE = KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_80")
+
+
+def compilations(tmp_path):
+    log = tmp_path / "compilations"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_kernel_is_compiled_once(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc(COPY)
+    (first,) = compile_files([SOURCE], progress=Silent())
+    (second,) = compile_files([SOURCE], progress=Silent())
+    assert first == second == own_cache / cache_key(SOURCE) / "kernel.so"
+    assert first.read_text() == SOURCE.text
+    assert len(compilations(tmp_path)) == 1
+
+
+def test_sources_named_twice_are_compiled_once_and_come_in_order(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc(COPY)
+    other = KernelSource("conv", "int y;", "sm_80")
+    paths = compile_files([SOURCE, other, SOURCE], 2, progress=Silent())
+    assert [path.read_text() for path in paths] == [SOURCE.text, other.text, SOURCE.text]
+    assert len(compilations(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KernelSource("gemm", '#include "abi.h"\nint y;\n', "sm_80"),
+        KernelSource("gemm2", '#include "abi.h"\nint x;\n', "sm_80"),
+        KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_75"),
+        KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_80", ("FAST",)),
+    ],
+)
+def test_whatever_the_code_depends_on_is_in_the_key(stand_in_nvcc, other):
+    stand_in_nvcc(COPY)
+    assert cache_key(other) != cache_key(SOURCE)
+    assert cache_key(KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_80")) == cache_key(SOURCE)
+
+
+def test_versions_flags_and_templates_are_in_the_key(stand_in_nvcc, tmp_path, monkeypatch):
+    stand_in_nvcc(COPY)
+    before = cache_key(SOURCE)
+    monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-O0"))
+    assert cache_key(SOURCE) != before
+    monkeypatch.undo()
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert cache_key(SOURCE) == before
+    version = tmp_path / "cutlass" / "include" / "cutlass" / "version.h"
+    version.write_text(version.read_text().replace("PATCH 0", "PATCH 1"))
+    assert cache_key(SOURCE) != before
+    assert cache_key(SOURCE).startswith(source_key(SOURCE))
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "abi.h").write_text('#include "inner.h"\n')
+    (tmp_path / "templates" / "inner.h").write_text("1")
+    (tmp_path / "templates" / "other.h").write_text("1")
+    monkeypatch.setattr(compiling, "TEMPLATES", tmp_path / "templates")
+    before = source_key(SOURCE)
+    (tmp_path / "templates" / "other.h").write_text("2")
+    assert source_key(SOURCE) == before
+    (tmp_path / "templates" / "inner.h").write_text("2")
+    assert source_key(SOURCE) != before
+
+
+def test_a_compiler_that_fails_is_quoted_from_its_first_error(stand_in_nvcc, own_cache):
+    stand_in_nvcc("echo a warning; echo 'gemm.cu(3): error: no tile' >&2; exit 2")
+    with pytest.raises(BackendError) as raised:
+        compile_files([SOURCE], progress=Silent())
+    assert str(raised.value) == "nvcc could not compile the kernel gemm for sm_80 (exit status 2): gemm.cu(3): error: no tile"
+    assert [name for name in os.listdir(own_cache) if not name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize("script", ["kill -9 $$", "echo nvcc error: cicc died due to signal 9; exit 9", "exit 137"])
+def test_a_compiler_that_was_killed_is_a_matter_of_memory(stand_in_nvcc, own_cache, script):
+    stand_in_nvcc(f'echo half > "$out"; {script}')
+    with pytest.raises(BackendError, match=r"kernel gemm for sm_80: .* killed.*want of memory; set QSYNC_COMPILE_JOBS"):
+        compile_files([SOURCE], progress=Silent())
+    assert KernelCache().find(cache_key(SOURCE)) is None
+    stand_in_nvcc(COPY)
+    assert compile_files([SOURCE], progress=Silent())[0].read_text() == SOURCE.text
+
+
+def test_a_compiler_that_succeeds_without_output_has_failed(stand_in_nvcc, own_cache):
+    stand_in_nvcc("exit 0")
+    with pytest.raises(BackendError, match=r"exit status 0\): it said nothing"):
+        compile_files([SOURCE], progress=Silent())
+
+
+def test_the_others_are_kept_when_one_fails(stand_in_nvcc, own_cache):
+    stand_in_nvcc(f'grep -q bad "$source" && exit 3; {COPY}')
+    bad = KernelSource("bad", "bad", "sm_80")
+    with pytest.raises(BackendError, match="kernel bad for sm_80"):
+        compile_files([bad, SOURCE], 1, progress=Silent())
+    assert KernelCache().find(cache_key(SOURCE)).read_text() == SOURCE.text
+
+
+def test_an_architecture_that_the_compiler_lacks_is_refused_with_those_it_has(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc(COPY)
+    with pytest.raises(BackendError, match=r"nvcc 13.0 does not compile for sm_70, only for sm_75, sm_80, sm_90, sm_90a"):
+        compile_files([KernelSource("gemm", "int x;", "sm_70")], progress=Silent())
+    assert compilations(tmp_path) == []
+
+
+def test_a_library_that_is_not_one_is_a_backend_error(stand_in_nvcc, own_cache):
+    stand_in_nvcc(COPY)
+    with pytest.raises(BackendError, match=r"kernel\.so can not be loaded"):
+        compile_all([SOURCE], progress=Silent())
+
+
+def test_two_processes_compile_a_kernel_once(stand_in_nvcc, own_cache, tmp_path):
+    # The second process starts when the first one compiles, which then ends after the second one was seen to wait.
+    stand_in_nvcc(f"while [ ! -e '{tmp_path}/go' ]; do :; done; {COPY}")
+    program = (
+        "import sys; from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.progress import Silent;"
+        "from qsync_kernels_cutlass.kernel_source import KernelSource;"
+        "print(compile_files([KernelSource('gemm', sys.argv[1], 'sm_80')], progress=Silent())[0].read_text() == sys.argv[1])"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, SOURCE.text], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    while not compilations(tmp_path):
+        assert all(process.poll() is None for process in processes)
+    (tmp_path / "go").write_text("")
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["True\n", "True\n"]
+    assert len(compilations(tmp_path)) == 1
+
+
+def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc(f"echo $$ > '{tmp_path}/pid'; while :; do :; done")
+    program = (
+        "from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.kernel_source import KernelSource;"
+        "compile_files([KernelSource(n, 'int x;', 'sm_80') for n in ('one', 'two')], 1)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" in said
+    assert len(compilations(tmp_path)) == 1  # the second one never started
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert [name for name in os.listdir(own_cache) if not name.endswith(".lock")] == []
+
+
+def test_without_a_compiler_a_library_from_elsewhere_is_taken(stand_in_nvcc, own_cache, monkeypatch, tmp_path):
+    stand_in_nvcc(COPY)
+    (path,) = compile_files([SOURCE], progress=Silent())
+    monkeypatch.setattr(compiling.toolchain, "find_nvcc", lambda: None)
+    assert compile_files([SOURCE], progress=Silent()) == [path]
+    with pytest.raises(BackendError, match=r"needs nvcc; install .*; the kernel conv was not compiled ahead either"):
+        compile_files([KernelSource("conv", "int y;", "sm_80")], progress=Silent())
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many"])
+def test_the_number_of_jobs_is_a_number(monkeypatch, jobs):
+    monkeypatch.setenv("QSYNC_COMPILE_JOBS", jobs)
+    with pytest.raises(BackendError, match=f"QSYNC_COMPILE_JOBS is the number of compilers that run at once, got '{jobs}'"):
+        compiling.default_jobs()
+
+
+def test_jobs_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("QSYNC_COMPILE_JOBS", "3")
+    assert compiling.default_jobs() == 3
+    monkeypatch.delenv("QSYNC_COMPILE_JOBS")
+    assert compiling.default_jobs() >= 1
+
+
+def test_as_many_compilers_run_at_once_as_asked(stand_in_nvcc, own_cache, tmp_path):
+    # Each waits for the other: with one at a time this would never end.
+    stand_in_nvcc(
+        f"mkdir -p '{tmp_path}/here/'$(basename \"$source\"); while [ $(ls '{tmp_path}/here' | wc -l) -lt 2 ]; do :; done; {COPY}"
+    )
+    sources = [KernelSource(name, name, "sm_80") for name in ("one", "two")]
+    assert [path.read_text() for path in compile_files(sources, 2, progress=Silent())] == ["one", "two"]
+
+
+def test_progress_is_told_once_a_kernel(stand_in_nvcc, own_cache):
+    stand_in_nvcc(COPY)
+    stream = io.StringIO()
+    compile_files([SOURCE, KernelSource("conv", "int y;", "sm_75")], 1, progress=ProgressLine(stream))
+    assert stream.getvalue() == (
+        "compiling 2 CUTLASS kernels for sm_75, sm_80 (once, then they are cached)\ncompiled 2 CUTLASS kernels for sm_75, sm_80\n"
+    )
+
+
+def test_progress_on_a_terminal_is_one_line():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    line = ProgressLine(stream)
+    line.start(2, ["sm_80"])
+    threads = [threading.Thread(target=line.finished, args=(name, 1.0)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    line.end()
+    counted = [f"compiling CUTLASS kernels for sm_80: {done} of 2" for done in (0, 1, 2, 2)]
+    assert stream.getvalue() == "".join(f"\r{text}" for text in counted) + "\n"
