@@ -103,7 +103,13 @@ def test_an_images_stem_is_folded_into_one_launch_of_64_channels():
 
 def test_groups_run_one_after_the_other_on_slices_of_the_channels():
     libraries = check_output(
-        integers(2, 48, 6, 5), integers(96, 16, 3, 3, seed=1), (2, 1), (1, 1), groups=3, w_scale=torch.rand(96), bias=torch.randn(96)
+        integers(2, 48, 6, 5),
+        integers(96, 16, 3, 3, seed=1),
+        (2, 1),
+        (1, 1),
+        groups=3,
+        w_scale=torch.rand(96),
+        bias=torch.randn(96),
     )
     (convolution,) = libraries.values()
     assert [(call.in_c, call.out_c, call.lda, call.ldo) for call in convolution.calls] == [(16, 32, 48, 96)] * 3
@@ -226,7 +232,10 @@ def test_bad_operands_are_told_by_name(change, message):
             request((1, 16, 3, 3), (16, 16, 3, 3), (2, 2), op=Op.CONV2D_GRAD_INPUT),
             "a forward convolution at stride 1 only, not at stride 2x2",
         ),
-        (request((1, 16, 9, 9), (16, 16, 2, 2), padding=(2, 0), op=Op.CONV2D_GRAD_INPUT), "padding by 2 is beyond the filter's reach of 1"),
+        (
+            request((1, 16, 9, 9), (16, 16, 2, 2), padding=(2, 0), op=Op.CONV2D_GRAD_INPUT),
+            "padding by 2 is beyond the filter's reach of 1",
+        ),
     ],
 )
 def test_refused_geometries(asked, message):
@@ -239,7 +248,9 @@ def test_a_products_configuration_is_for_1x1_convolutions():
         built(request((1, 16, 5, 5), (16, 16, 3, 3)), GemmConfig())
 
 
-@pytest.mark.parametrize(("arch", "tag"), [(SM_80, "cutlass::arch::Sm80"), (attrs.evolve(SM_80, name="sm_75"), "cutlass::arch::Sm75")])
+@pytest.mark.parametrize(
+    ("arch", "tag"), [(SM_80, "cutlass::arch::Sm80"), (attrs.evolve(SM_80, name="sm_75"), "cutlass::arch::Sm75")]
+)
 def test_the_2x_path_takes_the_instructions_of_its_chip(arch, tag):
     from qsync_kernels_cutlass.conv_source import conv_source
 

@@ -13,6 +13,7 @@ from qsync_kernels_cutlass.library import CallContext, Library
 from qsync_kernels_cutlass.problem import Geometry
 
 INT32_MAX = 2**31 - 1
+DEVICE_TYPE = "cuda"
 
 
 @attrs.frozen
@@ -93,8 +94,8 @@ class ConvLaunch:
         def refuse(what: str, expected: object, got: object) -> None:
             raise BackendError(f"{self._op}: {what} must be {expected}, got {got}")
 
-        if x.device.type != "cuda":
-            refuse("x", "on a CUDA device", x.device)
+        if x.device.type != DEVICE_TYPE:
+            refuse("x", f"on a {DEVICE_TYPE} device", x.device)
         for name, tensor, formats in (("x", x, "int8"), ("w", w, "int8"), ("out", out, self._out_format)):
             if FORMATS.get(tensor.dtype) != formats:
                 refuse(name, formats, tensor.dtype)
