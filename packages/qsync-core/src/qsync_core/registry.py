@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,25 @@ class _DefaultSelection:
         return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
 
 
+@attrs.frozen
+class Answer:
+    """What a backend says to a request.
+
+    Attributes:
+        backend: its name.
+        reasons: why it can not run the request; empty when it can.
+        config: the tuned configuration; its first candidate where it was never tuned.
+        latency_ns: what tuning measured, None where it was never tuned.
+        exact: the latency is of the request's own shapes; else it is scaled from the nearest ones.
+    """
+
+    backend: str
+    reasons: tuple[str, ...] = ()
+    config: str = ""
+    latency_ns: int | None = None
+    exact: bool = False
+
+
 @attrs.define
 class Registry:
     """Plugins by name.
@@ -42,6 +62,7 @@ class Registry:
     _manager: pluggy.PluginManager = attrs.field(factory=lambda: pluggy.PluginManager("qsync"), init=False)
     _backends: list[KernelBackend] | None = attrs.field(default=None, init=False)
     _distributions: dict[str, str] = attrs.field(factory=dict, init=False)
+    _owners: dict[str, str] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._manager.add_hookspecs(hooks)
@@ -185,8 +206,46 @@ class Registry:
                         )
                     owners[name] = plugin
                     found.append(backend)
+            self._owners = owners
             self._backends = sorted(found, key=lambda backend: backend.name)
         return self._backends
+
+    def answers(
+        self, request: KernelRequest, names: Sequence[str] | None = None, *, store: TuningStore | None = None
+    ) -> list[Answer]:
+        """What every backend says to a request, by name.
+
+        Args:
+            request: what is to run.
+            names: the backends that are asked; None asks all.
+            store: tuning records of this machine; without it a backend's first candidate configuration is taken.
+
+        Raises:
+            BackendError: when one of ``names`` is not installed.
+        """
+        backends = {backend.name: backend for backend in self.backends()}
+        for name in names or ():
+            if name not in backends:
+                raise BackendError(
+                    f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}"
+                    + "".join(f"; plugin {plugin} is disabled: {reason}" for plugin, reason in self.disabled.items())
+                )
+        return [_answer(backend, request, store) for name, backend in backends.items() if names is None or name in names]
+
+    def choose(self, request: KernelRequest, answers: Sequence[Answer]) -> Answer:
+        """The answer that ``qsync_select_backend`` picks among those of backends that can run the request.
+
+        Raises:
+            BackendError: with every backend's reasons, when none can.
+        """
+        able = {answer.backend: answer for answer in answers if not answer.reasons}
+        if not able:
+            raise BackendError(_refusal(request, {answer.backend: list(answer.reasons) for answer in answers}))
+        candidates = tuple(hooks.Candidate(answer.backend, answer.config, answer.latency_ns) for answer in able.values())
+        chosen = self._manager.hook.qsync_select_backend(request=request, candidates=candidates)
+        if chosen not in able:
+            raise BackendError(f"a plugin chose the backend {chosen!r} for {request.op}; it can only be {', '.join(able)}")
+        return able[chosen]
 
     def select(
         self, request: KernelRequest, backend_name: str | None = None, *, store: TuningStore | None = None
@@ -201,33 +260,28 @@ class Registry:
         Raises:
             BackendError: with every backend's reasons, when none (or not the named one) can run it.
         """
-        backends = {backend.name: backend for backend in self.backends()}
-        if backend_name is not None:
-            if backend_name not in backends:
-                raise BackendError(
-                    f"there is no kernel backend {backend_name!r} here; installed are {', '.join(backends) or 'none'}"
-                    + "".join(f"; plugin {name} is disabled: {reason}" for name, reason in self.disabled.items())
-                )
-            backends = {backend_name: backends[backend_name]}
-        reasons = {name: backend.unsupported_reasons(request) for name, backend in backends.items()}
-        candidates: dict[str, tuple[hooks.Candidate, KernelConfig]] = {}
-        for name, backend in backends.items():
-            if reasons[name]:
-                continue
-            configs = backend.candidate_configs(request)
-            record = store.find(name, request) if store is not None else None
-            config = next((c for c in configs if record is not None and c.text == record.config), None)
-            latency_ns = record.latency_ns if record is not None and config is not None else None
-            config = config or configs[0]
-            candidates[name] = (hooks.Candidate(name, config.text, latency_ns), config)
-        if not candidates:
-            raise BackendError(_refusal(request, reasons))
-        chosen = self._manager.hook.qsync_select_backend(
-            request=request, candidates=tuple(candidate for candidate, _ in candidates.values())
-        )
-        if chosen not in candidates:
-            raise BackendError(f"a plugin chose the backend {chosen!r} for {request.op}; it can only be {', '.join(candidates)}")
-        return backends[chosen], candidates[chosen][1]
+        chosen = self.choose(request, self.answers(request, None if backend_name is None else [backend_name], store=store))
+        backend = next(backend for backend in self.backends() if backend.name == chosen.backend)
+        return backend, KernelConfig(chosen.config)
+
+    def backend_versions(self) -> dict[str, str]:
+        """The version of the distribution that each backend comes from, by the backend's name; unknown ones are left out."""
+        self.backends()
+        found = {}
+        for backend, plugin in self._owners.items():
+            with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+                found[backend] = metadata.version(self._distributions.get(plugin, ""))
+        return found
+
+
+def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:
+    if reasons := backend.unsupported_reasons(request):
+        return Answer(backend.name, tuple(reasons))
+    configs = [config.text for config in backend.candidate_configs(request)]
+    match = store.look_up(backend.name, request, configs) if store is not None else None
+    if match is None:
+        return Answer(backend.name, config=configs[0] if configs else "")
+    return Answer(backend.name, (), match.record.config, match.latency_ns, match.exact)
 
 
 def _backend_problem(backend: Any) -> str | None:

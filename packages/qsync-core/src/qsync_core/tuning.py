@@ -1,192 +1,188 @@
-"""Tuning: trying a backend's configurations, and remembering the best per device, operator, variant, shape and software."""
+"""Tuning: trying a backend's configurations, best guesses first, and keeping every measurement.
+
+The search is successive halving (Jamieson and Talwalkar, AISTATS 2016): every candidate is measured briefly, the better ones again
+with more samples, and the best few thoroughly.  It stops early where a configuration is so near to a lower bound that none can win.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import attrs
 
-from qsync_core import checks
-from qsync_core.atomic_file import write_atomically
-from qsync_core.backend import Kernel, KernelBackend, KernelRequest
-from qsync_core.codec import from_plain, to_plain
-from qsync_core.codec_scalars import CodecError
-from qsync_core.errors import ArtifactError, BackendError
-from qsync_core.variant import Variant
+from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.errors import BackendError
+from qsync_core.tuning_record import Measurement, TuningKey, TuningRecord
+from qsync_core.tuning_store import Match, TuningStore, default_store_path, merge_stores
 
-_MAX_FILE_BYTES = 64 << 20
-_FORMAT = 1
+__all__ = [
+    "CompilingBackend",
+    "DeviceLostError",
+    "Effort",
+    "Match",
+    "Measure",
+    "Measurement",
+    "TuningKey",
+    "TuningRecord",
+    "TuningStore",
+    "default_store_path",
+    "merge_stores",
+    "tune",
+]
 
-Measure = Callable[[Kernel, KernelRequest], int]
-"""Runs a kernel on operands of the request's shapes and returns its latency in nanoseconds (qsync-torch has one)."""
-
-
-@attrs.frozen
-class TuningKey:
-    """What a measured latency is valid for; ``software`` maps what matters (torch, cuda, driver, backend) to its version."""
-
-    backend: str
-    device: str
-    op: str
-    variant: Variant
-    shapes: tuple[tuple[int, ...], ...]
-    attributes: Mapping[str, str] = attrs.field(hash=False)
-    compute_capability: str
-    contiguous: bool
-    software: Mapping[str, str] = attrs.field(hash=False)
-
-    @property
-    def text(self) -> str:
-        """A canonical identifier: equal keys have equal text."""
-        return hashlib.sha256(json.dumps(to_plain(self), sort_keys=True).encode()).hexdigest()
+Update = Callable[[int, int, str], None]
+"""``progress(done, total, what)``."""
 
 
-@attrs.frozen
-class TuningRecord:
-    """The best configuration found for a key and its latency in nanoseconds."""
+class Measure(Protocol):
+    """Runs a kernel on operands of the request's shapes (qsync-torch has one)."""
 
-    key: TuningKey
-    config: str
-    latency_ns: int = attrs.field(validator=checks.non_negative_int)
+    def __call__(self, kernel: Kernel, request: KernelRequest, samples: int) -> int:
+        """The median latency of ``samples`` runs in nanoseconds.
 
-
-@attrs.frozen
-class _StoreFile:
-    format: int
-    records: tuple[TuningRecord, ...]
+        Raises:
+            BackendError: when the kernel does not run.
+            DeviceLostError: when nothing runs after it.
+        """
+        ...
 
 
-def default_store_path() -> Path:
-    """``$QSYNC_TUNING``, else ``qsync/tuning.json`` in the user's cache directory (``$XDG_CACHE_HOME``, ``~/.cache``)."""
-    named = os.environ.get("QSYNC_TUNING")
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "qsync" / "tuning.json"
+class DeviceLostError(BackendError):
+    """A kernel left the device unusable for this process; its configuration is recorded as failed, and tuning must start again."""
 
 
-class TuningStore:
-    """Tuning records in a JSON file, as seen from one device with one set of software versions."""
+@runtime_checkable
+class CompilingBackend(Protocol):
+    """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU."""
 
-    def __init__(self, path: Path, device: str, software: Mapping[str, str]) -> None:
-        """Open the store; the file is made when the first record is added.
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Update) -> object:
+        """Compile the candidates of requests that the backend supports, into its cache.
 
         Args:
-            path: the JSON file.
-            device: name of the device that kernels run on.
-            software: versions that a latency depends on.
+            requests: what is going to run.
+            arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
+            progress: told how many kernels are done.
 
         Raises:
-            ArtifactError: when the file is not a tuning store.
+            BackendError: when a compiler is missing, or a kernel does not compile.
         """
-        self.path = path
-        self.device = device
-        self.software = dict(software)
-        self._records = {record.key.text: record for record in self._read()}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def key(self, backend: str, request: KernelRequest) -> TuningKey:
-        """The key of a request on this store's device and software."""
-        return TuningKey(
-            backend=backend,
-            device=self.device,
-            op=request.op,
-            variant=request.variant,
-            shapes=request.shapes,
-            attributes=dict(request.attributes),
-            compute_capability=request.compute_capability,
-            contiguous=request.contiguous,
-            software=self.software,
-        )
-
-    def find(self, backend: str, request: KernelRequest) -> TuningRecord | None:
-        """The record of a request, None where it was never tuned here."""
-        return self._records.get(self.key(backend, request).text)
-
-    def add(self, record: TuningRecord) -> None:
-        """Keep a record, in the file too; what other processes added meanwhile is kept.
-
-        Raises:
-            ArtifactError: when the file can not be written, or is not a tuning store.
-        """
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path):
-                self._records |= {found.key.text: found for found in self._read()}
-                self._records[record.key.text] = record
-                ordered = tuple(self._records[key] for key in sorted(self._records))
-                plain = to_plain(_StoreFile(_FORMAT, ordered))
-                write_atomically(self.path, (json.dumps(plain, ensure_ascii=False, indent=1) + "\n").encode())
-        except OSError as error:
-            raise ArtifactError(f"can not write tuning records to {self.path}: {error.strerror or error}") from None
-
-    def _read(self) -> tuple[TuningRecord, ...]:
-        try:
-            with open(self.path, "rb") as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise ArtifactError(f"can not read tuning records from {self.path}: {error.strerror or error}") from None
-        try:
-            if len(data) > _MAX_FILE_BYTES:
-                raise CodecError(f"more than {_MAX_FILE_BYTES} bytes")
-            stored = from_plain(json.loads(data), _StoreFile)
-            if stored.format != _FORMAT:
-                raise CodecError(f"format {stored.format}, this qsync-core reads {_FORMAT}")
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"{self.path} is not a store of tuning records ({error}); delete it, and tune again") from None
-        return stored.records
+        ...
 
 
-def tune(backend: KernelBackend, request: KernelRequest, measure: Measure, store: TuningStore) -> TuningRecord:
-    """Measure every candidate configuration, and keep the fastest; the earlier one wins a tie.
+@attrs.frozen
+class Effort:
+    """How much to try.
+
+    Attributes:
+        budget: configurations that are tried for a request, from the head of the backend's list.
+        samples: runs per configuration in each round; survivors go on to the next.
+        keep: share of the configurations that survives a round, at least two.
+        near: a latency within this factor of the lower bound ends the search.
+    """
+
+    budget: int = 16
+    samples: tuple[int, ...] = (3, 9, 25)
+    keep: float = 1 / 3
+    near: float = 1.05
+
+
+def tune(
+    backend: KernelBackend,
+    request: KernelRequest,
+    measure: Measure,
+    store: TuningStore,
+    *,
+    effort: Effort = Effort(),
+    lower_bound_ns: int = 0,
+) -> TuningRecord:
+    """Find the fastest configuration; the earlier candidate wins a tie.
+
+    Every measurement goes to the store at once, and what is there already is not measured again: an interrupted search continues,
+    and a finished one with the same or a larger budget returns its record.
 
     Args:
         backend: who builds the kernels.
         request: what is to run.
-        measure: runs a kernel and returns nanoseconds.
-        store: where the record goes.
+        measure: runs a kernel.
+        store: where measurements and the record go.
+        effort: how much to try.
+        lower_bound_ns: no kernel is faster (:func:`qsync_core.roofline.lower_bound_ns`); 0 if unknown.
 
     Raises:
         BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
+        DeviceLostError: when a kernel broke the device for this process.
     """
     what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)}"
-    reasons = backend.unsupported_reasons(request)
-    if reasons:
+    if reasons := backend.unsupported_reasons(request):
         raise BackendError(f"backend {backend.name} can not run {what}: {'; '.join(reasons)}")
-    failures: list[str] = []
-    best: tuple[int, str] | None = None
-    for config in backend.candidate_configs(request):
-        try:
-            latency_ns = measure(backend.build(request, config), request)
-        except BackendError as error:
-            failures.append(f"{config.text or 'default'}: {error}")
-            continue
-        if best is None or latency_ns < best[0]:
-            best = (latency_ns, config.text)
-    if best is None:
-        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {'; '.join(failures) or 'it offers none'}")
-    record = TuningRecord(store.key(backend.name, request), best[1], best[0])
+    candidates = list(backend.candidate_configs(request))[: max(1, effort.budget)]
+    known = store.find(backend.name, request)
+    if known is not None and known.tried >= len(candidates):
+        return known
+    search = _Search(backend, request, measure, store)
+    alive = candidates
+    enough = effort.near * lower_bound_ns
+    # One candidate is compared with other backends only.
+    rounds = effort.samples if len(candidates) > 1 else effort.samples[:2]
+    for position, samples in enumerate(rounds):
+        for config in alive:
+            found = search.result(config, samples)
+            if position == 0 and not found.failure and found.latency_ns <= enough:
+                break
+        alive = search.ranked([config for config in candidates if config in alive])
+        if position + 1 < len(rounds):
+            alive = alive[: max(2, math.ceil(len(alive) * effort.keep))]
+    if not alive:
+        failed = store.measured(backend.name, request)
+        said = "; ".join(f"{config or 'default'}: {found.failure}" for config, found in failed.items() if found.failure)
+        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}")
+    best = alive[0]
+    record = TuningRecord(search.key, best.text, search.result(best, rounds[-1]).latency_ns, len(candidates))
     store.add(record)
     return record
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change the store; where files can not be locked (no fcntl) the last writer wins."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path.with_name(path.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+@attrs.define
+class _Search:
+    """The measurements of one request by one backend; kernels are built once."""
+
+    backend: KernelBackend
+    request: KernelRequest
+    measure: Measure
+    store: TuningStore
+    key: TuningKey = attrs.field(init=False)
+    _found: dict[str, Measurement] = attrs.field(init=False)
+    _kernels: dict[str, Kernel] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.key = self.store.key(self.backend.name, self.request)
+        self._found = self.store.measured(self.backend.name, self.request)
+
+    def result(self, config: KernelConfig, samples: int) -> Measurement:
+        """The measurement of a configuration over at least so many samples, the kept one if there is one."""
+        found = self._found.get(config.text)
+        if found is not None and (found.failure or found.samples >= samples):
+            return found
+        try:
+            if config.text not in self._kernels:
+                self._kernels[config.text] = self.backend.build(self.request, config)
+            found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
+        except BackendError as error:
+            found = Measurement(failure=" ".join(str(error).split())[:1000] or type(error).__name__)
+            self._keep(config, found)
+            if isinstance(error, DeviceLostError):
+                raise
+            return found
+        self._keep(config, found)
+        return found
+
+    def _keep(self, config: KernelConfig, found: Measurement) -> None:
+        self._found[config.text] = found
+        self.store.add_measurement(self.key, config.text, found)
+
+    def ranked(self, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+        """Those that were measured and run, the fastest first; of equal ones the earlier."""
+        ran = [c for c in configs if (found := self._found.get(c.text)) is not None and not found.failure]
+        return sorted(ran, key=lambda c: self._found[c.text].latency_ns)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
+from qsync_core.plan import Assignment, PrecisionPlan
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
@@ -27,8 +27,10 @@ from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.functional_calls import CallSite, CallSites
 from qsync_torch.guarded import in_float32
 from qsync_torch.interception import Interception
+from qsync_torch.kernel_selection import default_backend
 from qsync_torch.lowered_call import LoweredCall, StepCounter
-from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, check_backends, locate, unplanned_modules
+from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, locate, unplanned_modules
+from qsync_torch.planned_kernels import check_backends, prebuild
 
 _MARK = "_qsync_applied"
 _ABSENT: Any = object()
@@ -101,7 +103,7 @@ def _last_per_module(replaced: list[tuple[nn.Module, Any, Any]]) -> list[tuple[n
 
 def apply_(
     model: nn.Module,
-    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant],
+    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant | Assignment],
     *,
     group: str | None = None,
     backend: str | None = None,
@@ -114,9 +116,11 @@ def apply_(
 
     Args:
         model: any module; its parameters stay as they are.
-        plan: a plan, the path of one, or variants by operator.
+        plan: a plan, the path of one, or variants (or whole assignments) by operator.  Operators for which only a variant is given
+            run on the kernels that were tuned fastest on a GPU, on PyTorch's own on a CPU.
         group: which device group of the plan this process belongs to; found by :func:`qsync_torch.group.which_group` if omitted.
-        backend: run every operator on this kernel backend instead of the planned one.
+        backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
+            ``auto`` whatever was tuned fastest here.
         seed: of the stochastic rounding; ranks draw different numbers from the same seed.
 
     Returns:
@@ -126,7 +130,8 @@ def apply_(
         PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
             the ranks hold different plans, or rank 0 is not of a training group.
         CompatibilityError: when the ranks run different versions of QSync.
-        BackendError: when a backend is missing or refuses a variant, with all reasons.
+        BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
+            reasons.
     """
     if _MARK in model.__dict__:
         raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
@@ -144,9 +149,11 @@ def apply_(
         check_ranks_agree(plan)
         group = which_group(plan) if group is None else group
         check_rank0(plan, group)
-    assigned = assignments_of(plan, group, backend)
+    device = _device_of(model)
+    assigned = assignments_of(plan, group, backend, default_backend(device))
     addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
-    check_backends(addressed, _device_of(model))
+    check_backends(addressed, device)
+    prebuild(addressed, device)
     applied = Applied(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
     _install(applied, addressed, _rank_seed(seed))
     if isinstance(plan, PrecisionPlan):

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
-from qsync_core.errors import BackendError
+from qsync_core.backend import Kernel, KernelRequest, Op
+from qsync_core.kernel_choice import QUANTIZE_WEIGHT, KernelChoice, split_chain
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.semantics import gradient_precision
 from qsync_core.variant import Variant
-from qsync_torch.aten_backend import AtenBackend
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, build_kernel, parse_choice
 
-DEFAULT_BACKEND = "aten"
 Attributes = tuple[tuple[str, str], ...]
 
 
@@ -48,7 +47,7 @@ class Binding:
     Attributes:
         variant: precisions, granularity, rounding.
         backend: name of a kernel backend; ``a+b`` means a, and b for what a does not offer (a visible choice, never made silently).
-        config: its configuration as text.
+        config: which operators are pinned to which backend and configuration (:mod:`qsync_core.kernel_choice`); mostly empty.
         attributes: stride, padding, dilation and groups of a convolution as canonical text, sorted by name.
         text: canonical text; :func:`parse_binding` reads it.
         x_text, w_text: canonical texts of the quantizations of activation and weight (8-bit formats).
@@ -62,8 +61,8 @@ class Binding:
         self.variant, self.backend, self.config, self.attributes = variant, backend, config, attributes
         self.text = _text(variant, backend, config, attributes)
         self.is_quantized = variant.compute.needs_scale
-        self.x_text = _quantization_text(variant.compute, variant.x_granularity, variant.rounding, backend)
-        self.w_text = _quantization_text(variant.compute, variant.w_granularity, variant.rounding, backend)
+        self.x_text = quantization_text(variant.compute, variant.x_granularity, variant.rounding, *_x_quantization(backend, config))
+        self.w_text = quantization_text(variant.compute, variant.w_granularity, variant.rounding, *_w_quantization(backend, config))
         self.compute, self.output = TORCH_DTYPE[variant.compute], TORCH_DTYPE[variant.output]
         self.gradient, self.grad_input = TORCH_DTYPE[gradient_precision(variant)], TORCH_DTYPE[variant.grad_input]
         self.geometry = Geometry.of(dict(attributes))
@@ -73,16 +72,34 @@ def _text(variant: Variant, backend: str, config: str, attributes: Attributes) -
     return "|".join((backend, config, str(variant), "&".join(f"{name}={value}" for name, value in attributes)))
 
 
-@functools.lru_cache(maxsize=256)
-def _quantization_text(precision: Precision, granularity: Granularity, rounding: Rounding, backend: str) -> str:
-    """Text of a quantization: a variant in which the granularity of whatever is quantized stands in the activation's place."""
+@functools.lru_cache(maxsize=4096)
+def _x_quantization(backend: str, config: str) -> tuple[str, str]:
+    """Backends and configuration of the activation's quantization in an operator of this chain and choice."""
+    pinned = parse_choice(config).of(Op.QUANTIZE)
+    return (backend, "") if pinned is None else (pinned.backend, str(KernelChoice({Op.QUANTIZE: pinned})))
+
+
+@functools.lru_cache(maxsize=4096)
+def _w_quantization(backend: str, config: str) -> tuple[str, str]:
+    """The same of the weight's.  Never a configuration: weights with equal texts are quantized together, whatever their shapes."""
+    choice = parse_choice(config)
+    pinned = choice.of(QUANTIZE_WEIGHT) or choice.of(Op.QUANTIZE)
+    if pinned is None:
+        return backend, ""
+    spare = DEFAULT_BACKEND if DEFAULT_BACKEND in split_chain(backend) and pinned.backend != DEFAULT_BACKEND else ""
+    return "+".join(filter(None, (pinned.backend, spare))), ""
+
+
+@functools.lru_cache(maxsize=4096)
+def quantization_text(
+    precision: Precision, granularity: Granularity, rounding: Rounding, backend: str = DEFAULT_BACKEND, config: str = ""
+) -> str:
+    """Text of a quantization (:func:`qsync_torch.quantize.quantize`).
+
+    It is that of a binding whose variant has the granularity of whatever is quantized in the activation's place.
+    """
     wide = Precision.FLOAT32
-    return _text(Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding), backend, "", ())
-
-
-def quantization_text(precision: Precision, granularity: Granularity, rounding: Rounding, backend: str = DEFAULT_BACKEND) -> str:
-    """Binding text for :func:`qsync_torch.quantize.quantize`."""
-    return _quantization_text(precision, granularity, rounding, backend)
+    return _text(Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding), backend, config, ())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,31 +108,6 @@ def parse_binding(text: str) -> Binding:
     backend, config, variant, attributes = text.split("|")
     pairs = (tuple(part.split("=", 1)) for part in attributes.split("&") if part)
     return Binding(Variant.parse(variant), backend, config, tuple((name, value) for name, value in pairs))
-
-
-@functools.lru_cache(maxsize=64)
-def find_backends(names: str) -> tuple[KernelBackend, ...]:
-    """The backends of a name such as ``aten`` or ``triton+aten``.
-
-    Raises:
-        BackendError: when one is not installed; the message names those that are.
-    """
-    found = []
-    for name in names.split("+"):
-        if name == AtenBackend.name:
-            found.append(AtenBackend())
-            continue
-        from qsync_core.registry import Registry
-
-        installed = {backend.name: backend for backend in Registry.load().backends()}
-        if name not in installed:
-            known = ", ".join(sorted({*installed, AtenBackend.name}))
-            raise BackendError(
-                f"kernel backend {name!r} is not installed here (found: {known}); install the package that provides it, "
-                "or name another backend"
-            )
-        found.append(installed[name])
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=16)
@@ -131,34 +123,6 @@ def request_for(op: str, binding: Binding, shapes: Sequence[tuple[int, ...]], de
     """The request that a call with these operand shapes puts to a backend."""
     kind, capability = device_facts(device)
     return KernelRequest(op, binding.variant, tuple(shapes), dict(binding.attributes), kind, capability)
-
-
-def reasons_against(request: KernelRequest, names: str) -> list[str]:
-    """Why none of the named backends runs a request, as ``backend: reason``; empty when one does."""
-    refusals = []
-    for backend in find_backends(names):
-        reasons = backend.unsupported_reasons(request)
-        if not reasons:
-            return []
-        refusals.extend(f"{backend.name}: {reason}" for reason in reasons)
-    return refusals
-
-
-def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
-    """Build a kernel with the first of the named backends that supports the request.
-
-    Raises:
-        BackendError: with every backend's reasons.
-    """
-    for backend in find_backends(names):
-        if not backend.unsupported_reasons(request):
-            chosen = KernelConfig(config) if config else backend.candidate_configs(request)[0]
-            return backend.build(request, chosen)
-    shapes = " and ".join(str(list(shape)) for shape in request.shapes)
-    raise BackendError(
-        f"{request.op} as {request.variant.label} on {shapes} can not run on {request.device_kind}: "
-        + "; ".join(reasons_against(request, names))
-    )
 
 
 _KERNELS: dict[tuple[object, ...], Kernel] = {}

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import attrs
-import torch
 from torch import nn
 
-from qsync_core.backend import Op
-from qsync_core.errors import BackendError, PlanError
+from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
+from qsync_core.plan import Assignment, PrecisionPlan
 from qsync_core.variant import Variant
-from qsync_torch.binding import DEFAULT_BACKEND, Binding, reasons_against, request_for
 from qsync_torch.functional_calls import split_functional
+from qsync_torch.kernel_selection import DEFAULT_BACKEND
 
 _NAMED = 3
 """How many FQNs an error names."""
-_NOMINAL_ROWS = 64
-"""Rows of the activation in the requests with which backends are asked before the real shapes are known."""
 
 
 @attrs.frozen
@@ -40,23 +36,37 @@ class Addressed:
     functional: Mapping[str, Mapping[str, tuple[OpId, ...]]]
 
 
-def assignments_of(plan: PrecisionPlan | Mapping[OpId, Variant], group: str | None, backend: str | None) -> dict[OpId, Assigned]:
+def assignments_of(
+    plan: PrecisionPlan | Mapping[OpId, Variant | Assignment],
+    group: str | None,
+    backend: str | None,
+    default: str = DEFAULT_BACKEND,
+) -> dict[OpId, Assigned]:
     """Variant, backend and configuration per operator.
+
+    Args:
+        plan: a plan, or by operator a variant or a whole assignment.
+        group: which group of a plan.
+        backend: instead of every planned backend; configurations go with it.
+        default: backend of operators for which only a variant is given.
 
     Raises:
         PlanError: when the plan has no such group.
     """
+
+    def assigned(entry: Variant | Assignment) -> Assigned:
+        if isinstance(entry, Variant):
+            return Assigned(entry, backend or default)
+        return Assigned(entry.variant, backend or entry.backend or DEFAULT_BACKEND, "" if backend else entry.config)
+
     if not isinstance(plan, PrecisionPlan):
-        return {op_id: Assigned(variant, backend or DEFAULT_BACKEND) for op_id, variant in plan.items()}
+        return {op_id: assigned(entry) for op_id, entry in plan.items()}
     try:
         chosen = plan.group(str(group))
     except KeyError:
         known = ", ".join(entry.group for entry in plan.groups)
         raise PlanError(f"the plan has no group {group!r}; its groups are {known}") from None
-    return {
-        op_id: Assigned(entry.variant, backend or entry.backend or DEFAULT_BACKEND, "" if backend else entry.config)
-        for op_id, entry in chosen.assignments.items()
-    }
+    return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
 
 
 def is_own_forward(module: nn.Module) -> bool:
@@ -122,30 +132,3 @@ def unplanned_modules(model: nn.Module, addressed: Addressed, plan: PrecisionPla
     for name, module in model.named_modules():
         if is_own_forward(module) and id(module) not in planned and name not in unaddressed:
             yield name, module
-
-
-def check_backends(addressed: Addressed, device: torch.device) -> None:
-    """Ask the backends about every planned module before anything is changed.
-
-    Raises:
-        BackendError: with every reason.
-    """
-    asked: set[tuple[object, ...]] = set()
-    for op_id, module in addressed.modules:
-        entry = addressed.entries[op_id]
-        shape = tuple(module.weight.shape)
-        linear = isinstance(module, nn.Linear)
-        if (entry, shape) in asked:
-            continue
-        asked.add((entry, shape))
-        attributes: tuple[tuple[str, str], ...] = ()
-        x_shape: tuple[int, ...] = (_NOMINAL_ROWS, shape[-1])
-        if isinstance(module, nn.Conv2d):
-            attributes = (("groups", str(module.groups)),)
-            x_shape = (1, shape[1] * module.groups, _NOMINAL_ROWS, _NOMINAL_ROWS)
-        binding = Binding(entry.variant, entry.backend, entry.config, attributes)
-        op = Op.LINEAR_OUTPUT if linear else Op.CONV2D_OUTPUT
-        if reasons := reasons_against(request_for(op, binding, (x_shape, shape), device), entry.backend):
-            raise BackendError(f"operator {op_id} can not run as {entry.variant.label}: " + "; ".join(reasons))
-    for names in {entry.backend for entry in addressed.entries.values()}:
-        reasons_against(request_for(Op.LINEAR_OUTPUT, Binding(Variant.parse("float32")), (), device), names)

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """``qsync trace``, ``profile``, ``observe`` and ``demo``."""
+    """``qsync trace``, ``profile``, ``observe``, ``tune`` and ``demo``."""
     from qsync_torch.cli_demo import demo
     from qsync_torch.cli_observe import observe
     from qsync_torch.cli_profile import profile
     from qsync_torch.cli_trace import trace
+    from qsync_torch.cli_tune import tune
 
-    for command in (trace, profile, observe, demo):
+    for command in (trace, profile, observe, tune, demo):
         cli.add_command(command)
 
 

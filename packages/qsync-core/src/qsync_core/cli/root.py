@@ -65,7 +65,7 @@ class QSyncGroup(click.Group):
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),
-    **dict.fromkeys(("trace", "profile", "observe", "demo"), "qsync-torch"),
+    **dict.fromkeys(("trace", "profile", "observe", "tune", "demo"), "qsync-torch"),
 }
 
 

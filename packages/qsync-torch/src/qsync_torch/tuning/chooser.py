@@ -1,0 +1,128 @@
+"""Which kernels an operator runs with: a chain of backends as a person named it, or whoever measured fastest for each product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from qsync_core.backend import KernelRequest, Op
+from qsync_core.errors import BackendError
+from qsync_core.kernel_choice import AUTO_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
+from qsync_core.operator_requests import CallShapes, operator_requests, quantization_variant
+from qsync_core.profile import CastKey
+from qsync_core.registry import Answer
+from qsync_core.tuning import TuningStore
+from qsync_core.variant import Variant
+from qsync_torch.binding import device_facts
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, FLOAT_BACKEND, default_backend, find_backends, installed
+
+
+@attrs.frozen
+class Chosen:
+    """What an :class:`~qsync_core.plan.Assignment` stores: backends joined by ``+``, and the text of a choice."""
+
+    backend: str = DEFAULT_BACKEND
+    config: str = ""
+
+
+class KernelChooser:
+    """Answers for one device.
+
+    Attributes:
+        device: where the kernels run.
+        backend: ``auto``, or backends joined by ``+``: of those the first that takes a request.
+        untuned: requests that were answered without a measurement, by operator.
+    """
+
+    def __init__(self, device: torch.device, backend: str | None = None, store: TuningStore | None = None) -> None:
+        """Make a chooser.
+
+        Args:
+            device: where.
+            backend: None takes :func:`default_backend`.
+            store: tuning records; without one every backend's first candidate is taken.
+
+        Raises:
+            BackendError: when a named backend is not installed.
+        """
+        self.device = device
+        self.backend = default_backend(device) if backend is None else backend
+        find_backends(self.backend)
+        self._store = store
+        self.untuned: set[KernelRequest] = set()
+
+    @property
+    def _is_trivial(self) -> bool:
+        """ATen alone: it has one configuration, so there is nothing to choose."""
+        return self.backend == DEFAULT_BACKEND
+
+    def for_operator(self, call: CallShapes, variant: Variant, name: str = "") -> Chosen:
+        """Backends and configurations of one operator in a variant, forward and backward.
+
+        Args:
+            call: its shapes.
+            variant: how it runs.
+            name: of the operator, for errors.
+
+        Raises:
+            BackendError: when no backend that may be asked runs one of its kernels, with every reason.
+        """
+        if not variant.compute.needs_scale:
+            if self.backend != AUTO_BACKEND and FLOAT_BACKEND not in split_chain(self.backend):
+                raise BackendError(
+                    f"{name or call.kind} can not run as {variant.label} on backend {self.backend}: operators in float formats run "
+                    f"on PyTorch's own kernels; add them as 'qsync … --backend {self.backend}+{FLOAT_BACKEND}'"
+                )
+            return Chosen(FLOAT_BACKEND)
+        if self._is_trivial:
+            return Chosen()
+        kind, capability = device_facts(self.device)
+        ops: dict[str, OpChoice] = {}
+        for asked in operator_requests(call, variant, kind, capability):
+            answer = self.answer(asked.request)
+            # Weights are quantized together, whatever their shapes, so that one's configuration is of no use.
+            ops[asked.role] = OpChoice(answer.backend, "" if asked.role == QUANTIZE_WEIGHT else answer.config)
+        return _chosen(ops)
+
+    def for_cast(self, key: CastKey, shape: Sequence[int]) -> Chosen:
+        """Who quantizes a tensor of this shape.
+
+        Raises:
+            BackendError: as :meth:`for_operator`.
+        """
+        if self._is_trivial or not key.target.needs_scale:
+            return Chosen()
+        kind, capability = device_facts(self.device)
+        variant = quantization_variant(key.target, key.granularity, key.rounding)
+        answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), {}, kind, capability))
+        return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
+
+    def answer(self, request: KernelRequest) -> Answer:
+        """Who runs one request, with which configuration.
+
+        Raises:
+            BackendError: when nobody does, with every reason.
+        """
+        registry = installed()
+        names = None if self.backend == AUTO_BACKEND else split_chain(self.backend)
+        answers = registry.answers(request, names, store=self._store)
+        if names is not None:
+            # A chain: the first that takes the request, however fast the others are.
+            by_name = {answer.backend: answer for answer in answers}
+            able = [by_name[name] for name in names if not by_name[name].reasons]
+            answers = able[:1] or answers
+        answer = registry.choose(request, answers)
+        if answer.latency_ns is None:
+            self.untuned.add(request)
+        return answer
+
+
+def _chosen(ops: dict[str, OpChoice]) -> Chosen:
+    used = {choice.backend for choice in ops.values()}
+    # One order for all operators, ATen last, because it takes almost everything.
+    chain = "+".join(sorted(used, key=lambda name: (name == DEFAULT_BACKEND, name)))
+    if used == {DEFAULT_BACKEND} and not any(choice.config for choice in ops.values()):
+        return Chosen()
+    return Chosen(chain, str(KernelChoice(ops)))

@@ -1,0 +1,202 @@
+"""Tuning exactly the kernels that a traced job needs: each distinct one once, for every backend that takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+import torch
+
+from qsync_core.backend import KernelBackend, KernelRequest
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import BackendError, QSyncError
+from qsync_core.kernel_choice import QUANTIZE_WEIGHT
+from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.roofline import lower_bound_ns
+from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
+from qsync_core.tuning_record import formats_of
+from qsync_core.variant import Variant
+from qsync_torch.tuning.operands import rotating_sets
+from qsync_torch.tuning.peaks import device_peaks
+from qsync_torch.tuning.timer import KernelTimer
+
+Update = Callable[[int, int, str], None]
+"""``progress(done, total, what)``."""
+
+
+DEFAULT_EFFORT = Effort()
+
+
+@attrs.frozen
+class TunedRequest:
+    """One kernel of a job: who can run it how fast, and why others can not."""
+
+    asked: OperatorRequest
+    records: tuple[TuningRecord, ...]
+    refusals: dict[str, tuple[str, ...]] = attrs.field(hash=False)
+
+    @property
+    def best(self) -> TuningRecord | None:
+        """The fastest."""
+        return min(self.records, key=lambda record: (record.latency_ns, record.key.backend), default=None)
+
+
+@attrs.frozen
+class JobTuning:
+    """What tuning a job gave: one entry a distinct kernel, how many searches were there already, and the seconds it took."""
+
+    requests: tuple[TunedRequest, ...]
+    reused: int
+    seconds: float
+
+
+def distinct_requests(
+    dag: PrecisionDag, ladder: Sequence[Variant], device_kind: str, compute_capability: str
+) -> list[OperatorRequest]:
+    """Every kernel that the graph's adjustable operators need in the 8-bit rungs of a ladder, each once.
+
+    Float rungs run PyTorch's own kernels, of which there is nothing to tune.
+    """
+    found: dict[tuple[object, ...], OperatorRequest] = {}
+    calls = {(operator.cost_key, operator.no_grad_inputs): CallShapes.of(operator) for operator in dag.adjustable}
+    for variant in ladder:
+        if variant.compute.needs_scale:
+            for call in calls.values():
+                for asked in operator_requests(call, variant, device_kind, compute_capability):
+                    request = asked.request
+                    attributes = tuple(sorted(request.attributes.items()))
+                    found.setdefault((request.op, formats_of(request), request.shapes, attributes), asked)
+    return list(found.values())
+
+
+def tune_requests(
+    requests: Sequence[OperatorRequest],
+    backends: Sequence[KernelBackend],
+    store: TuningStore,
+    device: torch.device,
+    *,
+    effort: Effort = DEFAULT_EFFORT,
+    progress: Update = lambda done, total, what: None,
+) -> JobTuning:
+    """Tune requests on a device with every backend that takes them.
+
+    Args:
+        requests: what is to run.
+        backends: who is asked.
+        store: where records go; finished searches in it are not repeated, interrupted ones continue.
+        device: where.
+        effort: how much to try.
+        progress: told before each search.
+
+    Raises:
+        DeviceLostError: when a kernel broke the device for this process; run again to continue.
+    """
+    start = time.monotonic()
+    compile_requests(requests, backends, _arch(requests), progress, required=False)
+    peaks = device_peaks(device)
+    total = len(requests) * len(backends)
+    reused = 0
+    tuned = []
+    for number, asked in enumerate(requests):
+        records: list[TuningRecord] = []
+        refusals: dict[str, tuple[str, ...]] = {}
+        timer: KernelTimer | None = None
+        for position, backend in enumerate(backends):
+            progress(number * len(backends) + position, total, f"{describe(asked)} {backend.name}")
+            if reasons := backend.unsupported_reasons(asked.request):
+                refusals[backend.name] = tuple(reasons)
+                continue
+            known = store.find(backend.name, asked.request)
+            try:
+                if timer is None and not _is_done(known, backend, asked.request, effort):
+                    timer = KernelTimer(rotating_sets(asked, device), device)
+                measure = timer or _never
+                bound = lower_bound_ns(asked, peaks)
+                record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound)
+            except DeviceLostError:
+                raise
+            except (BackendError, torch.OutOfMemoryError) as error:
+                refusals[backend.name] = (" ".join(str(error).split()),)
+                continue
+            reused += record is known
+            records.append(record)
+        tuned.append(TunedRequest(asked, tuple(records), refusals))
+    progress(total, total, "")
+    return JobTuning(tuple(tuned), reused, time.monotonic() - start)
+
+
+def _is_done(known: TuningRecord | None, backend: KernelBackend, request: KernelRequest, effort: Effort) -> bool:
+    return known is not None and known.tried >= min(effort.budget, len(backend.candidate_configs(request)))
+
+
+def _never(kernel: object, request: KernelRequest, samples: int) -> int:
+    raise AssertionError("a finished search measures nothing")
+
+
+def compile_requests(
+    requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: Update, *, required: bool = True
+) -> dict[str, int]:
+    """Let every backend that can compile ahead do so for the requests it takes.
+
+    Args:
+        requests: what is going to run.
+        backends: who is asked.
+        arch: the chip (``sm_90a``); empty where there is none to compile for.
+        progress: told how many kernels of a backend are done.
+        required: raise where a backend can not compile; else leave it to the search, which records the reason.
+
+    Returns:
+        How many requests each backend compiled kernels for.
+
+    Raises:
+        BackendError: see ``required``.
+    """
+    done: dict[str, int] = {}
+    asked = [entry.request for entry in requests]
+    for backend in backends:
+        if not arch or not isinstance(backend, CompilingBackend):
+            continue
+        taken = [request for request in asked if not backend.unsupported_reasons(request)]
+        if not taken:
+            continue
+        try:
+            backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
+        except BackendError:
+            if required:
+                raise
+        done[backend.name] = len(taken)
+    return done
+
+
+ARCH_SUFFIX = {"9.0": "a", "10.0": "a"}
+"""Chips whose newest instructions are available under an architecture-specific name only."""
+
+
+def arch_of(compute_capability: str) -> str:
+    """The name by which compilers know a chip: ``sm_75`` for 7.5, ``sm_90a`` for 9.0; empty for a CPU."""
+    suffix = ARCH_SUFFIX.get(compute_capability, "")
+    return f"sm_{compute_capability.replace('.', '')}{suffix}" if compute_capability else ""
+
+
+def capability_of(arch: str) -> str:
+    """The compute capability of an architecture's name: ``7.5`` for ``sm_75``.
+
+    Raises:
+        QSyncError: when the name is not of that form.
+    """
+    digits = arch.removeprefix("sm_").rstrip("a")
+    if not arch.startswith("sm_") or not digits.isdecimal() or len(digits) < 2:
+        raise QSyncError(f"--arch names a chip as compilers do, for example sm_75 or sm_90a, got {arch!r}")
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def _arch(requests: Sequence[OperatorRequest]) -> str:
+    return arch_of(requests[0].request.compute_capability) if requests else ""
+
+
+def describe(asked: OperatorRequest) -> str:
+    """A request in a few words: ``linear.output int8 512×768 768×768``."""
+    shapes = " ".join("×".join(map(str, shape)) for shape in asked.request.shapes)
+    op = "quantize weight" if asked.role == QUANTIZE_WEIGHT else asked.role
+    return f"{op} {asked.request.variant.label} {shapes}"

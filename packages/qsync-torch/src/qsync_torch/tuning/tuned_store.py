@@ -1,0 +1,48 @@
+"""The tuning store of this machine: its device, the versions that latencies depend on, and the backends' own."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from qsync_core.backend import KernelRequest
+from qsync_core.tuning import TuningStore, default_store_path
+from qsync_torch.kernel_selection import installed
+from qsync_torch.profiling.software import device_type
+
+
+def tuning_software(device: torch.device) -> dict[str, str]:
+    """Versions that decide which configuration is fastest; whatever else a profile records does not."""
+    if device.type == "cpu":
+        return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
+    return {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
+
+
+def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
+    """The records for a device of this machine.
+
+    Args:
+        device: which.
+        path: the file; by default :func:`qsync_core.tuning.default_store_path`.
+
+    Raises:
+        ArtifactError: when the file is not a tuning store.
+    """
+    return TuningStore(
+        path or default_store_path(), device_type(device).name, tuning_software(device), installed().backend_versions()
+    )
+
+
+def store_of_request(request: KernelRequest) -> TuningStore:
+    """The default store for the current device of a request's kind, read again when the file has changed."""
+    path = default_store_path()
+    changed = path.stat().st_mtime_ns if path.exists() else 0
+    index = torch.cuda.current_device() if request.device_kind == "cuda" else None
+    return _open(path, request.device_kind, index, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _open(path: Path, kind: str, index: int | None, changed: int) -> TuningStore:
+    return open_store(torch.device(kind, index) if index is not None else torch.device(kind), path)
