@@ -52,9 +52,9 @@ class Interpreter:
         out[:] = w[:, ::-1, ::-1].transpose(3, 1, 2, 0)
 
     def _convolve(self, q: abi.Arguments, out_type: type) -> None:
-        assert q.in_c % 16 == 0 and q.lda % 16 == 0 and q.stride_a % 16 == 0 and q.stride_b % 16 == 0
+        assert [value % 16 for value in (q.in_c, q.lda, q.stride_a, q.stride_b)] == [0, 0, 0, 0]
         assert q.out_c % (16 // np.dtype(out_type).itemsize) == 0
-        assert (q.a % 16, q.b % 16, q.out % 16) == (0, 0, 0)
+        assert [value % 16 for value in (q.a, q.b, q.out)] == [0, 0, 0]
         shape = (q.images, q.in_h, q.in_w, q.in_c)
         strides = (q.stride_b, q.stride_a, q.lda, 1)
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
