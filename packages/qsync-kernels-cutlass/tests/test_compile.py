@@ -131,7 +131,7 @@ def test_a_library_that_is_not_one_is_a_backend_error(stand_in_nvcc, own_cache):
 
 def test_two_processes_compile_a_kernel_once(stand_in_nvcc, own_cache, tmp_path):
     # The second process starts when the first one compiles, which then ends after the second one was seen to wait.
-    stand_in_nvcc(f"while [ ! -e '{tmp_path}/go' ]; do :; done; {COPY}")
+    stand_in_nvcc(f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.02; done; {COPY}")
     program = (
         "import sys; from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.progress import Silent;"
         "from qsync_kernels_cutlass.kernel_source import KernelSource;"
@@ -148,7 +148,7 @@ def test_two_processes_compile_a_kernel_once(stand_in_nvcc, own_cache, tmp_path)
 
 
 def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_nvcc, own_cache, tmp_path):
-    stand_in_nvcc(f"echo $$ > '{tmp_path}/pid'; while :; do :; done")
+    stand_in_nvcc(f"echo $$ > '{tmp_path}/pid'; exec sleep 100")
     program = (
         "from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.kernel_source import KernelSource;"
         "compile_files([KernelSource(n, 'int x;', 'sm_80') for n in ('one', 'two')], 1)"
@@ -191,7 +191,7 @@ def test_jobs_come_from_the_environment(monkeypatch):
 def test_as_many_compilers_run_at_once_as_asked(stand_in_nvcc, own_cache, tmp_path):
     # Each waits for the other: with one at a time this would never end.
     stand_in_nvcc(
-        f"mkdir -p '{tmp_path}/here/'$(basename \"$source\"); while [ $(ls '{tmp_path}/here' | wc -l) -lt 2 ]; do :; done; {COPY}"
+        f"mkdir -p '{tmp_path}/here/'$(basename \"$source\"); while [ $(ls '{tmp_path}/here' | wc -l) -lt 2 ]; do sleep 0.02; done; {COPY}"
     )
     sources = [KernelSource(name, name, "sm_80") for name in ("one", "two")]
     assert [path.read_text() for path in compile_files(sources, 2, progress=Silent())] == ["one", "two"]
