@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +29,14 @@ COMMAND = "python tests/benchmarks/gpu_kernels.py --out OUT"
 
 def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    step = partial(rows_steps.step_rows, bench, backend=options.backend, compiled=not options.eager_only, profile=options.profile)
+    step = partial(
+        rows_steps.step_rows,
+        bench,
+        backend=options.backend,
+        compiled=not options.eager_only,
+        profile=options.profile,
+        tune=options.backend in (None, "auto"),
+    )
     return {
         "K1": partial(rows_products.product_rows, bench),
         "K2": partial(rows_products.small_product_rows, bench),
@@ -39,14 +47,15 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         "K8": partial(step, "K8"),
         "K9": partial(rows_steps.ablation_rows, bench, options.backend, ""),
         "K10": partial(rows_tuning.exhaustive_rows, bench),
+        "K10b": partial(rows_tuning.duration_rows, bench),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for profiles")
-    parser.add_argument("--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10")
-    parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default what apply_ takes by itself")
+    parser.add_argument("--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b")
+    parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default the fastest, tuned first")
     parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")
     parser.add_argument("--eager-only", action="store_true", help="leave K7c and K8c out")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
@@ -72,9 +81,32 @@ def main() -> None:
             print(f"{name}: not measured", file=sys.stderr)
             traceback.print_exc()
             missed.append(name)
+            rest = wanted[wanted.index(name) + 1 :]
+            if rest and not _device_lives():
+                print(
+                    f"the device does not answer in this process any more; going on in a new one with {', '.join(rest)}", flush=True
+                )
+                os.execv(sys.executable, [sys.executable, *_without_only(sys.argv), "--only", ",".join(rest)])
         release()
     faulthandler.cancel_dump_traceback_later()
     bench.say("done" + (f"; not measured: {', '.join(missed)}" if missed else ""))
+
+
+def _device_lives() -> bool:
+    try:
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda").add_(1).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _without_only(arguments: list[str]) -> list[str]:
+    kept = list(arguments)
+    if "--only" in kept:
+        place = kept.index("--only")
+        del kept[place : place + 2]
+    return [entry for entry in kept if not entry.startswith("--only=")]
 
 
 if __name__ == "__main__":

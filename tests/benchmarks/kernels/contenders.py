@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.registry import Registry
+from qsync_core.tuning import CompilingBackend
 
 from .problems import Operands, Problem
 from .timing import Thunk, race, rotation_count, tensor_bytes
@@ -95,13 +98,23 @@ def calls_of(
 
 
 def compile_ahead(backends: Backends, requests: Sequence[KernelRequest], most: int = _CONFIGS) -> None:
-    """Let backends that compile do so for all requests at once, on all cores, before one after the other is built."""
-    for name, backend in backends.by_name.items():
-        ahead = getattr(backend, "compile_ahead", None)
-        accepted = [request for request in requests if not backends.reasons(name, request)]
-        if ahead is None or not accepted:
-            continue
-        try:
-            ahead(accepted, most)
-        except Exception as error:  # whoever builds will meet it again, and name the operator
-            print(f"{name}: compiling ahead failed: {type(error).__name__}: {error}", file=sys.stderr)
+    """Build what requests are going to need side by side, because a backend may have to compile it first.
+
+    What can not be built is left to whoever builds it again and needs it.
+    """
+    todo = [
+        (backend, request, config)
+        for name, backend in backends.by_name.items()
+        if isinstance(backend, CompilingBackend)
+        for request in requests
+        if not backends.reasons(name, request)
+        for config in backend.candidate_configs(request)[:most]
+    ]
+
+    def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> None:
+        backend, request, config = item
+        with contextlib.suppress(Exception):
+            backend.build(request, config)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build, todo))

@@ -1,7 +1,8 @@
-"""Row K10: the tuned choice against the best of an exhaustive search."""
+"""Rows K10 and K10b: the tuned choice against the best of an exhaustive search, and how long tuning a model takes."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import time
@@ -10,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
+from qsync_core.precision import Precision
 from qsync_core.tuning import TuningStore, tune
+from qsync_core.variant import Variant
 
 from .bench import Bench, Row, ratio
 from .contenders import calls_of, rotating_operands
+from .job_kernels import tune_job
 from .problems import INT8, Operands, Problem
 from .rows_products import LARGE, SMALL
 from .shapes import LinearShape
 from .timing import race
 
 SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
-_ROUNDS = 5
 _SHOWN = 5
 
 
@@ -49,10 +52,33 @@ def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float
     yield bench.row("K10", what, max(ratios), "ratio", "≤ 1.03", "; ".join(details))
 
 
+def duration_rows(bench: Bench) -> Iterator[Row]:
+    """K10b: minutes to tune ResNet50's kernels from an empty record, with compiled kernels at hand."""
+    bf16 = Precision.BFLOAT16
+    ladder = (Variant.of(Precision.INT8, sixteen_bit=bf16), Variant.of(Precision.INT8, sixteen_bit=bf16, output=bf16))
+    job, batch = ("resnet18:image=32,width=8,classes=10", 2) if bench.quick else ("resnet50:image=224,channels_last=true", 128)
+    with tempfile.TemporaryDirectory() as folder:
+        compiling = tune_job(bench, job, batch, ladder, budget=16, path=Path(folder) / "first.jsonl")
+        found = tune_job(bench, job, batch, ladder, budget=16, path=Path(folder) / "second.jsonl")
+    searches = sum(len(entry.records) for entry in found.requests)
+    what = f"tuning ResNet50, batch {batch}, int8 with float32 and bfloat16 output, compiled kernels at hand"
+    spread = (
+        f"{len(found.requests)} kernels, {searches} searches; {compiling.seconds / 60:.1f} min with what had to be compiled before"
+    )
+    yield bench.row("K10b", what, found.seconds / 60, "min", "≤ 3", spread)
+
+
 def every_config(backend: KernelBackend, request: KernelRequest) -> Sequence[KernelConfig]:
     """Every valid configuration where the backend lists them, else its candidates."""
-    listed = getattr(backend, "all_configs", None)
-    return listed(request) if listed is not None else backend.candidate_configs(request)
+    if backend.name == "cutlass":
+        from qsync_kernels_cutlass.architectures import architecture_of
+        from qsync_kernels_cutlass.candidates import all_valid
+        from qsync_kernels_cutlass.problem import problem_of
+
+        arch = architecture_of(request.compute_capability)
+        if arch is not None:
+            return [KernelConfig(config.text) for config in all_valid(problem_of(request), arch)]
+    return backend.candidate_configs(request)
 
 
 def _search(bench: Bench, backend: KernelBackend, problem: Problem, budget_s: float) -> tuple[float, int, str] | None:
@@ -85,14 +111,13 @@ def _search(bench: Bench, backend: KernelBackend, problem: Problem, budget_s: fl
 def _tuned(bench: Bench, backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands]) -> str:
     """What core's tuning chooses from the backend's candidates."""
 
-    def measure(kernel: Kernel, _: KernelRequest) -> int:
+    def measure(kernel: Kernel, _: KernelRequest, samples: int) -> int:
         thunks: tuple[Any, ...] = tuple(_bound(kernel, arguments) for arguments in operands)
         calls = bench.timer.warm_up(thunks)
-        samples = sorted(bench.timer.sample_ns(thunks, calls) for _ in range(_ROUNDS))
-        return round(samples[_ROUNDS // 2])
+        return round(statistics.median(bench.timer.sample_ns(thunks, calls) for _ in range(samples)))
 
     with tempfile.TemporaryDirectory() as folder:
-        return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.json", "benchmark", {})).config
+        return tune(backend, request, measure, TuningStore(Path(folder) / "tuning.jsonl", "benchmark", {})).config
 
 
 def _bound(kernel: Kernel, arguments: Operands) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from qsync_core.op_id import OpId
+from qsync_core.plan import Assignment
 from qsync_core.variant import Variant
-from qsync_torch import apply as apply_module
 from qsync_torch.apply import apply_
 from qsync_torch.job import Batch, Job, load_job
-from qsync_torch.plan_fit import Assigned, is_own_forward
+from qsync_torch.plan_fit import is_own_forward
 
 _LEARNING_RATE = 1e-5
 """So small that random data do not drive the weights to infinity, whose kernels might take another time."""
@@ -73,42 +73,33 @@ class WholeModel:
 
 def apply_everywhere(model: torch.nn.Module, setting: Setting) -> None:
     """Every linear operator and convolution of the model in the setting's variant."""
-    assert setting.variant is not None
     variant = setting.variant
-    variants = {OpId(name): variant_for(module, variant) for name, module in model.named_modules() if is_own_forward(module)}
-    with _configured(setting.config):
-        apply_(model, variants, backend=setting.backend)
+    assert variant is not None
+    found = {OpId(name): variant_for(module, variant) for name, module in model.named_modules() if is_own_forward(module)}
+    if not variant.compute.needs_scale:
+        apply_(model, found)
+    elif setting.config:
+        apply_(model, {op_id: Assignment(each, setting.backend or "auto", setting.config, "") for op_id, each in found.items()})
+    else:
+        apply_(model, found, backend=setting.backend)
 
 
 def variant_for(module: torch.nn.Module, variant: Variant) -> Variant:
-    """The variant with 16-bit gradients where no backend offers 8-bit ones: weights of convolutions, inputs of strided or grouped
-    ones."""
+    """The variant as the module can have it (see :func:`offered`)."""
     if not isinstance(module, torch.nn.Conv2d):
         return variant
+    return offered(variant, strided=tuple(module.stride) != (1, 1) or module.groups != 1)
+
+
+def offered(variant: Variant, *, strided: bool) -> Variant:
+    """A convolution's variant with 16-bit gradients where no backend offers 8-bit ones: of weights, and of a strided or grouped
+    one's input."""
     sixteen = variant.output
     if variant.grad_weight.needs_scale:
         variant = attrs.evolve(variant, grad_weight=sixteen)
-    if variant.grad_input.needs_scale and (tuple(module.stride) != (1, 1) or module.groups != 1):
+    if variant.grad_input.needs_scale and strided:
         variant = attrs.evolve(variant, grad_input=sixteen)
     return variant
-
-
-@contextlib.contextmanager
-def _configured(config: str) -> Iterator[None]:
-    """``apply_`` of plain variants takes no configuration; a whole plan, which has one, needs a profile first."""
-    if not config:
-        yield
-        return
-    original = apply_module.assignments_of
-
-    def with_config(plan: Any, group: str | None, backend: str | None) -> dict[OpId, Assigned]:
-        return {op_id: attrs.evolve(entry, config=config) for op_id, entry in original(plan, group, backend).items()}
-
-    apply_module.assignments_of = with_config
-    try:
-        yield
-    finally:
-        apply_module.assignments_of = original
 
 
 @attrs.frozen
