@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 @click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take ladder and share from this file's group.")
 @click.option("--group", default=None, help="Which group of the cluster file.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step.  [the job's]")
-@click.option("--backend", default="aten", show_default=True, help="Kernel backend; a+b takes b for what a does not offer.")
+@click.option(
+    "--backend",
+    default=None,
+    help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
+)
+@click.option("--tuning", type=click.Path(path_type=Path), default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
 def profile(
@@ -46,7 +51,8 @@ def profile(
     cluster_path: Path | None,
     group: str | None,
     batch_size: int | None,
-    backend: str,
+    backend: str | None,
+    tuning: Path | None,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -94,6 +100,7 @@ def profile(
             memory_cap_bytes=cap,
             ladder=ladder,
             backend=backend,
+            tuning=tuning,
             resume=partial,
             progress=update,
         )

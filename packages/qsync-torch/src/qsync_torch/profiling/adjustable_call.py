@@ -32,7 +32,7 @@ from qsync_torch.profiling.replay_call import Armed, Prepared
 
 
 def prepare_adjustable(
-    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, backend: str
+    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, backend: str, config: str = ""
 ) -> Prepared:
     """Random operands for an adjustable operator in a variant.
 
@@ -44,9 +44,9 @@ def prepare_adjustable(
         variant: how it runs.
         layouts: the model's parameters by FQN, for their memory layouts.
         device: where.
-        backend: whose kernels.
+        backend, config: whose kernels (:mod:`qsync_core.kernel_choice`).
     """
-    binding = _binding(operator, variant, backend)
+    binding = _binding(operator, variant, backend, config)
     x = torch.randn(operator.input_shapes[0], device=device)
     if operator.attributes.get("memory_format") == "channels_last":
         x = x.to(memory_format=torch.channels_last)
@@ -114,12 +114,12 @@ def _prepare_quantized(
     return Prepared(lambda: armed, (kept_x,), trained)
 
 
-def _binding(operator: Operator, variant: Variant, backend: str) -> OperatorBinding:
+def _binding(operator: Operator, variant: Variant, backend: str, config: str) -> OperatorBinding:
     if operator.kind == "linear":
-        return linear_binding(variant, backend)
+        return linear_binding(variant, backend, config)
 
     def pair(name: str) -> list[int]:
         return [int(part) for part in operator.attributes[name].split(",")]
 
     groups = int(operator.attributes["groups"])
-    return conv2d_binding(variant, pair("stride"), pair("padding"), pair("dilation"), groups, backend)
+    return conv2d_binding(variant, pair("stride"), pair("padding"), pair("dilation"), groups, backend, config)

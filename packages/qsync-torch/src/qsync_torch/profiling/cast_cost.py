@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -11,10 +12,12 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.precision import Granularity, Precision
 from qsync_core.profile import CastKey, CastModel
 from qsync_core.semantics import CastSite
+from qsync_torch.binding import quantization_text
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.profiling.linear_fit import fit_line
 from qsync_torch.profiling.stopwatch import Stopwatch
 from qsync_torch.profiling.timing import Effort, repeat
+from qsync_torch.tuning.chooser import Chosen, KernelChooser
 
 SIZES = 8
 """Sizes measured per kind of cast."""
@@ -57,14 +60,14 @@ def _spread(by_numel: dict[int, tuple[int, ...]], count: int) -> list[tuple[int,
 
 
 def measure_cast(
-    key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Stopwatch, effort: Effort, backend: str = "aten"
+    key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Stopwatch, effort: Effort, chooser: KernelChooser
 ) -> CastModel:
-    """Time one kind of cast at the given shapes, 8-bit ones with a backend's kernel, and fit its cost model."""
-    cast = make_cast(key, backend)
+    """Time one kind of cast at the given shapes, 8-bit ones with the kernels that are chosen for each, and fit its cost model."""
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
+        cast = make_cast(key, chooser.for_cast(key, shape))
         operands = _operands(key.source, shape, stopwatch.device)
-        thunks = [lambda x=x: cast(x) for x in operands]
+        thunks = [partial(cast, x) for x in operands]
 
         def sample(thunks: Sequence[Callable[[], object]] = thunks) -> tuple[int, int]:
             while True:
@@ -85,12 +88,13 @@ def measure_cast(
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
 
 
-def make_cast(key: CastKey, backend: str = "aten") -> Callable[[torch.Tensor], object]:
+def make_cast(key: CastKey, chosen: Chosen) -> Callable[[torch.Tensor], object]:
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
-        from qsync_torch.quantize import quantize
+        from qsync_torch.quantize_ops import quantize
 
-        return lambda x: quantize(x, key.target, key.granularity, key.rounding, seed=1, offset=0, backend=backend)
+        text = quantization_text(key.target, key.granularity, key.rounding, chosen.backend, chosen.config)
+        return lambda x: quantize(x, text, 1, 0)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)
 

@@ -15,12 +15,14 @@ import torch
 from qsync_core.artifact import digest
 from qsync_core.dag import OpClass, Operator, PrecisionDag
 from qsync_core.op_id import OpId
+from qsync_core.operator_requests import CallShapes
 from qsync_core.precision import Precision
 from qsync_core.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
 from qsync_core.semantics import CastSite
 from qsync_core.variant import Variant
 from qsync_torch.aten_call import AtenCall
 from qsync_torch.job import Job
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.profiling.adjustable_call import prepare_adjustable
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
 from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
@@ -33,6 +35,8 @@ from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
 from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.same_model import check_same_model
+from qsync_torch.tuning.chooser import Chosen, KernelChooser
+from qsync_torch.tuning.tuned_store import open_store
 
 T = TypeVar("T")
 
@@ -71,7 +75,8 @@ def profile(
     share: float = 1.0,
     memory_cap_bytes: int = 0,
     ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), BASE),
-    backend: str = "aten",
+    backend: str | None = None,
+    tuning: Path | None = None,
     resume: Path | None = None,
     progress: Update = silent,
     operator_effort: Effort = OPERATOR_EFFORT,
@@ -90,7 +95,9 @@ def profile(
         share: share of the device that the job gets; recorded, and part of what a plan matches.
         memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
         ladder: variants a plan may use; float32 is always measured as well.
-        backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer.
+        backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
+            tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
+        tuning: file of tuning records; :func:`qsync_core.tuning.default_store_path` by default.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         progress: told how far it is.
         operator_effort, cast_effort, step_effort: how long to repeat.
@@ -100,14 +107,16 @@ def profile(
     """
     target = parse_device(str(device))
     check_same_model(job, dag)
+    chooser = chooser_of(target, backend, tuning)
     variants = tuple(dict.fromkeys((*ladder, BASE)))
     type_ = device_type(target, share, memory_cap_bytes)
     software = software_versions(target)
     dag_digest = digest(dag)
-    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, backend))
+    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, chooser.backend))
     stopwatch = make_stopwatch(target)
 
     items = distinct_items(dag, variants)
+    kernels = {item: _chosen(chooser, item) for item in items}
     layouts = dict(job.model.named_parameters())
     cast_sites = possible_casts(variants)
     total = len(items) + len(cast_sites) + len(variants) + 1
@@ -123,7 +132,9 @@ def profile(
         index: dict[OpId, dict[Variant, int]] = {}
         for item in items:
             advance(f"{item.operator.kind} {item.variant.label}")
-            cost = _measured(store, item.name, OpCost, partial(_measure, item, layouts, stopwatch, backend, operator_effort))
+            chosen = kernels[item]
+            name = item.name if chosen == Chosen() else f"{item.name} {chosen.backend} {chosen.config}"
+            cost = _measured(store, name, OpCost, partial(_measure, item, layouts, stopwatch, chosen, operator_effort))
             if cost is None:
                 continue
             for op_id in item.holders:
@@ -132,7 +143,7 @@ def profile(
         casts = []
         for key, sites in cast_sites.items():
             advance(f"cast {key.source}→{key.target}")
-            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort, backend))
+            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort, chooser))
         runner = StepRunner.start(job, target)
         steps = []
         for variant in sorted(variants, key=lambda v: v != BASE):
@@ -141,7 +152,9 @@ def profile(
                 store,
                 f"step {variant}",
                 partial(StepMeasurement, variant=variant),
-                partial(measure_step, runner, variant, dag, stopwatch, step_effort, steps[0] if steps else None),
+                partial(
+                    measure_step, runner, variant, dag, stopwatch, step_effort, steps[0] if steps else None, _of(variant, kernels)
+                ),
             )
             assert found is not None
             steps.append(found)
@@ -195,11 +208,30 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
     return items
 
 
-def _measure(item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, backend: str, effort: Effort) -> OpCost | None:
+def chooser_of(device: torch.device, backend: str | None, tuning: Path | None) -> KernelChooser:
+    """Who chooses kernels: with the records of this machine, unless PyTorch's own are all that is asked for."""
+    backend = default_backend(device) if backend is None else backend
+    return KernelChooser(device, backend, None if backend == DEFAULT_BACKEND else open_store(device, tuning))
+
+
+def _chosen(chooser: KernelChooser, item: Item) -> Chosen:
+    operator = item.operator
+    if not operator.is_adjustable:
+        return Chosen()
+    return chooser.for_operator(CallShapes.of(operator), item.variant, f"operator {operator.op_id}")
+
+
+def _of(variant: Variant, kernels: Mapping[Item, Chosen]) -> dict[OpId, Chosen]:
+    return {op_id: chosen for item, chosen in kernels.items() if item.variant == variant for op_id in item.holders}
+
+
+def _measure(
+    item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, chosen: Chosen, effort: Effort
+) -> OpCost | None:
     operator, device = item.operator, stopwatch.device
     if operator.is_adjustable:
-        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, backend)
-        return measure_operator(prepare, stopwatch, effort, backend=backend)
+        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, chosen.backend, chosen.config)
+        return measure_operator(prepare, stopwatch, effort, backend=chosen.backend, config=chosen.config)
     prepare = partial(prepare_call, operator, device, item.variant.compute)
     try:
         return measure_operator(prepare, stopwatch, effort)
@@ -217,11 +249,11 @@ def _measure_cast(
     sites: frozenset[CastSite],
     stopwatch: Stopwatch,
     effort: Effort,
-    backend: str,
+    chooser: KernelChooser,
 ) -> CastModel:
     name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}"
     shapes = cast_shapes(dag, sites, key.granularity)
-    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort, backend))
+    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort, chooser))
     assert found is not None
     return found
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import Assignment
 from qsync_core.precision import Precision
 from qsync_core.profile import StepMeasurement
 from qsync_core.variant import Variant
@@ -19,6 +21,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
 from qsync_torch.profiling.stopwatch import Stopwatch
 from qsync_torch.profiling.timing import Effort, relative_spread, repeat
+from qsync_torch.tuning.chooser import Chosen
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
@@ -78,17 +81,20 @@ def measure_step(
     stopwatch: Stopwatch,
     effort: Effort,
     base: StepMeasurement | None = None,
+    chosen: Mapping[OpId, Chosen] | None = None,
 ) -> StepMeasurement:
     """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found.
 
-    ``base`` is an earlier measurement of the same model.  Where its step is long, the optimizer's time, which no variant
-    changes, is taken from it instead of being measured again.
+    ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the same
+    model.  Where its step is long, the optimizer's time, which no variant changes, is taken from it instead of being measured again.
     """
     applied = None
     if variant != Variant.plain(Precision.FLOAT32):
         from qsync_torch.apply import apply_
 
-        applied = apply_(runner.model, {operator.op_id: variant for operator in dag.adjustable})
+        kernels = {operator.op_id: (chosen or {}).get(operator.op_id, Chosen()) for operator in dag.adjustable}
+        entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
+        applied = apply_(runner.model, entries)
     try:
         return _measure(runner, variant, stopwatch, effort, base)
     finally:
