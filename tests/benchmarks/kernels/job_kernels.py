@@ -18,6 +18,7 @@ from qsync_torch.tuning.job_tuning import Effort, JobTuning, tune_requests
 from qsync_torch.tuning.tuned_store import open_store
 
 from .bench import Bench
+from .contenders import compile_ahead
 from .whole_model import offered
 
 
@@ -34,6 +35,14 @@ def job_requests(dag: PrecisionDag, variants: Iterable[Variant], device: torch.d
                 key = (request.op, formats_of(request), request.shapes, tuple(sorted(request.attributes.items())))
                 found.setdefault(key, asked)
     return list(found.values())
+
+
+def build_job(bench: Bench, job_text: str, batch_size: int, variants: Iterable[Variant]) -> None:
+    """Compile each backend's first candidate for them, side by side, so that no training step waits for a compiler."""
+    requests = [asked.request for asked in job_requests(trace(load_job(job_text, batch_size)), variants, bench.device)]
+    bench.say(f"{job_text}: {len(requests)} distinct kernels to build")
+    compile_ahead(bench.backends, requests, most=1)
+    bench.say(f"{job_text}: built")
 
 
 def tune_job(

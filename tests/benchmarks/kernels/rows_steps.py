@@ -13,7 +13,7 @@ from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 
 from .bench import Bench, Row
-from .job_kernels import tune_job
+from .job_kernels import build_job, tune_job
 from .step_profile import write_profile
 from .whole_model import Setting, StepTimes, WholeModel, release, time_in_turns
 
@@ -59,8 +59,9 @@ def int8_settings(backend: str | None, *, has_linear: bool) -> list[Setting]:
 def step_rows(bench: Bench, id_: str, *, backend: str | None, compiled: bool, profile: bool, tune: bool) -> Iterator[Row]:
     """K7 or K8 and, compiled, K7c or K8c."""
     (job,) = (entry for entry in JOBS if entry.id == id_)
-    if tune and not bench.quick:
-        tune_job(bench, job.text, job.batch, (setting.variant for setting in int8_settings(backend, has_linear=id_ == "K8")))
+    if not bench.quick:
+        prepare = tune_job if tune else build_job
+        prepare(bench, job.text, job.batch, [setting.variant for setting in int8_settings(backend, has_linear=id_ == "K8")])
     settings = [FLOAT16, AMP, *int8_settings(backend, has_linear=id_ == "K8")]
     times = _measure(bench, job, settings, compiled=False)
     yield from _rows(bench, job, times, compiled=False)
