@@ -85,8 +85,8 @@ def measure_step(
 ) -> StepMeasurement:
     """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found.
 
-    ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the same
-    model.  Where its step is long, the optimizer's time, which no variant changes, is taken from it instead of being measured again.
+    ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the
+    same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
     applied = None
     if variant != Variant.plain(Precision.FLOAT32):
