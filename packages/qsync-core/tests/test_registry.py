@@ -181,7 +181,7 @@ def test_the_lowest_tuned_latency_decides_and_brings_its_configuration(tmp_path:
     untuned = FakeBackend("0")
     store = TuningStore(tmp_path / "tuning.json", "T4", {"torch": "2"})
     for backend in (slow, fast):
-        tune(backend, LINEAR_INT8, lambda kernel, request: kernel(), store)
+        tune(backend, LINEAR_INT8, lambda kernel, request, samples: kernel(), store)
     found = registry(one=offering(slow, fast, untuned))
     backend, config = found.select(LINEAR_INT8, store=store)
     assert (backend.name, config.text) == ("b", "y")

@@ -1,7 +1,8 @@
-"""Tuning: the fastest configuration is kept, per device, request and software, and other processes' records survive."""
+"""The search: the fastest configuration wins, few are measured thoroughly, nothing is measured twice."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import attrs
@@ -10,70 +11,141 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.backend import Kernel, KernelRequest
+from qsync_core.backend import Kernel, KernelConfig, KernelRequest
 from qsync_core.errors import ArtifactError, BackendError
-from qsync_core.tuning import TuningStore, default_store_path, tune
+from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, Measurement, TuningKey, TuningRecord, TuningStore, tune
+from qsync_core.tuning_store import _Contents
 
 
-def measure(kernel: Kernel, request: KernelRequest) -> int:
+def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:
     latency_ns: int = kernel()
     return latency_ns
 
 
+class MemoryStore(TuningStore):
+    """A store without a file."""
+
+    def __init__(self) -> None:
+        self.path, self.device, self.software, self.backend_versions = Path("unused"), "T4", {}, {}
+        self._contents = _Contents()
+
+    def _append(self, line: str) -> None:
+        pass
+
+
+@attrs.define
+class Watch:
+    """Measures, and counts the samples of each configuration by its latency."""
+
+    samples: Counter[int] = attrs.field(factory=Counter)
+    stop_after: int = 1_000_000
+
+    def __call__(self, kernel: Kernel, request: KernelRequest, samples: int) -> int:
+        if not self.stop_after:
+            raise KeyboardInterrupt
+        self.stop_after -= 1
+        latency_ns: int = kernel()
+        self.samples[latency_ns] += samples
+        return latency_ns
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> TuningStore:
-    return TuningStore(tmp_path / "deep" / "tuning.json", "T4", {"torch": "2.13"})
+    return TuningStore(tmp_path / "deep" / "tuning.jsonl", "T4", {"torch": "2.13"})
+
+
+def reopened(store: TuningStore) -> TuningStore:
+    return TuningStore(store.path, store.device, store.software)
 
 
 def test_the_fastest_configuration_that_runs_is_kept(store: TuningStore) -> None:
     backend = FakeBackend(latencies_ns={"a": 30, "b": None, "c": 10, "d": 10})
     record = tune(backend, LINEAR_INT8, measure, store)
-    assert (record.config, record.latency_ns) == ("c", 10)
+    assert (record.config, record.latency_ns, record.tried) == ("c", 10, 4)
     assert store.find("fake", LINEAR_INT8) == record
-    assert TuningStore(store.path, "T4", {"torch": "2.13"}).find("fake", LINEAR_INT8) == record
+    assert reopened(store).find("fake", LINEAR_INT8) == record
+    assert reopened(store).measured("fake", LINEAR_INT8)["b"].failure == "configuration b needs more shared memory than there is"
 
 
-def test_a_record_is_valid_for_its_key_only(store: TuningStore) -> None:
-    tune(FakeBackend(), LINEAR_INT8, measure, store)
-    assert TuningStore(store.path, "A100", {"torch": "2.13"}).find("fake", LINEAR_INT8) is None
-    assert TuningStore(store.path, "T4", {"torch": "2.14"}).find("fake", LINEAR_INT8) is None
-    assert store.find("other", LINEAR_INT8) is None
-    for changes in (
-        {"shapes": ((1, 64), (32, 64))},
-        {"attributes": {"groups": "2"}},
-        {"contiguous": False},
-        {"op": "linear.grad_input"},
-    ):
-        assert store.find("fake", attrs.evolve(LINEAR_INT8, **changes)) is None
-    assert len(store) == 1
-
-
-def test_records_of_other_processes_survive(store: TuningStore) -> None:
-    other = TuningStore(store.path, "A100", {})
-    tune(FakeBackend(), LINEAR_INT8, measure, store)
-    tune(FakeBackend(), LINEAR_INT8, measure, other)
-    assert len(TuningStore(store.path, "T4", {})) == 2
-
-
-@given(st.dictionaries(st.text(max_size=3), st.none() | st.integers(0, 2**62), min_size=1, max_size=6))
+@given(st.dictionaries(st.text("abcdef", max_size=3), st.none() | st.integers(0, 2**62), min_size=1, max_size=8))
 def test_tuning_finds_the_minimum(latencies_ns: dict[str, int | None]) -> None:
-    class Memory(TuningStore):
-        """A store without a file."""
-
-        def __init__(self) -> None:
-            self.path, self.device, self.software, self._records = Path("unused"), "T4", {}, {}
-
-        def add(self, record: object) -> None:
-            pass
-
     measured = {config: latency for config, latency in latencies_ns.items() if latency is not None}
     if measured:
-        record = tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, measure, Memory())
+        record = tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, measure, MemoryStore())
         assert record.config == min(measured, key=lambda config: measured[config])
         assert record.latency_ns == min(measured.values())
     else:
         with pytest.raises(BackendError, match=r"no configuration of backend fake runs linear\.output in int8"):
-            tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, measure, Memory())
+            tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, measure, MemoryStore())
+
+
+def test_the_better_ones_are_measured_more_thoroughly() -> None:
+    watch = Watch()
+    backend = FakeBackend(latencies_ns={str(ns): ns for ns in (90, 80, 70, 60, 50, 40, 30, 20, 10)})
+    tune(backend, LINEAR_INT8, watch, MemoryStore(), effort=Effort(samples=(1, 10, 100), keep=1 / 3))
+    assert watch.samples == {90: 1, 80: 1, 70: 1, 60: 1, 50: 1, 40: 1, 30: 11, 20: 111, 10: 111}
+
+
+def test_only_the_head_of_the_backends_list_is_tried() -> None:
+    backend = FakeBackend(latencies_ns={"a": 3, "b": 2, "c": 1})
+    store = MemoryStore()
+    assert tune(backend, LINEAR_INT8, measure, store, effort=Effort(budget=2)).config == "b"
+    assert set(store.measured("fake", LINEAR_INT8)) == {"a", "b"}
+
+
+def test_a_latency_at_the_lower_bound_ends_the_search() -> None:
+    watch = Watch()
+    backend = FakeBackend(latencies_ns={"a": 200, "b": 104, "c": 103, "d": 102})
+    record = tune(backend, LINEAR_INT8, watch, MemoryStore(), lower_bound_ns=100, effort=Effort(near=1.05))
+    assert record.config == "b"
+    assert set(watch.samples) == {200, 104}
+
+
+def test_an_interrupted_search_continues(store: TuningStore) -> None:
+    backend = FakeBackend(latencies_ns={"a": 4, "b": None, "c": 2, "d": 1})
+    with pytest.raises(KeyboardInterrupt):
+        tune(backend, LINEAR_INT8, Watch(stop_after=2), store)
+    assert reopened(store).find("fake", LINEAR_INT8) is None
+    watch = Watch()
+    samples = Effort().samples
+    assert tune(backend, LINEAR_INT8, watch, reopened(store)).config == "d"
+    # The first two were measured briefly before the interruption; the second of them goes on to the next rounds.
+    assert watch.samples == {2: samples[1] + samples[2], 1: sum(samples)}
+
+
+def test_a_finished_search_is_not_repeated(store: TuningStore) -> None:
+    backend = FakeBackend(latencies_ns={"a": 3, "b": 2, "c": 1})
+    first = tune(backend, LINEAR_INT8, measure, store, effort=Effort(budget=2))
+    watch = Watch()
+    assert tune(backend, LINEAR_INT8, watch, reopened(store), effort=Effort(budget=1)) == first
+    assert not watch.samples
+    assert tune(backend, LINEAR_INT8, watch, reopened(store), effort=Effort(budget=3)).config == "c"
+    assert 3 not in watch.samples
+
+
+def test_a_kernel_that_breaks_the_device_is_not_tried_again(store: TuningStore) -> None:
+    backend = FakeBackend(latencies_ns={"a": 9, "b": 7, "c": 8})
+
+    def breaking(kernel: Kernel, request: KernelRequest, samples: int) -> int:
+        if kernel() == 7:
+            raise DeviceLostError("the device is gone")
+        return measure(kernel, request, samples)
+
+    with pytest.raises(DeviceLostError, match="the device is gone"):
+        tune(backend, LINEAR_INT8, breaking, store)
+    assert tune(backend, LINEAR_INT8, breaking, reopened(store)).config == "c"
+    assert store.measured("fake", LINEAR_INT8)["b"] == Measurement(failure="the device is gone")
+
+
+def test_a_backend_that_raises_something_else_fails_that_configuration_only(store: TuningStore) -> None:
+    class Careless(FakeBackend):
+        def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
+            if config.text == "a":
+                raise ZeroDivisionError("oh")
+            return super().build(request, config)
+
+    assert tune(Careless(latencies_ns={"a": 1, "b": 2}), LINEAR_INT8, measure, store).config == "b"
+    assert store.measured("fake", LINEAR_INT8)["a"].failure == "ZeroDivisionError: oh"
 
 
 def test_errors_name_the_reasons(store: TuningStore) -> None:
@@ -82,46 +154,27 @@ def test_errors_name_the_reasons(store: TuningStore) -> None:
     with pytest.raises(BackendError, match="b: configuration b needs more shared memory than there is"):
         tune(FakeBackend(latencies_ns={"b": None}), LINEAR_INT8, measure, store)
     with pytest.raises(BackendError, match="it offers none"):
-        tune(FakeBackend(latencies_ns={}), LINEAR_INT8, measure, store)
+        tune(FakeBackend(latencies_ns={}), attrs.evolve(LINEAR_INT8, shapes=((1, 1), (1, 1))), measure, store)
     assert len(store) == 0
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "Expecting value"),
-        ("[" * 100_000, "recursion"),
-        ('{"format": 2, "records": []}', "format 2, this qsync-core reads 1"),
-        ('{"format": 1}', "lacks records"),
-        ('{"format": 1, "records": [5]}', r"records\[0\]: expected the fields of a TuningRecord, got int"),
-        ('{"format": NaN, "records": []}', "expected an integer, got float"),
-    ],
-)
-def test_a_damaged_store_is_refused_and_left_alone(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "tuning.json"
-    path.write_text(content)
-    with pytest.raises(ArtifactError, match=rf"tuning\.json is not a store of tuning records \(.*{expected}.*\); delete it"):
-        TuningStore(path, "T4", {})
-    assert path.read_text() == content
-
-
-def test_a_store_that_can_not_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"can not read tuning records from .*: Is a directory"):
-        TuningStore(tmp_path, "T4", {})
+def test_a_store_that_can_not_be_written(store: TuningStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = TuningStore(tmp_path / "tuning.json", "T4", {})
-    store.path = tmp_path / "file" / "tuning.json"
+    store.path = tmp_path / "file" / "tuning.jsonl"
     with pytest.raises(ArtifactError, match=r"can not write tuning records to .*: (Not a directory|File exists)"):
         tune(FakeBackend(), LINEAR_INT8, measure, store)
 
 
-def test_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    monkeypatch.delenv("QSYNC_TUNING", raising=False)
-    assert default_store_path() == Path("/cache/qsync/tuning.json")
-    monkeypatch.setenv("QSYNC_TUNING", "/mine.json")
-    assert default_store_path() == Path("/mine.json")
-    monkeypatch.delenv("QSYNC_TUNING")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert default_store_path() == Path("/home/me/.cache/qsync/tuning.json")
+def test_compiling_ahead_is_an_extra_of_some_backends() -> None:
+    class Compiling(FakeBackend):
+        def compile_ahead(self, requests: object, arch: str, progress: object) -> None:
+            pass
+
+    assert isinstance(Compiling(), CompilingBackend)
+    assert not isinstance(FakeBackend(), CompilingBackend)
+
+
+def test_records_check_their_numbers() -> None:
+    key = TuningKey("T4", "7.5", "fake", "quantize", "int8", ((1,),), {}, "contiguous", {})
+    with pytest.raises(ValueError, match=r"TuningRecord\.latency_ns must be an integer"):
+        TuningRecord(key, "", -1)

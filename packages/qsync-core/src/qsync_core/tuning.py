@@ -169,8 +169,9 @@ class _Search:
             if config.text not in self._kernels:
                 self._kernels[config.text] = self.backend.build(self.request, config)
             found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
-        except BackendError as error:
-            found = Measurement(failure=" ".join(str(error).split())[:1000] or type(error).__name__)
+        except Exception as error:  # somebody else's code: whatever it raises must not stop the others
+            said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
+            found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)
             self._keep(config, found)
             if isinstance(error, DeviceLostError):
                 raise

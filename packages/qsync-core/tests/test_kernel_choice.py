@@ -1,0 +1,76 @@
+"""The text of a choice of kernels: read back as it was written, and refused where it is none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsync_core.errors import BackendError
+from qsync_core.kernel_choice import KernelChoice, OpChoice, split_chain
+
+backends = st.from_regex(r"[A-Za-z0-9_.-]{1,8}", fullmatch=True)
+configs = st.from_regex(r"[A-Za-z0-9_.,;:=x-]{0,20}", fullmatch=True)
+ops = st.from_regex(r"[a-z0-9_.]{1,12}", fullmatch=True)
+
+
+@given(st.dictionaries(ops, st.builds(OpChoice, backends, configs), max_size=5))
+def test_what_is_written_is_read_back(chosen: dict[str, OpChoice]) -> None:
+    choice = KernelChoice(chosen)
+    text = str(choice)
+    assert KernelChoice.parse(text).ops == chosen
+    assert str(KernelChoice.parse(text)) == text
+    assert "|" not in text
+    assert all(choice.of(op) == found for op, found in chosen.items())
+
+
+def test_the_text_does_not_depend_on_the_order() -> None:
+    one = {"quantize": OpChoice("triton", "block=4096;warps=8"), "linear.output": OpChoice("cutlass", "t128x256x64:s4")}
+    text = "linear.output=cutlass/t128x256x64:s4&quantize=triton/block=4096;warps=8"
+    assert str(KernelChoice(one)) == str(KernelChoice(dict(reversed(one.items())))) == text
+
+
+def test_what_is_not_named_is_not_chosen() -> None:
+    assert KernelChoice.parse("").of("quantize") is None
+    assert KernelChoice.parse("linear.output=aten/").of("linear.output") == OpChoice("aten")
+    assert KernelChoice.parse("linear.output=aten/").of("quantize") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block=4096;warps=8", "not a choice of kernels: 'block=4096;warps=8' .* one is written 'operator=backend/configuration'"),
+        ("quantize", "not a choice of kernels: 'quantize' in 'quantize'"),
+        ("quantize=triton", "not a choice of kernels: 'quantize=triton'"),
+        ("quantize=a/&quantize=b/", "names quantize twice"),
+        ("quantize=/x", "a backend's name has letters, digits, .* got ''"),
+        ("quantize=a b/x", "a backend's name has .* got 'a b'"),
+        ("quantize=a/x|y", r"a configuration's text has .* got 'x\|y' of backend a"),
+        ("quantize=a/x/y", "a configuration's text has .* got 'x/y'"),
+        ("Quantize=a/x", "an operator's name has lower-case letters, .* got 'Quantize'"),
+        ("=a/x", "an operator's name has lower-case letters, .* got ''"),
+    ],
+)
+def test_what_is_no_choice_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        KernelChoice.parse(text)
+
+
+@given(st.lists(backends.filter(lambda name: name != "auto"), min_size=1, max_size=4, unique=True))
+def test_chains_keep_their_order(names: list[str]) -> None:
+    assert split_chain("+".join(names)) == tuple(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("", "not a kernel backend: '' in ''; write names such as 'aten'"),
+        ("aten+", r"not a kernel backend: '' in 'aten\+'"),
+        ("a b", "not a kernel backend: 'a b'"),
+        ("aten+triton+aten", "names a kernel backend twice"),
+        ("auto+aten", "'auto' stands alone"),
+    ],
+)
+def test_what_is_no_chain_is_refused(names: str, message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        split_chain(names)
