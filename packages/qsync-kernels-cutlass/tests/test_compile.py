@@ -190,9 +190,10 @@ def test_jobs_come_from_the_environment(monkeypatch):
 
 def test_as_many_compilers_run_at_once_as_asked(stand_in_nvcc, own_cache, tmp_path):
     # Each waits for the other: with one at a time this would never end.
-    stand_in_nvcc(
-        f"mkdir -p '{tmp_path}/here/'$(basename \"$source\"); while [ $(ls '{tmp_path}/here' | wc -l) -lt 2 ]; do sleep 0.02; done; {COPY}"
-    )
+    here = tmp_path / "here"
+    here.mkdir()
+    wait = f"while [ $(ls '{here}' | wc -l) -lt 2 ]; do sleep 0.02; done"
+    stand_in_nvcc(f"touch '{here}/'$(basename \"$source\"); {wait}; {COPY}")
     sources = [KernelSource(name, name, "sm_80") for name in ("one", "two")]
     assert [path.read_text() for path in compile_files(sources, 2, progress=Silent())] == ["one", "two"]
 

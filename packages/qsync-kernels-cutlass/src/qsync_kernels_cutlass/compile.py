@@ -22,6 +22,7 @@ from qsync_kernels_cutlass.library import Library
 from qsync_kernels_cutlass.progress import Progress, default_progress
 
 TEMPLATES = Path(__file__).parent / "templates"
+EXPORTS = TEMPLATES / "exports.map"
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -129,8 +130,8 @@ def cache_key(source: KernelSource) -> str:
 
 def source_key(source: KernelSource) -> str:
     """``<arch>-<digest>`` of what a kernel is made of: its text, the templates that it includes, and the compiler's flags."""
-    templates = included_templates(source.text)
-    return f"{source.arch}-{_digest(source.name, source.text, *source.defines, 'flags', *FLAGS, 'templates', *templates)[:32]}"
+    made_of = (source.name, source.text, *source.defines, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text))
+    return f"{source.arch}-{_digest(*made_of)[:32]}"
 
 
 def included_templates(text: str) -> tuple[str, ...]:
@@ -161,6 +162,7 @@ def command(source: KernelSource, nvcc: Path, include: Path, text_file: Path, ou
         *FLAGS,
         f"-gencode=arch=compute_{number},code=sm_{number}",
         *(f"-D{define}" for define in source.defines),
+        f"-Xlinker=--version-script={EXPORTS}",
         f"-I{TEMPLATES}",
         f"-I{include}",
         f"-I{include.parent / 'tools' / 'util' / 'include'}",
@@ -227,7 +229,7 @@ def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: th
             "name": source.name,
             "arch": source.arch,
             "symbols": [source.symbol, source.workspace_symbol],
-            "flags": [part for part in line[1:-3] if not part.startswith("-I")],
+            "flags": [part for part in line[1:-3] if not part.startswith(("-I", "-Xlinker"))],
             "versions": _versions(nvcc, include),
             "source_sha256": hashlib.sha256(source.text.encode()).hexdigest(),
             "templates": list(included_templates(source.text)),
