@@ -15,6 +15,7 @@ from backend_doubles import FakeBackend
 from click.testing import CliRunner, Result
 
 from qsync_core import artifact, registry
+from qsync_core.backend import KernelRequest
 from qsync_core.cli import root
 from qsync_core.cli.options import output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar
@@ -23,6 +24,9 @@ from qsync_core.doctor import DoctorLine, Status
 from qsync_core.errors import PlanError
 from qsync_core.hooks import hookimpl
 from qsync_core.plan import PrecisionPlan
+from qsync_core.precision import Precision
+from qsync_core.tuning import TuningRecord, TuningStore
+from qsync_core.variant import Variant
 
 
 class Plugin:
@@ -150,17 +154,61 @@ def test_backends(qsync: Any, tmp_path: Path) -> None:
     assert listed["backends"][0]["kernels"][0]["op"] == "linear.output"
     artifact.save(examples(layers=2)[PrecisionDag], tmp_path / "dag.qsync")
     operators = json.loads(qsync("backends", tmp_path / "dag.qsync", "--json").stdout)["operators"]
-    assert len(operators) == 5  # all layers have one shape: one request a precision
-    assert operators[0] == {
+    # All layers have one shape: one operator, with all the kernels of an int8 one.
+    assert [entry["kernel"] for entry in operators] == [
+        "quantize",
+        "quantize.weight",
+        "linear.output",
+        "linear.grad_input",
+        "linear.grad_weight",
+    ]
+    assert operators[2] == {
         "operator": "bert.encoder.layer.0.attention.self.query#0",
         "precision": "int8",
+        "kernel": "linear.output",
         "shapes": [[12 * 384, 768], [768, 768]],
         "backends": ["a"],
+        "chosen": {"backend": "a", "config": "", "latency_ns": None, "exact": False},
+        "others": [],
         "reasons": {"b": ["no such chip"]},
     }
     text = qsync("backends", tmp_path / "dag.qsync").stdout
-    assert "b: no such chip (5 of 5)" in text
-    assert text.split("bert.encoder.layer.0.attention.self.query#0")[1].split()[:8] == ["4608×768", "·", "768×768", *["a"] * 5]
+    assert "b: no such chip (5 of 5 kernels)" in text
+    line = next(line for line in text.splitlines() if "linear.grad_weight" in line)
+    assert line.split() == ["linear.grad_weight", "4608×768", "·", "4608×768", "a", "–", "not", "tuned", "–"]
+
+
+def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
+    artifact.save(examples(layers=1)[PrecisionDag], tmp_path / "dag.qsync")
+    request = KernelRequest("linear.output", Variant.of(Precision.INT8), ((4608, 768), (768, 768)), {}, "cuda", "7.5")
+    store = TuningStore(tmp_path / "tuning.jsonl", "T4", {"torch": "2.12"})
+    store.add(TuningRecord(store.key("a", request), "t128", 1_230_000))
+    asked = ("backends", tmp_path / "dag.qsync", "--device", "cuda", "--device-name", "T4", "--tuning", store.path)
+    chosen = [entry["chosen"] for entry in json.loads(qsync(*asked, "--json").stdout)["operators"]]
+    assert chosen[2] == {"backend": "a", "config": "t128", "latency_ns": 1_230_000, "exact": True}
+    assert chosen[3]["latency_ns"] is None
+    line = next(line for line in qsync(*asked).stdout.splitlines() if "linear.output" in line and "4608" in line)
+    assert line.split()[-5:] == ["a", "t128", "1.23", "ms", "–"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda", "--compute-capability", "abc"], "--compute-capability is two numbers as in 7.5 or 9.0, got 'abc'"),
+        (["--device", "cuda", "--compute-capability", "75"], "--compute-capability is two numbers as in 7.5 or 9.0, got '75'"),
+        (["--compute-capability", "7.5"], "--compute-capability and --device-name describe a CUDA device; add --device cuda"),
+        (["--device", "tpu"], "--device is cpu, cuda or cuda:0, got 'tpu'"),
+        (["--device", "cuda", "--device-name", "Foo"], "'Foo' is not a known chip, so add its --compute-capability"),
+        (["no-such-model"], "there is no file no-such-model, and no installed package that could trace a job of that name"),
+        (["--rungs", "int7", "DAG"], "--rungs: not a precision or variant: 'int7'; known are int8"),
+        (["--rungs", ",", "DAG"], "--rungs names no precision; write for example --rungs int8,bfloat16"),
+    ],
+)
+def test_backends_refuses_nonsense(qsync: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
+    artifact.save(examples(layers=1)[PrecisionDag], tmp_path / "dag.qsync")
+    result = qsync("backends", *(str(tmp_path / "dag.qsync") if argument == "DAG" else argument for argument in arguments))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: {message}")
 
 
 def test_group_paths(qsync: Any) -> None:

@@ -6,7 +6,7 @@ that implements it, by name, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,6 +17,7 @@ from qsync_core.backend import KernelBackend, KernelRequest
 if TYPE_CHECKING:
     import click
 
+    from qsync_core.dag import PrecisionDag
     from qsync_core.doctor import DoctorLine
 
 ENTRY_POINT_GROUP = "qsync"
@@ -32,6 +33,23 @@ class Candidate:
     backend: str
     config: str = ""
     latency_ns: int | None = None
+
+
+@attrs.frozen
+class DeviceFacts:
+    """A device, as far as kernels depend on it.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        name: as tuning records have it; empty where nobody knows.
+        compute_capability: ``9.0`` and so on, empty on a CPU.
+        software: versions that latencies depend on; None for a device that is not here.
+    """
+
+    kind: str
+    name: str = ""
+    compute_capability: str = ""
+    software: Mapping[str, str] | None = attrs.field(default=None, hash=False)
 
 
 @hookspec
@@ -98,6 +116,28 @@ def qsync_register_operators() -> list[Any]:  # type: ignore[empty-body]
     Parameters: none.
     Returns: a list; leave it empty.
     Must not: replace linear or conv2d.
+    """
+
+
+@hookspec(firstresult=True)
+def qsync_trace_job(job: str) -> PrecisionDag | None:
+    """Turn what people call a job into its graph.
+
+    When called: by ``qsync backends JOB`` where JOB is no file with a graph.
+    Parameters: the name of a model, or ``file.py:function``.
+    Returns: the graph, or None to leave the job to the next plugin; the first answer counts.
+    Must not: change anything; a :class:`~qsync_core.errors.QSyncError` says what is wrong with the job.
+    """
+
+
+@hookspec(firstresult=True)
+def qsync_describe_device(device: str) -> DeviceFacts | None:
+    """Say what a device of this machine is.
+
+    When called: by core's commands, which can not ask a device themselves.
+    Parameters: ``cpu``, ``cuda`` or ``cuda:0``.
+    Returns: what kernels depend on, or None where the plugin does not know the device or it is not here.
+    Must not: raise where there is no such device.
     """
 
 

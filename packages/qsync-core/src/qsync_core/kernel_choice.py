@@ -19,6 +19,8 @@ from qsync_core.errors import BackendError
 
 AUTO_BACKEND = "auto"
 """In place of a backend's name: whoever measured fastest for the shapes at hand, through ``qsync_select_backend``."""
+FLOAT_BACKEND = "aten"
+"""Operators in float formats run PyTorch's own kernels, through autograd; no other backend is asked for them."""
 QUANTIZE_WEIGHT = "quantize.weight"
 """Pins the quantization of the weight apart from the activation's (``quantize``)."""
 QUANTIZE_GRADIENT = "quantize.gradient"

@@ -18,6 +18,7 @@ from qsync_core.errors import BackendError, CompatibilityError, PluginError
 if TYPE_CHECKING:
     import click
 
+    from qsync_core.dag import PrecisionDag
     from qsync_core.tuning import TuningStore
 
 
@@ -183,6 +184,20 @@ class Registry:
     def doctor_lines(self) -> list[DoctorLine]:
         """Findings of all plugins."""
         return [line for line in self.collect("qsync_doctor") if isinstance(line, DoctorLine)]
+
+    def trace_job(self, job: str) -> PrecisionDag | None:
+        """The graph of a job, None where no plugin traces jobs.
+
+        Raises:
+            QSyncError: what the plugin says is wrong with the job.
+        """
+        found: PrecisionDag | None = self._manager.hook.qsync_trace_job(job=job)
+        return found
+
+    def describe_device(self, device: str) -> hooks.DeviceFacts | None:
+        """What kernels depend on, of a device of this machine; None where no plugin knows it."""
+        found: hooks.DeviceFacts | None = self._manager.hook.qsync_describe_device(device=device)
+        return found
 
     def backends(self) -> list[KernelBackend]:
         """Every usable kernel backend, in order of their names.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from qsync_core.registry import Registry
 
 DEFAULT_BACKEND = AtenBackend.name
-FLOAT_BACKEND = AtenBackend.name
-"""Operators in float formats run PyTorch's own kernels, through autograd; no other backend is asked for them."""
 
 parse_choice = functools.lru_cache(maxsize=4096)(KernelChoice.parse)
 

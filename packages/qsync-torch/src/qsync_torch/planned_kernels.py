@@ -11,13 +11,13 @@ from torch import nn
 
 from qsync_core.backend import KernelConfig
 from qsync_core.errors import BackendError
-from qsync_core.kernel_choice import AUTO_BACKEND, split_chain
+from qsync_core.kernel_choice import AUTO_BACKEND, FLOAT_BACKEND, split_chain
 from qsync_core.op_id import OpId
 from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.tuning import CompilingBackend
 from qsync_torch.binding import device_facts
 from qsync_torch.int8_product import conv_output_size
-from qsync_torch.kernel_selection import FLOAT_BACKEND, asked_for, find_backends, missing_backends, parse_choice, reasons_against
+from qsync_torch.kernel_selection import asked_for, find_backends, missing_backends, parse_choice, reasons_against
 from qsync_torch.operators.conv2d import IntPair, pair
 from qsync_torch.plan_fit import Addressed, Assigned
 

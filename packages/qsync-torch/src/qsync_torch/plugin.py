@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import click
 
     from qsync_core.backend import KernelBackend
+    from qsync_core.dag import PrecisionDag
     from qsync_core.doctor import DoctorLine
+    from qsync_core.hooks import DeviceFacts
 
 
 @hookimpl
@@ -35,6 +37,23 @@ def qsync_register_backends() -> list[KernelBackend]:
     from qsync_torch.aten_backend import AtenBackend
 
     return [AtenBackend()]
+
+
+@hookimpl
+def qsync_trace_job(job: str) -> PrecisionDag:
+    """Named models and functions in files."""
+    from qsync_torch.job import load_job
+    from qsync_torch.trace import trace
+
+    return trace(load_job(job))
+
+
+@hookimpl
+def qsync_describe_device(device: str) -> DeviceFacts | None:
+    """CPUs and CUDA devices that torch sees."""
+    from qsync_torch.tuning.tuned_store import describe_device
+
+    return describe_device(device)
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,37 +11,113 @@ import attrs
 import click
 
 from qsync_core.artifact import load
-from qsync_core.backend import KernelBackend, KernelRequest, Op
+from qsync_core.backend import KernelBackend
+from qsync_core.cli.kernel_coverage import coverage
 from qsync_core.cli.output import emit, json_option
-from qsync_core.dag import Operator, PrecisionDag
+from qsync_core.dag import PrecisionDag
+from qsync_core.devices import find_chip
+from qsync_core.errors import QSyncError
+from qsync_core.hooks import DeviceFacts
 from qsync_core.precision import Precision
 from qsync_core.registry import Registry
+from qsync_core.tuning import TuningStore, default_store_path
+from qsync_core.units import format_ns
 from qsync_core.variant import Variant
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_FORWARD_OP = {"linear": Op.LINEAR_OUTPUT, "conv2d": Op.CONV2D_OUTPUT}
+_CAPABILITY = re.compile(r"\d{1,2}\.\d")
 
 
 @click.command()
-@click.argument("dag", required=False, type=click.Path(path_type=Path))
-@click.option("--device", "device_kind", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
-@click.option("--compute-capability", default="", help="Of the CUDA device, for example 7.5.")
+@click.argument("job", required=False)
+@click.option("--device", default="cpu", show_default=True, help="Where to run: cpu, cuda or cuda:0.")
+@click.option("--compute-capability", default="", help="Of a CUDA device that is not here, for example 7.5.")
+@click.option("--device-name", default="", help="Of a CUDA device that is not here, whose tuning records are shown: T4.")
+@click.option("--rungs", default="int8", show_default=True, help="Precisions or variants, separated by commas.")
+@click.option("--tuning", type=click.Path(path_type=Path), default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
 @json_option
-def backends(dag: Path | None, device_kind: str, compute_capability: str, json_flag: bool) -> None:
-    """List kernel backends; with a DAG also which of its operators each can run, and why not the others."""
-    found = Registry.load().backends()
-    data: dict[str, Any] = {"backends": [_describe(backend) for backend in found]}
-    if dag is not None:
-        graph = load(dag, PrecisionDag)
-        data["operators"] = [
-            _coverage(operator, precision, found, device_kind, compute_capability)
-            for operator in _distinct(graph)
-            for precision in Precision
-        ]
+def backends(
+    job: str | None,
+    device: str,
+    compute_capability: str,
+    device_name: str,
+    rungs: str,
+    tuning: Path | None,
+    json_flag: bool,
+) -> None:
+    """List kernel backends; with a JOB also who would run its operators, how fast, and why not the others.
 
+    JOB is a traced graph (qsync trace), a named model (resnet50, bert-base:seq=384) or file.py:function.  Every kernel is shown
+    that its distinct operators need, forward and backward, with the configuration and latency that qsync tune found.
+    """
+    registry = Registry.load()
+    data: dict[str, Any] = {"backends": [_describe(backend) for backend in registry.backends()]}
+    facts = _device_facts(registry, device, compute_capability, device_name)
+    if job is not None:
+        graph = _graph(job, registry)
+        variants = _variants(rungs, facts)
+        store = _store(facts, tuning, registry)
+        data["device"] = {"kind": facts.kind, "name": facts.name, "compute_capability": facts.compute_capability}
+        data["operators"] = coverage(graph, variants, registry, facts.kind, facts.compute_capability, store)
     emit(json_flag, data, lambda console: _render(console, data))
+
+
+def _device_facts(registry: Registry, device: str, compute_capability: str, name: str) -> DeviceFacts:
+    """The device that is asked about: one that the person describes, or one that an installed package finds here.
+
+    Raises:
+        QSyncError: when the options contradict each other or are not of their form.
+    """
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise QSyncError(f"--device is cpu, cuda or cuda:0, got {device!r}")
+    if compute_capability and not _CAPABILITY.fullmatch(compute_capability):
+        raise QSyncError(f"--compute-capability is two numbers as in 7.5 or 9.0, got {compute_capability!r}")
+    if kind == "cpu" and (compute_capability or name):
+        raise QSyncError("--compute-capability and --device-name describe a CUDA device; add --device cuda")
+    chip = find_chip(name) if name else None
+    if compute_capability or name:
+        capability = compute_capability or (chip.compute_capability if chip else "")
+        if not capability:
+            raise QSyncError(f"{name!r} is not a known chip, so add its --compute-capability, for example 7.5")
+        return DeviceFacts(kind, name, capability, None)
+    return registry.describe_device(device) or DeviceFacts(kind, "", "", None)
+
+
+def _graph(job: str, registry: Registry) -> PrecisionDag:
+    path = Path(job)
+    if path.exists() and path.suffix != ".py":
+        return load(path, PrecisionDag)
+    graph = registry.trace_job(job)
+    if graph is None:
+        raise QSyncError(
+            f"there is no file {job}, and no installed package that could trace a job of that name; install qsync-torch"
+        )
+    return graph
+
+
+def _variants(rungs: str, facts: DeviceFacts) -> list[Variant]:
+    chip_is_old = facts.compute_capability and float(facts.compute_capability) < 8
+    sixteen_bit = Precision.FLOAT16 if chip_is_old else Precision.BFLOAT16
+    found = []
+    for entry in filter(None, (part.strip() for part in rungs.split(","))):
+        try:
+            found.append(Variant.parse(entry) if ";" in entry else Variant.of(Precision(entry), sixteen_bit=sixteen_bit))
+        except ValueError:
+            raise QSyncError(f"--rungs: not a precision or variant: {entry!r}; known are {', '.join(Precision)}") from None
+    if not found:
+        raise QSyncError("--rungs names no precision; write for example --rungs int8,bfloat16")
+    return list(dict.fromkeys(found))
+
+
+def _store(facts: DeviceFacts, tuning: Path | None, registry: Registry) -> TuningStore | None:
+    """Tuning records of the device; of whatever software where it is not here."""
+    if not facts.name:
+        return None
+    versions = None if facts.software is None else registry.backend_versions()
+    return TuningStore(tuning or default_store_path(), facts.name, facts.software, versions)
 
 
 def _render(console: Console, data: dict[str, Any]) -> None:
@@ -55,21 +131,44 @@ def _render(console: Console, data: dict[str, Any]) -> None:
             row = (backend["name"], spec["op"], " ".join(spec["compute"]), " ".join(spec["device_kinds"]))
             kernels.add_row(*row, spec["min_compute_capability"] or "any")
     console.print(kernels)
-    if "operators" in data:
-        console.print("\nWho can run the model's distinct operators (forward), by precision:")
-        coverage = Table("operator", "shapes", *Precision, box=None, pad_edge=False)
-        by_operator: dict[str, list[dict[str, Any]]] = {}
-        for entry in data["operators"]:
-            by_operator.setdefault(entry["operator"], []).append(entry)
-        for name, entries in by_operator.items():
-            shapes = " · ".join("×".join(str(size) for size in shape) for shape in entries[0]["shapes"])
-            coverage.add_row(name, shapes, *(" ".join(entry["backends"]) or "–" for entry in entries))
-        console.print(coverage, markup=False)
-        refusals = Counter((name, why) for entry in data["operators"] for name, said in entry["reasons"].items() for why in said)
-        if refusals:
-            console.print("\nWhy not:")
-        for (name, why), count in sorted(refusals.items()):
-            console.print(f"{name}: {why} ({count} of {len(data['operators'])})", markup=False, soft_wrap=True)
+    if "operators" not in data:
+        return
+    entries = data["operators"]
+    console.print("\nWho would run the model's distinct operators:")
+    who = Table("operator", "as", "kernel", "shapes", "backend", "configuration", "latency", "others", box=None, pad_edge=False)
+    last = None
+    for entry in entries:
+        shapes = " · ".join("×".join(map(str, shape)) for shape in entry["shapes"])
+        head = (entry["operator"], entry["precision"])
+        shown = ("", "") if head == last else head
+        last = head
+        chosen = entry["chosen"]
+        if chosen is None:
+            who.add_row(*shown, entry["kernel"], shapes, "nobody", "", "", "")
+            continue
+        others = "  ".join(" ".join(filter(None, (other["backend"], _latency(other)))) for other in entry["others"])
+        who.add_row(
+            *shown,
+            entry["kernel"],
+            shapes,
+            chosen["backend"],
+            chosen["config"] or "–",
+            _latency(chosen) or "not tuned",
+            others or "–",
+        )
+    console.print(who, markup=False)
+    refusals = Counter((name, why) for entry in entries for name, said in entry["reasons"].items() for why in said)
+    if refusals:
+        console.print("\nWhy not:")
+    for (name, why), count in sorted(refusals.items()):
+        console.print(f"{name}: {why} ({count} of {len(entries)} kernels)", markup=False, soft_wrap=True)
+
+
+def _latency(result: dict[str, Any]) -> str:
+    """What was measured; with ≈ where it is scaled from other shapes."""
+    if result["latency_ns"] is None:
+        return ""
+    return ("" if result["exact"] else "≈") + format_ns(result["latency_ns"])
 
 
 def _describe(backend: KernelBackend) -> dict[str, Any]:
@@ -77,35 +176,4 @@ def _describe(backend: KernelBackend) -> dict[str, Any]:
         "name": backend.name,
         "api_version": backend.api_version,
         "kernels": [attrs.asdict(spec) for spec in backend.kernel_specs()],
-    }
-
-
-def _distinct(graph: PrecisionDag) -> list[Operator]:
-    """One adjustable operator per distinct kind and shapes."""
-    return list({operator.cost_key: operator for operator in reversed(graph.adjustable) if operator.kind in _FORWARD_OP}.values())[
-        ::-1
-    ]
-
-
-def _coverage(
-    operator: Operator, precision: Precision, backends: list[KernelBackend], device_kind: str, compute_capability: str
-) -> dict[str, Any]:
-    activation = operator.input_shapes[0]
-    if operator.kind == "linear":
-        activation = (math.prod(activation[:-1]), activation[-1])
-    request = KernelRequest(
-        op=_FORWARD_OP[operator.kind],
-        variant=Variant.of(precision),
-        shapes=(activation, operator.weight_shape),
-        attributes=operator.attributes,
-        device_kind=device_kind,
-        compute_capability=compute_capability,
-    )
-    reasons = {backend.name: backend.unsupported_reasons(request) for backend in backends}
-    return {
-        "operator": str(operator.op_id),
-        "precision": str(precision),
-        "shapes": request.shapes,
-        "backends": [name for name, why in reasons.items() if not why],
-        "reasons": {name: why for name, why in reasons.items() if why},
     }

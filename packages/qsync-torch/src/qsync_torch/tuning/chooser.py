@@ -9,14 +9,14 @@ import torch
 
 from qsync_core.backend import KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.kernel_choice import AUTO_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
+from qsync_core.kernel_choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
 from qsync_core.operator_requests import CallShapes, operator_requests, quantization_variant
 from qsync_core.profile import CastKey
 from qsync_core.registry import Answer
 from qsync_core.tuning import TuningStore
 from qsync_core.variant import Variant
 from qsync_torch.binding import device_facts
-from qsync_torch.kernel_selection import DEFAULT_BACKEND, FLOAT_BACKEND, default_backend, find_backends, installed
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, installed
 
 
 @attrs.frozen

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from qsync_core.backend import KernelRequest
+from qsync_core.errors import QSyncError
+from qsync_core.hooks import DeviceFacts
 from qsync_core.tuning import TuningStore, default_store_path
 from qsync_torch.kernel_selection import installed
-from qsync_torch.profiling.software import device_type
+from qsync_torch.profiling.software import device_type, parse_device
 
 
 def tuning_software(device: torch.device) -> dict[str, str]:
@@ -33,6 +35,16 @@ def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
     return TuningStore(
         path or default_store_path(), device_type(device).name, tuning_software(device), installed().backend_versions()
     )
+
+
+def describe_device(text: str) -> DeviceFacts | None:
+    """What kernels depend on, of the device that a person names; None where it is not here."""
+    try:
+        device = parse_device(text)
+    except QSyncError:
+        return None
+    found = device_type(device)
+    return DeviceFacts(device.type, found.name, found.compute_capability, tuning_software(device))
 
 
 def store_of_request(request: KernelRequest) -> TuningStore:
