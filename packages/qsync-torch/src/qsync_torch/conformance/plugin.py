@@ -1,0 +1,52 @@
+"""The pytest plugin of the conformance suite: its options.  It stays silent in every run that is not of the suite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+SUITE = "qsync_torch.conformance"
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    """Add the options where the suite is asked for; elsewhere ``--backend`` may belong to somebody else."""
+    if _is_asked_for(args):
+        add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the backend before anything runs: a wrong name is a wrong command line, not a failing test."""
+    if not _is_asked_for(list(map(str, config.invocation_params.args))):
+        return
+    import pytest
+
+    from qsync_core.errors import QSyncError
+    from qsync_torch.conformance.subject import SUBJECT, Subject, find_backend, find_device
+
+    try:
+        backend = find_backend(config.getoption("--backend"))
+    except QSyncError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[SUBJECT] = Subject(backend, find_device(config.getoption("--device")), config.getoption("--configs"))
+
+
+def _is_asked_for(args: list[str]) -> bool:
+    return any(argument.startswith(SUITE) and before != "-p" for before, argument in zip(["", *args], args, strict=False))
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """``--backend``, ``--device`` and ``--configs``."""
+    group = parser.getgroup("qsync", "conformance of a QSync kernel backend")
+    group.addoption("--backend", metavar="NAME", help="the backend: its name if its plugin is installed, or package.module:Class")
+    group.addoption("--device", choices=["cpu", "cuda"], help="where to run kernels (default: cuda where there is a device)")
+    group.addoption(
+        "--configs", type=int, default=3, metavar="N", help="how many configurations of each request to try (default: %(default)s)"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Which backend is under test."""
+    name = config.getoption("--backend", default=None)
+    return [f"qsync backend under test: {name}"] if name else []

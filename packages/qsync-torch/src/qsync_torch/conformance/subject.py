@@ -1,0 +1,111 @@
+"""The backend under test, and how the suite asks it for kernels."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from qsync_core.backend import KernelBackend, KernelRequest
+from qsync_core.precision import Precision
+from qsync_core.registry import Registry
+from qsync_core.variant import Variant
+
+Kernel = Callable[..., Any]
+SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
+"""Where pytest's configuration keeps the backend under test."""
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that kind; without a name, the current CUDA device where there is one.
+
+    Raises:
+        pytest.UsageError: when there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: this machine has no CUDA device")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def find_backend(name: str | None) -> KernelBackend:
+    """The backend of that name among the installed plugins, or an instance of ``package.module:Class``.
+
+    Raises:
+        pytest.UsageError: when there is none; the message names those that are there.
+    """
+    if not name:
+        raise pytest.UsageError("say which backend to test: pytest --pyargs qsync_torch.conformance --backend NAME")
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)()
+        except (ImportError, AttributeError) as error:
+            raise pytest.UsageError(f"--backend {name}: {error}") from None
+    registry = Registry.load()
+    backends = {backend.name: backend for backend in registry.backends()}
+    if name not in backends:
+        disabled = "".join(f"; {plugin} is disabled: {reason}" for plugin, reason in registry.disabled.items())
+        raise pytest.UsageError(
+            f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}{disabled}; "
+            "install the package that provides it, or write --backend package.module:Class"
+        )
+    return backends[name]
+
+
+@attrs.frozen
+class Subject:
+    """A backend on a device.
+
+    Attributes:
+        backend: under test.
+        device: where kernels run.
+        most_configs: how many configurations of a request are tried, the backend's best guesses first.
+    """
+
+    backend: KernelBackend
+    device: torch.device
+    most_configs: int
+
+    def request(
+        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
+    ) -> KernelRequest:
+        """What a call on this device would ask for."""
+        capability = ""
+        if self.device.type == "cuda":
+            capability = ".".join(map(str, torch.cuda.get_device_capability(self.device)))
+        return KernelRequest(op, variant, shapes, dict(attributes or {}), self.device.type, capability)
+
+    def offers(self, op: str, compute: Precision | None = None) -> bool:
+        """Whether its specifications list the operator on this kind of device, in a format if one is given."""
+        return any(
+            spec.op == op and self.device.type in spec.device_kinds and (compute is None or str(compute) in spec.compute)
+            for spec in self.backend.kernel_specs()
+        )
+
+    def kernels(
+        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
+    ) -> list[Kernel]:
+        """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it."""
+        if not self.offers(op, variant.compute):
+            pytest.skip(f"{self.backend.name} does not offer {op} in {variant.compute} on {self.device.type}")
+        request = self.request(op, variant, shapes, attributes)
+        if reasons := self.backend.unsupported_reasons(request):
+            check_sentences(reasons)
+            pytest.skip(f"{self.backend.name} refuses: " + "; ".join(reasons))
+        configs = self.backend.candidate_configs(request)
+        assert configs, f"candidate_configs is empty for a request that has no reasons against it: {request}"
+        return [self.backend.build(request, config) for config in list(configs)[: self.most_configs]]
+
+
+def check_sentences(reasons: list[str]) -> None:
+    """Reasons are sentences for people."""
+    assert isinstance(reasons, list), f"unsupported_reasons must return a list, got {type(reasons).__name__}"
+    for reason in reasons:
+        assert isinstance(reason, str), f"a reason must be text, got {reason!r}"
+        assert len(reason.split()) >= 3, f"a reason must be a sentence that says why, got {reason!r}"
+        assert "\n" not in reason, f"a reason must be one line, got {reason!r}"

@@ -1,0 +1,152 @@
+"""``conv2d.*``: integer sums exactly in every geometry, dequantization, and gradients; all tensors channels-last."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_core.backend import Op
+from qsync_core.precision import Granularity, Precision
+from qsync_core.variant import Variant
+from qsync_torch.conformance.layouts import floats, integers, powers_of_two
+from qsync_torch.conformance.outputs import Outputs
+from qsync_torch.conformance.subject import Subject
+from qsync_torch.conformance.test_linear import DTYPE, check_near, mismatch
+
+INT8 = Variant.of(Precision.INT8)
+IMAGES = {
+    "3x3": ((2, 32, 9, 10), (64, 3, 3), {}),
+    "3x3, padded": ((2, 32, 9, 10), (64, 3, 3), {"padding": (1, 1)}),
+    "3x3, stride 2": ((2, 32, 9, 10), (64, 3, 3), {"padding": (1, 1), "stride": (2, 2)}),
+    "1x1": ((2, 64, 7, 7), (96, 1, 1), {}),
+    "1x1, stride 2": ((2, 64, 8, 7), (32, 1, 1), {"stride": (2, 2)}),
+    "dilated": ((2, 16, 12, 12), (32, 3, 3), {"padding": (2, 2), "dilation": (2, 2)}),
+    "uneven": ((1, 16, 11, 8), (16, 3, 2), {"padding": (0, 1), "stride": (2, 1), "dilation": (1, 2)}),
+    "groups": ((2, 64, 8, 8), (64, 3, 3), {"padding": (1, 1), "groups": 2}),
+    "depthwise": ((2, 32, 8, 8), (32, 3, 3), {"padding": (1, 1), "groups": 32}),
+    "image": ((2, 3, 16, 16), (64, 7, 7), {"padding": (3, 3), "stride": (2, 2)}),
+    "odd channels": ((3, 5, 7, 6), (11, 3, 3), {"padding": (1, 1)}),
+    "many channels": ((1, 512, 5, 5), (64, 3, 3), {"padding": (1, 1)}),
+}
+"""Image, filters as (O, KH, KW), geometry."""
+
+
+class Convolution:
+    """Operands and geometry of one case."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        image, (out_channels, height, width), self.geometry = IMAGES[name]
+        filters = (out_channels, image[1] // self.geometry.get("groups", 1), height, width)
+        self.x, self.w = (self.channels_last(integers(shape, device, i)) for i, shape in enumerate((image, filters)))
+        self.y_shape = tuple(F.conv2d(self.x.float(), self.w.float(), **self.geometry).shape)
+        spread = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), **self.geometry}
+        self.attributes = {name: "{},{}".format(*spread[name]) for name in ("stride", "padding", "dilation")}
+        self.attributes["groups"] = str(self.geometry.get("groups", 1))
+
+    @staticmethod
+    def channels_last(x: torch.Tensor) -> torch.Tensor:
+        """In the layout in which kernels get it."""
+        return x.to(memory_format=torch.channels_last)
+
+    def output(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The convolution in float64: exact for integers."""
+        return F.conv2d(x.double(), w.double(), **self.geometry)
+
+
+@pytest.mark.parametrize("output", list(DTYPE), ids=str)
+@pytest.mark.parametrize("name", IMAGES)
+def test_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str, output: Precision) -> None:
+    """Against int64 arithmetic, with scales that are powers of two and a bias of integers."""
+    case = Convolution(name, subject.device)
+    channels = case.w.shape[0]
+    x_scale, w_scale = torch.full((1,), 0.5, device=subject.device), powers_of_two(channels, subject.device)
+    bias = torch.arange(channels, dtype=torch.float32, device=subject.device) - 9
+    product = case.output(case.x, case.w).float() * (0.5 * w_scale).view(1, -1, 1, 1)
+    variant = attrs.evolve(INT8, output=output)
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+        for b in (None, bias):
+            expected = (product if b is None else product + b.view(1, -1, 1, 1)).to(DTYPE[output])
+            out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
+            kernel(case.x, x_scale, case.w, w_scale, b, out)
+            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("name", ["3x3, padded", "1x1", "odd channels"])
+def test_one_scale_for_all_filters(subject: Subject, outputs: Outputs, name: str) -> None:
+    """``w`` per tensor."""
+    case = Convolution(name, subject.device)
+    scale = torch.full((1,), 0.5, device=subject.device)
+    variant = attrs.evolve(INT8, w_granularity=Granularity.PER_TENSOR)
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
+        kernel(case.x, scale, case.w, scale, None, out)
+        expected = (0.25 * case.output(case.x, case.w).float()).contiguous(memory_format=torch.channels_last)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+def test_an_empty_batch_is_no_error(subject: Subject, outputs: Outputs) -> None:
+    """A rank may get one."""
+    x = integers((0, 32, 6, 6), subject.device, 1)
+    w = Convolution.channels_last(integers((64, 32, 3, 3), subject.device, 2))
+    one, ones = torch.ones(1, device=subject.device), torch.ones(64, device=subject.device)
+    attributes = {"stride": "1,1", "padding": "0,0", "dilation": "1,1", "groups": "1"}
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, ((0, 32, 6, 6), (64, 32, 3, 3)), attributes):
+        kernel(x, one, w, ones, None, outputs.empty((0, 64, 4, 4), torch.float32, channels_last=True))
+
+
+def transposed(case: Convolution, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input in float64."""
+    return torch.nn.grad.conv2d_input(case.x.shape, w.double(), grad.double(), **case.geometry)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_int8_gradient_of_the_input(subject: Subject, outputs: Outputs, name: str) -> None:
+    """``scale`` times the transposed convolution of integers, exactly."""
+    case = Convolution(name, subject.device)
+    grad = case.channels_last(integers(case.y_shape, subject.device, 5))
+    scale = torch.full((1,), 0.25, device=subject.device)
+    variant = attrs.evolve(INT8, grad_input=Precision.INT8)
+    expected = (0.25 * transposed(case, grad, case.w)).float()
+    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(tuple(case.x.shape), torch.float32, channels_last=True)
+        kernel(grad, case.w, scale, out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("precision", list(DTYPE), ids=str)
+@pytest.mark.parametrize("name", IMAGES)
+def test_float_gradients(subject: Subject, outputs: Outputs, name: str, precision: Precision) -> None:
+    """Of the input and of the weight, from the saved int8 copies."""
+    case, dtype = Convolution(name, subject.device), DTYPE[precision]
+    grad = case.channels_last(floats(case.y_shape, dtype, subject.device, 5))
+    w_scale = torch.rand(case.w.shape[0], device=subject.device) * 1e-2 + 1e-3
+    x_scale = torch.full((1,), 0.02, device=subject.device)
+    variant = attrs.evolve(INT8, grad_input=precision, grad_weight=precision)
+    weight, x = case.w.double() * w_scale.double().view(-1, 1, 1, 1), case.x.double() * 0.02
+    ran = False
+    if not refused(subject, Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+        for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+            out = outputs.empty(tuple(case.x.shape), dtype, channels_last=True)
+            kernel(grad, case.w, w_scale, out)
+            check_near(out, transposed(case, grad, weight), transposed(case, grad.abs(), weight.abs()), dtype)
+        ran = True
+    shapes = (case.y_shape, tuple(case.x.shape))
+    if ran and refused(subject, Op.CONV2D_GRAD_WEIGHT, variant, shapes, case.attributes):
+        return
+    for kernel in subject.kernels(Op.CONV2D_GRAD_WEIGHT, variant, shapes, case.attributes):
+        out = outputs.like(case.w, torch.float32)
+        kernel(grad, case.x, x_scale, out)
+        expected, magnitude = (
+            torch.nn.grad.conv2d_weight(a, case.w.shape, g, **case.geometry)
+            for a, g in ((x, grad.double()), (x.abs(), grad.double().abs()))
+        )
+        check_near(out, expected, magnitude, dtype)
+
+
+def refused(subject: Subject, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: dict[str, str]) -> bool:
+    """Whether the backend does not offer the operator or has reasons against the request."""
+    if not subject.offers(op, variant.compute):
+        return True
+    return bool(subject.backend.unsupported_reasons(subject.request(op, variant, shapes, attributes)))

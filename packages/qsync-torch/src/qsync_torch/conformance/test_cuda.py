@@ -1,0 +1,115 @@
+"""On CUDA devices: the current stream, captured graphs, and other devices than the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+import torch
+
+from qsync_core.backend import Op
+from qsync_core.precision import Precision, Rounding
+from qsync_core.variant import Variant
+from qsync_torch.conformance.layouts import integers
+from qsync_torch.conformance.subject import Kernel, Subject
+from qsync_torch.conformance.test_quantize import variant_of
+
+INT8 = Variant.of(Precision.INT8)
+BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+SIZE = 256
+CASES = {
+    Op.QUANTIZE: (variant_of(Rounding.NEAREST), ((SIZE, SIZE),)),
+    Op.LINEAR_OUTPUT: (INT8, ((SIZE, SIZE), (SIZE, SIZE))),
+    Op.LINEAR_GRAD_INPUT: (BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
+    Op.LINEAR_GRAD_WEIGHT: (BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
+}
+
+
+def call_of(op: str, device: torch.device) -> tuple[Callable[[Kernel], None], Callable[[int], None], Callable[[], torch.Tensor]]:
+    """How to call a kernel on fixed buffers, how to fill the inputs from a seed, and what it should have written by then."""
+    a, b = (torch.zeros(SIZE, SIZE, dtype=torch.int8, device=device) for _ in range(2))
+    one, ones = torch.ones(1, device=device), torch.ones(SIZE, device=device)
+    out = torch.zeros(SIZE, SIZE, device=device)
+    x, q, scale = torch.zeros(SIZE, SIZE, device=device), torch.zeros_like(a), torch.zeros(1, device=device)
+
+    def fill(seed: int) -> None:
+        a.copy_(integers((SIZE, SIZE), device, seed))
+        b.copy_(integers((SIZE, SIZE), device, seed + 1))
+        x.copy_(a)
+
+    def call(kernel: Kernel) -> None:
+        if op == Op.QUANTIZE:
+            kernel(x, q, scale, 0, 0)
+        elif op == Op.LINEAR_OUTPUT:
+            kernel(a, one, b, ones, None, out)
+        else:
+            kernel(a, b, one, out)
+
+    def error() -> torch.Tensor:
+        if op == Op.QUANTIZE:
+            return (q.double() - a.double()).abs().max()
+        left = a.double().t() if op == Op.LINEAR_GRAD_WEIGHT else a.double()
+        right = b.double().t() if op == Op.LINEAR_OUTPUT else b.double()
+        return (out.double() - (left @ right).float().double()).abs().max()
+
+    return call, fill, error
+
+
+def kernels(subject: Subject, op: str) -> list[Kernel]:
+    """Kernels of a case, where there is a CUDA device and the backend offers the operator."""
+    if subject.device.type != "cuda":
+        pytest.skip("streams and graphs are CUDA's")
+    variant, shapes = CASES[op]
+    return subject.kernels(op, variant, shapes)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_kernels_run_on_the_current_stream(subject: Subject, op: str) -> None:
+    """Inputs that the same stream fills only after a long wait must be seen; another stream's order does not count."""
+    for kernel in kernels(subject, op):
+        call, fill, error = call_of(op, subject.device)
+        fill(1)
+        call(kernel)  # whatever is set up on first use
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            fill(2)
+            call(kernel)
+        stream.synchronize()
+        assert error().item() == 0, "the kernel did not wait for what its stream did before"
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_kernels_can_be_captured(subject: Subject, op: str) -> None:
+    """A captured call is replayed on new inputs: no host synchronisation, no memory that is gone by then."""
+    for kernel in kernels(subject, op):
+        call, fill, error = call_of(op, subject.device)
+        fill(1)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call(kernel)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(kernel)
+        for seed in (3, 5):
+            fill(seed)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert error().item() == 0, "the replayed kernel did not compute with the new inputs"
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_kernels_run_where_their_operands_are(subject: Subject, op: str) -> None:
+    """The current device may be another one."""
+    if subject.device.type != "cuda" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    other = torch.device("cuda", 1 - (subject.device.index or 0))
+    for kernel in kernels(attrs.evolve(subject, device=other), op):
+        call, fill, error = call_of(op, other)
+        fill(1)
+        call(kernel)
+        assert error().item() == 0

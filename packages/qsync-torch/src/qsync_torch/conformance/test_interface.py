@@ -1,0 +1,127 @@
+"""What a backend says about itself, and what it does with requests that nobody can run."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+import pytest
+
+from qsync_core.backend import BACKEND_API_VERSION, KernelConfig, Op
+from qsync_core.errors import BackendError
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.variant import Variant
+from qsync_torch.conformance.subject import Subject, check_sentences
+
+INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
+SAMPLES = {
+    Op.QUANTIZE: ((64, 128),),
+    Op.QUANTIZE_MANY: ((64, 128), (32, 64)),
+    Op.LINEAR_OUTPUT: ((64, 128), (96, 128)),
+    Op.LINEAR_GRAD_INPUT: ((64, 96), (96, 128)),
+    Op.LINEAR_GRAD_WEIGHT: ((64, 96), (64, 128)),
+    Op.CONV2D_OUTPUT: ((2, 32, 8, 8), (64, 32, 3, 3)),
+    Op.CONV2D_GRAD_INPUT: ((2, 64, 8, 8), (64, 32, 3, 3)),
+    Op.CONV2D_GRAD_WEIGHT: ((2, 64, 8, 8), (2, 32, 8, 8)),
+}
+"""Requests that a backend which offers an operator should have no reason to refuse."""
+GEOMETRY = {"stride": "1,1", "padding": "1,1", "dilation": "1,1", "groups": "1"}
+CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
+
+
+def variants_of(op: str, compute: str) -> list[Variant]:
+    """Standard variants of a format, and for 8-bit ones those whose gradients are computed in the same format."""
+    found = [Variant.of(Precision(compute), sixteen_bit=p) for p in (Precision.BFLOAT16, Precision.FLOAT16)]
+    per_tensor = [attrs.evolve(variant, w_granularity=Granularity.PER_TENSOR) for variant in found]
+    same = [attrs.evolve(variant, grad_input=Precision(compute), grad_weight=Precision(compute)) for variant in found + per_tensor]
+    sixteen = [attrs.evolve(variant, output=Precision.BFLOAT16) for variant in found + per_tensor]
+    return [*found, *per_tensor, *same, *sixteen]
+
+
+def test_it_has_a_name_and_this_api_version(subject: Subject) -> None:
+    """Plans name backends, and join names by "+"."""
+    backend = subject.backend
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", backend.name), f"a name has letters, digits, '_', '.' and '-', got {backend.name!r}"
+    assert backend.api_version == BACKEND_API_VERSION
+
+
+def test_its_specifications_are_data(subject: Subject) -> None:
+    """``qsync backends`` prints them."""
+    specs = subject.backend.kernel_specs()
+    assert specs, "kernel_specs is empty: the backend offers nothing"
+    for spec in specs:
+        assert spec.op in Op.ALL, f"there is no operator {spec.op!r}; operators are {', '.join(Op.ALL)}"
+        assert set(spec.compute) <= set(Precision), f"{spec.op}: unknown formats {set(spec.compute) - set(Precision)}"
+        assert spec.compute
+        assert set(spec.device_kinds) <= {"cpu", "cuda"}
+        assert re.fullmatch(r"|\d+\.\d+", spec.min_compute_capability)
+
+
+@pytest.mark.parametrize("op", Op.ALL)
+def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> None:
+    """An offer that every ordinary request is refused under is none."""
+    offered = {compute for spec in subject.backend.kernel_specs() if spec.op == op for compute in spec.compute}
+    offered = {compute for compute in offered if subject.offers(op, Precision(compute))}
+    if not offered:
+        pytest.skip(f"{subject.backend.name} does not offer {op} on {subject.device.type}")
+    attributes = GEOMETRY if op.startswith("conv2d") else {}
+    for compute in sorted(offered):
+        reasons = [
+            subject.backend.unsupported_reasons(subject.request(op, variant, SAMPLES[op], attributes))
+            for variant in variants_of(op, compute)
+        ]
+        if not all(reasons):
+            break
+    else:
+        pytest.fail(f"it offers {op} in {', '.join(sorted(offered))}, and refuses every request for it: {reasons}")
+
+
+@pytest.mark.parametrize(
+    "what, change",
+    [
+        ("an operator that does not exist", {"op": "linear.sideways"}),
+        ("a device that does not exist", {"device_kind": "abacus"}),
+    ],
+)
+def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str, str]) -> None:
+    """Whoever asked sees every backend's reasons, and ``build`` refuses too."""
+    request = attrs.evolve(subject.request(Op.LINEAR_OUTPUT, INT8, SAMPLES[Op.LINEAR_OUTPUT]), **change)
+    reasons = subject.backend.unsupported_reasons(request)
+    check_sentences(reasons)
+    assert reasons, f"it has no reason against {what}"
+    with pytest.raises(BackendError):
+        subject.backend.build(request, KernelConfig())
+
+
+@pytest.mark.parametrize("op", Op.ALL)
+def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> None:
+    """No kernel's signature has room for a zero point, so a request for asymmetric quantization has a reason against it."""
+    if not subject.offers(op, Precision.INT8):
+        pytest.skip(f"{subject.backend.name} does not offer {op} in int8 on {subject.device.type}")
+    attributes = GEOMETRY if op.startswith("conv2d") else {}
+    request = subject.request(op, attrs.evolve(INT8, symmetric=False), SAMPLES[op], attributes)
+    reasons = subject.backend.unsupported_reasons(request)
+    check_sentences(reasons)
+    assert reasons, f"it would run {op} with zero points, which its kernels can not know"
+
+
+@pytest.mark.parametrize("op", Op.ALL)
+def test_configurations_are_texts_that_plans_can_store(subject: Subject, op: str) -> None:
+    """At least one, each once, in the characters that plans reserve for them; an unknown one is refused."""
+    for compute in Precision:
+        if not subject.offers(op, compute):
+            continue
+        attributes = GEOMETRY if op.startswith("conv2d") else {}
+        for variant in variants_of(op, compute):
+            request = subject.request(op, variant, SAMPLES[op], attributes)
+            if subject.backend.unsupported_reasons(request):
+                continue
+            texts = [config.text for config in subject.backend.candidate_configs(request)]
+            assert texts, "candidate_configs is empty for a request that has no reasons against it"
+            assert len(set(texts)) == len(texts), f"configurations repeat: {texts}"
+            for text in texts:
+                assert CONFIG_TEXT.fullmatch(text), f"a configuration has letters, digits and _.,;:=- only, got {text!r}"
+            with pytest.raises(BackendError):
+                subject.backend.build(request, KernelConfig("no.such:configuration;x=1"))
+            return
+    pytest.skip(f"{subject.backend.name} runs no {op} on {subject.device.type}")

@@ -1,0 +1,263 @@
+"""``quantize``: scales, every rounding, random numbers, layouts, multiplier, transposed copy, and values that have no scale."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qsync_core.backend import Op
+from qsync_core.errors import NumericsError
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.variant import Variant
+from qsync_torch.conformance.layouts import floats
+from qsync_torch.conformance.outputs import Outputs
+from qsync_torch.conformance.subject import Kernel, Subject
+
+LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
+DTYPE = {Precision.INT8: torch.int8, Precision.FLOAT8_E4M3FN: torch.float8_e4m3fn}
+NEAR = 127 * 2.0**-20
+"""How near to a tie (or, for floor, to an integer) a quotient may lie before rounding errors of the division decide."""
+TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
+SHAPES = [(1,), (1, 1), (3, 5), (7, 129), (64, 64), (2, 3, 4), (2, 3, 5, 7), (8, 16, 3, 3), (33, 1000)]
+
+
+def variant_of(rounding: Rounding, granularity: Granularity = TENSOR, precision: Precision = Precision.INT8) -> Variant:
+    """A quantization: the granularity of whatever is quantized stands in the activation's place."""
+    wide = Precision.FLOAT32
+    return Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding)
+
+
+def groups_of(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """(groups that share a scale, their elements)."""
+    if granularity is TENSOR:
+        return x.reshape(1, -1)
+    return x.reshape(x.shape[0], -1) if granularity is CHANNEL else x.reshape(-1, x.shape[-1])
+
+
+def scale_count(x: torch.Tensor, granularity: Granularity) -> int:
+    """How many scales there are."""
+    return {TENSOR: 1, CHANNEL: x.shape[0], ROW: math.prod(x.shape[:-1])}[granularity]
+
+
+def run(
+    kernel: Kernel, x: torch.Tensor, outputs: Outputs, granularity: Granularity = TENSOR, precision: Precision = Precision.INT8,
+    seed: int = 11, offset: int = 12, **more: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Call a kernel on fresh outputs; the input must stay as it is."""
+    q = outputs.like(x, DTYPE[precision])
+    scale = outputs.empty((scale_count(x, granularity),), torch.float32)
+    before = x.clone()
+    kernel(x, q, scale, seed, offset, **more)
+    assert torch.equal(x.nan_to_num(7.0), before.nan_to_num(7.0)), "the kernel changed its input"
+    return q, scale
+
+
+def check_scales(x: torch.Tensor, scale: torch.Tensor, granularity: Granularity, precision: Precision = Precision.INT8) -> None:
+    """``absmax / 127`` (``/ 448``) to a few units in the last place; exactly 1 for zeros."""
+    absmax = groups_of(x.double(), granularity).abs().amax(1)
+    expected = absmax / LARGEST[precision]
+    expected = torch.where(expected < 2.0**-126, torch.ones_like(expected), expected)
+    error = ((scale.double() - expected) / expected).abs().max().item()
+    assert error <= 2.0**-21, f"scales are off by a relative {error:.1e}"
+    assert bool((scale[absmax == 0] == 1).all()), "a group of zeros must have the scale 1"
+
+
+def check_rounding(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, rounding: Rounding) -> None:
+    """Every value is what the rounding of ``x / scale`` in float64 gives, except where the quotient's own error decides."""
+    y = groups_of(x.double(), granularity) / scale.double()[:, None]
+    found = groups_of(q.double(), granularity)
+    assert found.abs().max().item() <= 127, "a value is outside -127..127"
+    if rounding is Rounding.STOCHASTIC:
+        lowest, highest = (y - NEAR).floor().clamp(min=-127), (y + NEAR).ceil().clamp(max=127)
+        wrong = (found < lowest) | (found > highest)
+    else:
+        move = 0.5 if rounding is Rounding.NEAREST else 0.0
+        low, high = (y - NEAR + move).floor().clamp(-127, 127), (y + NEAR + move).floor().clamp(-127, 127)
+        if rounding is Rounding.NEAREST:  # a tie may go either way
+            low = torch.minimum(low, (y + NEAR - move).ceil().clamp(-127, 127))
+        wrong = (found < low) | (found > high)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values are not the {rounding} rounding: x/scale {y[wrong][0].item()!r} "
+        f"became {found[wrong][0].item()!r}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("granularity", list(Granularity))
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_int8_equals_the_formula(
+    subject: Subject, outputs: Outputs, rounding: Rounding, granularity: Granularity, dtype: torch.dtype
+) -> None:
+    """On shapes of every kind, from one element on."""
+    tried = 0
+    for shape in SHAPES:
+        variant = variant_of(rounding, granularity)
+        if subject.backend.unsupported_reasons(subject.request(Op.QUANTIZE, variant, (shape,))) and shape != SHAPES[-1]:
+            continue
+        x = floats(shape, dtype, subject.device, len(shape))
+        for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,)):
+            q, scale = run(kernel, x, outputs, granularity)
+            check_scales(x, scale, granularity)
+            check_rounding(x, q, scale, granularity, rounding)
+            tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_values_that_int8_holds_stay_what_they_are(subject: Subject, outputs: Outputs, rounding: Rounding) -> None:
+    """Integers with a largest magnitude of 127 have the scale 1, whatever the rounding."""
+    x = torch.arange(-127, 128, dtype=torch.float32, device=subject.device).repeat(5).view(15, 85)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(rounding), (tuple(x.shape),)):
+        q, scale = run(kernel, x, outputs)
+        assert scale.item() == 1.0
+        assert torch.equal(q.float(), x)
+
+
+@pytest.mark.parametrize("layout", ["channels-last", "transposed"])
+@pytest.mark.parametrize("rounding", [Rounding.NEAREST, Rounding.STOCHASTIC])
+def test_the_layout_of_the_input_is_kept(subject: Subject, outputs: Outputs, rounding: Rounding, layout: str) -> None:
+    """The caller hands out dense tensors in any order of dimensions, and an output with the same strides."""
+    shape = (4, 6, 5, 3) if layout == "channels-last" else (24, 15)
+    x = floats(shape, torch.float32, subject.device, 3)
+    x = x.to(memory_format=torch.channels_last) if layout == "channels-last" else x.t().contiguous().t()
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(rounding), (shape,)):
+        q, scale = run(kernel, x, outputs)
+        check_scales(x, scale, TENSOR)
+        check_rounding(x, q, scale, TENSOR, rounding)
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_zeros_and_equal_values(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
+    """A group of zeros has the scale 1 and stays zero; one of equal values becomes 127 everywhere."""
+    x = torch.zeros(6, 40, device=subject.device)
+    x[3:] = 0.3
+    x[4] = -2.5
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.NEAREST, granularity), (tuple(x.shape),)):
+        q, scale = run(kernel, x, outputs, granularity)
+        check_scales(x, scale, granularity)
+        assert q[:3].abs().max().item() == 0
+        assert q[4].tolist() == [-127] * 40
+        if granularity is not TENSOR:
+            assert q[5].tolist() == [127] * 40
+
+
+def test_an_empty_tensor_is_no_error(subject: Subject, outputs: Outputs) -> None:
+    """A rank may get an empty batch."""
+    x = torch.empty(0, 16, device=subject.device)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((0, 16),)):
+        _, scale = run(kernel, x, outputs)
+        assert torch.isfinite(scale).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 77, -1])
+def test_nan_and_infinity_show(subject: Subject, outputs: Outputs, value: float, place: int) -> None:
+    """Either an error that says so, or a scale that is not finite and carries the damage on; never plausible numbers."""
+    x = floats((9, 50), torch.float32, subject.device, 1)
+    x.view(-1)[place] = value
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((9, 50),)):
+        try:
+            _, scale = run(kernel, x, outputs)
+        except NumericsError:
+            continue
+        assert not torch.isfinite(scale).any(), f"a tensor with {value} got the scale {scale.item()}"
+
+
+@pytest.mark.parametrize("fraction", [0.03, 0.3, 0.5, 0.9])
+def test_stochastic_rounding_is_unbiased(subject: Subject, outputs: Outputs, fraction: float) -> None:
+    """Mean, variance and independence of neighbours of 2¹⁶ draws, within five standard errors."""
+    count = 1 << 16
+    x = torch.full((256, 256), 3 + fraction, device=subject.device)
+    x[0, 0] = 127.0
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((256, 256),)):
+        q, scale = run(kernel, x, outputs, seed=5, offset=6)
+        assert scale.item() == 1.0
+        up = q.double().view(-1)[1:] - 3
+        assert set(up.unique().tolist()) == {0.0, 1.0}
+        error = abs(up.mean().item() - fraction) / (fraction * (1 - fraction) / count) ** 0.5
+        assert error < 5, f"the mean of the draws is {error:.1f} standard errors away"
+        centred = up - up.mean()
+        correlation = (centred[1:] * centred[:-1]).mean().item() / centred.square().mean().item()
+        assert abs(correlation) < 0.03, f"neighbouring draws have a correlation of {correlation:.3f}"
+
+
+def test_draws_are_reproducible_and_of_another_seed_different(subject: Subject, outputs: Outputs) -> None:
+    """The same seed and offset give the same bits, whatever the configuration; any other pair gives others."""
+    x = floats((64, 100), torch.float32, subject.device, 9)
+    largest = (1 << 63) - 1
+    pairs = [(1, 2), (2, 1), (1, 3), (largest, 2), (1, largest), (1 + (1 << 40), 2), (1, 2 + (1 << 40))]
+    first: list[torch.Tensor] = []
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((64, 100),)):
+        found = [run(kernel, x, outputs, seed=seed, offset=offset)[0].clone() for seed, offset in pairs]
+        again = run(kernel, x, outputs, seed=1, offset=2)[0]
+        assert torch.equal(again, found[0]), "the same seed and offset gave other bits the second time"
+        first.append(again)
+        for i, one in enumerate(found):
+            for other in found[:i]:
+                assert not torch.equal(one, other), "two pairs of seed and offset gave the same bits"
+    assert all(torch.equal(q, first[0]) for q in first), "configurations draw differently"
+
+
+def test_float8_values_are_neighbours(subject: Subject, outputs: Outputs) -> None:
+    """float8_e4m3fn: the nearest value, or one of the two neighbours; the largest magnitude becomes 448."""
+    x = floats((33, 65), torch.float32, subject.device, 4)
+    for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC):
+        variant = variant_of(rounding, TENSOR, Precision.FLOAT8_E4M3FN)
+        for kernel in subject.kernels(Op.QUANTIZE, variant, ((33, 65),)):
+            q, scale = run(kernel, x, outputs, precision=Precision.FLOAT8_E4M3FN)
+            check_scales(x, scale, TENSOR, Precision.FLOAT8_E4M3FN)
+            y, found = x.double() / scale.double(), q.double()
+            spacing = torch.exp2(torch.log2(y.abs().clamp(min=2.0**-6)).floor() - 3)
+            allowed = spacing * (0.5001 if rounding is Rounding.NEAREST else 1.0001)
+            assert bool(((found - y).abs() <= allowed).all())
+            assert found.abs().max().item() == 448
+
+
+@pytest.mark.parametrize("shape", [(24, 15), (2, 6, 5, 3)])
+def test_a_multiplier_comes_first(subject: Subject, outputs: Outputs, shape: tuple[int, ...]) -> None:
+    """``multiplier=channel``: one factor per entry of the last dimension of a matrix, of dimension 1 of four, in float32."""
+    x = floats(shape, torch.bfloat16, subject.device, 3)
+    x = x.to(memory_format=torch.channels_last) if len(shape) == 4 else x
+    channels = shape[1]
+    factors = torch.logspace(-2, 2, channels, device=subject.device)
+    product = x.float() * (factors.view(1, -1, 1, 1) if len(shape) == 4 else factors)
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.NEAREST), (shape,), {"multiplier": "channel"}):
+        q, scale = run(kernel, x, outputs, multiplier=factors)
+        check_scales(product, scale, TENSOR)
+        check_rounding(product, q, scale, TENSOR, Rounding.NEAREST)
+
+
+@pytest.mark.parametrize("shape", [(24, 15), (64, 128), (1, 3), (3, 1)])
+def test_a_transposed_copy(subject: Subject, outputs: Outputs, shape: tuple[int, int]) -> None:
+    """``transposed=true``: the same values again as a dense (K, M)."""
+    x = floats(shape, torch.float32, subject.device, 3)
+    variant = variant_of(Rounding.STOCHASTIC)
+    plain = subject.kernels(Op.QUANTIZE, variant, (shape,))
+    for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,), {"transposed": "true"}):
+        transposed = outputs.empty(shape[::-1], torch.int8)
+        q, scale = run(kernel, x, outputs, transposed_out=transposed)
+        assert torch.equal(transposed, q.t())
+        expected, expected_scale = run(plain[0], x, outputs)
+        assert torch.equal(q, expected), "the transposed copy changed the draws"
+        assert torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_many_tensors_come_out_as_each_alone(subject: Subject, outputs: Outputs, granularity: Granularity) -> None:
+    """``quantize_many``: bit for bit the same as ``quantize`` of each with its own seed."""
+    shapes = ((16, 8), (4, 3, 3, 3), (1, 1), (33, 129), (300, 40))
+    variant = variant_of(Rounding.STOCHASTIC, granularity)
+    xs = [floats(shape, torch.float32, subject.device, i) * 10.0**i for i, shape in enumerate(shapes)]
+    xs[1] = xs[1].to(memory_format=torch.channels_last)
+    seeds = [3, 1 << 60, 5, 6, 7]
+    for kernel in subject.kernels(Op.QUANTIZE_MANY, variant, shapes):
+        qs = [outputs.like(x, torch.int8) for x in xs]
+        scales = [outputs.empty((scale_count(x, granularity),), torch.float32) for x in xs]
+        kernel(xs, qs, scales, seeds, 21)
+        for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
+            alone = subject.kernels(Op.QUANTIZE, variant, (tuple(x.shape),))[0]
+            expected, expected_scale = run(alone, x, outputs, granularity, seed=seed, offset=21)
+            assert torch.equal(scale, expected_scale)
+            assert torch.equal(q, expected)

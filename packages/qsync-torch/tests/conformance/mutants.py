@@ -1,0 +1,211 @@
+"""Backends that are ``aten`` with one mistake each, of kinds that real kernels have."""
+
+import attrs
+import torch
+
+from qsync_core.backend import KernelSpec, Op
+from qsync_torch.aten_backend import AtenBackend
+
+
+class Mutant(AtenBackend):
+    """Wraps the kernels of one operator."""
+
+    op = Op.LINEAR_OUTPUT
+
+    def build(self, request, config):
+        kernel = super().build(request, config)
+        return self.wrap(kernel, request) if request.op == self.op else kernel
+
+    def wrap(self, kernel, request):
+        return kernel
+
+
+class Float32Accumulation(Mutant):
+    """Sums products in float32."""
+
+    def wrap(self, kernel, request):
+        def product(x, x_scale, w, w_scale, bias, out):
+            y = (x.float() @ w.float().t()) * x_scale.view(-1, 1) * w_scale
+            out.copy_(y if bias is None else y + bias)
+
+        return product
+
+
+class ForgetsBias(Mutant):
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, x_scale, w, w_scale, None, out)
+
+
+class OneScaleForAllRows(Mutant):
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, x_scale[:1], w, w_scale, bias, out)
+
+
+class AssumesRowMajor(Mutant):
+    """Reads the memory of a weight as if it were row-major."""
+
+    def wrap(self, kernel, request):
+        def product(x, x_scale, w, w_scale, bias, out):
+            kernel(x, x_scale, w.as_strided(w.shape, (w.shape[1], 1)), w_scale, bias, out)
+
+        return product
+
+
+class WritesPastTheEnd(Mutant):
+    """Rounds the number of rows up to whole tiles."""
+
+    def wrap(self, kernel, request):
+        def product(x, x_scale, w, w_scale, bias, out):
+            kernel(x, x_scale, w, w_scale, bias, out)
+            if out.numel():
+                out.as_strided((out.numel() + 4,), (1,), out.storage_offset())[-4:] = 0
+
+        return product
+
+
+class RefusesWithoutReasons(Mutant):
+    def unsupported_reasons(self, request):
+        return [""] if super().unsupported_reasons(request) else []
+
+
+class RefusesEverything(Mutant):
+    def unsupported_reasons(self, request):
+        return ["this chip has too few registers for any kernel"]
+
+
+class OverflowsInt32(Mutant):
+    """Takes contractions whose int32 sum can overflow."""
+
+    def unsupported_reasons(self, request):
+        return [reason for reason in super().unsupported_reasons(request) if "could overflow" not in reason]
+
+
+class RepeatsConfigurations(Mutant):
+    def candidate_configs(self, request):
+        return (*super().candidate_configs(request), *super().candidate_configs(request))
+
+
+class BuildsAnyConfiguration(Mutant):
+    def build(self, request, config):
+        return super().build(request, attrs.evolve(config, text=""))
+
+
+class OffersAnUnknownOperator(Mutant):
+    def kernel_specs(self):
+        return (*super().kernel_specs(), KernelSpec("linear.sideways", ("int8",), ("cpu",)))
+
+
+class RoundsDown(Mutant):
+    """Floor where the nearest is asked for."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            if str(request.variant.rounding) == "nearest":
+                q.copy_((x.float() / scale.max()).floor().clamp(-127, 127))
+
+        return quantize
+
+
+class BiasedRounding(Mutant):
+    """Rounds up with a probability that is a little too high."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            if str(request.variant.rounding) == "stochastic" and scale.numel() == 1 and x.dtype is torch.float32:
+                y = x / scale
+                q.copy_(torch.maximum(q, (y + 0.03).floor().clamp(-127, 127) * (y % 1 > 0.97) + -128 * (y % 1 <= 0.97)))
+
+        return quantize
+
+
+class IgnoresTheSeed(Mutant):
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, 0, offset, *more, **named)
+
+
+class TruncatesTheOffset(Mutant):
+    """Keeps 32 bits of it."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, seed, offset & 0xFFFFFFFF, *more, **named)
+
+
+class ManyWithOneSeed(Mutant):
+    op = Op.QUANTIZE_MANY
+
+    def wrap(self, kernel, request):
+        return lambda xs, qs, scales, seeds, offset: kernel(xs, qs, scales, [seeds[0]] * len(seeds), offset)
+
+
+class HidesNan(Mutant):
+    """Its maximum ignores values that are not numbers."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, *rest, **named: kernel(x.nan_to_num(0.0, 1.0, -1.0), *rest, **named)
+
+
+class ForgetsTheMultiplier(Mutant):
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, q, scale, seed, offset, multiplier=None, transposed_out=None: kernel(
+            x, q, scale, seed, offset, None, transposed_out
+        )
+
+
+class SwapsGradientStrides(Mutant):
+    """Takes the weight of an int8 gradient for transposed."""
+
+    op = Op.LINEAR_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda grad, w, scale, out: kernel(grad, w.flip(0) if w.dtype is torch.int8 else w, scale, out)
+
+
+class OneScaleForAllChannels(Mutant):
+    op = Op.LINEAR_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        return lambda grad, x, scale, out: kernel(grad, x, scale[:1], out)
+
+
+class IgnoresDilation(Mutant):
+    op = Op.CONV2D_OUTPUT
+
+    def build(self, request, config):
+        attributes = {**request.attributes, "dilation": "1,1"}
+        if request.op == self.op and request.attributes.get("dilation") == "2,2" and request.attributes["padding"] == "2,2":
+            inner = super().build(attrs.evolve(request, attributes={**attributes, "padding": "1,1"}), config)
+            return inner
+        return super().build(request, config)
+
+
+class ForgetsToFlip(Mutant):
+    """An input gradient with the filters as they are."""
+
+    op = Op.CONV2D_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda grad, w, scale, out: kernel(grad, w.flip(2, 3), scale, out)
+
+
+ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value is not Mutant]
+
+
+def installed_plugins():
+    """Modules of pytest's installed plugins; an environment made before the suite was does not have it."""
+    from importlib.metadata import entry_points
+
+    return [found.value for found in entry_points(group="pytest11")]

@@ -1,0 +1,65 @@
+"""The conformance suite passes the reference backend, and fails every one of many broken ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .mutants import ALL, installed_plugins
+
+HERE = Path(__file__).parent
+PLUGIN = "qsync_torch.conformance.plugin"
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def run(*command, cwd):
+    return subprocess.run([sys.executable, *command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def run_suite(backend, cwd):
+    plugin = () if PLUGIN in installed_plugins() else ("-p", PLUGIN)
+    return run("-m", "pytest", "-q", *plugin, "--pyargs", "qsync_torch.conformance", "--backend", backend, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """What the suite says about each mutant: exit code, failures, output."""
+    result = run(str(HERE / "run_mutants.py"), cwd=tmp_path_factory.mktemp("mutants"))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_reference_backend_passes(tmp_path):
+    result = run_suite("aten", tmp_path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "passed" in result.stdout
+
+
+@pytest.mark.parametrize("name", [mutant.__name__ for mutant in ALL])
+def test_a_broken_backend_fails(verdicts, name):
+    code, failures, output = verdicts[name]
+    assert code == 1, f"{name} passed:\n{output}"
+    assert failures.startswith("call") or "elements outside its output" in failures, failures
+
+
+def test_a_wrong_command_line_is_one_sentence(tmp_path):
+    result = run_suite("nowhere", tmp_path)
+    assert result.returncode == 4
+    assert "there is no kernel backend 'nowhere' here; installed are " in result.stderr
+    assert "aten" in result.stderr
+    result = run_suite("mutants:Nobody", tmp_path)
+    assert "--backend mutants:Nobody: module 'mutants' has no attribute 'Nobody'" in result.stderr
+
+
+def test_other_test_runs_have_no_such_options(tmp_path):
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    result = run("-m", "pytest", "-q", "-p", PLUGIN, "test_nothing.py", "--help", cwd=tmp_path)
+    assert "--backend" not in result.stdout
+    assert run("-m", "pytest", "-q", "-p", PLUGIN, "test_nothing.py", cwd=tmp_path).returncode == 0
