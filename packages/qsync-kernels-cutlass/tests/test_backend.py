@@ -16,8 +16,9 @@ from qsync_core.errors import BackendError
 from qsync_core.precision import Granularity, Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
-from qsync_kernels_cutlass import plugin, refusal
+from qsync_kernels_cutlass import architectures, plugin, refusal
 from qsync_kernels_cutlass.backend import CutlassBackend, parse_config
+from qsync_kernels_cutlass.cache import KernelCache
 from qsync_kernels_cutlass.compile import compile_files
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
 from qsync_kernels_cutlass.kernel_source import KernelSource
@@ -196,6 +197,37 @@ def test_convolutions_that_are_products_take_a_products_configuration():
     assert isinstance(parse_config(conv2d(), ""), ConvConfig)
     assert isinstance(parse_config(conv2d(w=(128, 64, 1, 1), padding="0,0"), ""), GemmConfig)
     assert isinstance(parse_config(conv2d(w=(128, 64, 1, 1), padding="0,0", stride="2,2"), ""), ConvConfig)
+
+
+def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc, own_cache, tmp_path):
+    stand_in_nvcc('cat "$source" > "$out"')
+    told = []
+    requests = [linear(capability="7.5"), conv2d(), linear(k=200_000)]
+    done = BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
+    assert done.requests == 2
+    assert [refused.shapes for refused, _ in done.refused] == [linear(k=200_000).shapes]
+    assert KernelCache().counts() == {"sm_75": done.kernels}
+    assert [count for count, total, _ in told] == list(range(done.kernels + 1))
+    assert {total for _, total, _ in told} == {done.kernels}
+    compiled = len((tmp_path / "compilations").read_text().splitlines())
+    BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
+    assert len((tmp_path / "compilations").read_text().splitlines()) == compiled == done.kernels
+
+
+@pytest.mark.parametrize("arch", ["sm_61", "sm_", "hopper", "sm_100"])
+def test_compiling_ahead_for_an_unknown_chip_is_refused(stand_in_nvcc, own_cache, arch):
+    stand_in_nvcc("exit 1")
+    with pytest.raises(BackendError, match=f"compiles for sm_70, sm_75, .*, not for '{arch}'"):
+        BACKEND.compile_ahead([linear()], arch, print)
+
+
+def test_later_chips_of_a_generation_run_the_earlier_ones_code():
+    assert [architectures.compilation_target(name).name for name in ("sm_75", "sm_87", "sm_90", "sm_90a")] == [
+        "sm_75",
+        "sm_86",
+        "sm_90a",
+        "sm_90a",
+    ]
 
 
 def test_what_it_offers_is_data():

@@ -11,6 +11,12 @@ from qsync_kernels_cutlass import plugin, toolchain
 
 VERSION_H = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 1\n"
 
+VERSION_AND_ARCHS = """\
+case $1 in
+--version) echo 'Cuda compilation tools, release 13.0, V13.0.88';;
+--list-gpu-code) echo sm_75; echo sm_80; echo sm_90; echo sm_100;;
+esac"""
+
 
 @pytest.fixture(autouse=True)
 def _nothing_installed(monkeypatch, tmp_path):
@@ -20,6 +26,8 @@ def _nothing_installed(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(toolchain, "USUAL_PLACES", ())
+    monkeypatch.setenv("QSYNC_KERNEL_CACHE", str(tmp_path / "kernels"))
+    toolchain.supported_archs.cache_clear()
 
 
 def install_nvcc(tmp_path, script):
@@ -49,9 +57,11 @@ def test_a_machine_without_either_is_told_what_to_install():
 
 
 def test_the_release_of_the_compiler_is_reported(tmp_path):
-    nvcc = install_nvcc(tmp_path, "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
+    nvcc = install_nvcc(tmp_path, VERSION_AND_ARCHS)
     line = lines()["nvcc"]
-    assert (line.finding, line.status) == (f"release 13.0 at {nvcc}", Status.OK)
+    assert line.finding == f"release 13.0 at {nvcc}, compiles for sm_75, sm_80, sm_90a"
+    assert line.status is Status.OK
+    assert line.advice == "kernels for sm_70, sm_86, sm_89 need another release of the CUDA toolkit"
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo nonsense", "echo 'release 13.0'; exit 3"])
@@ -80,3 +90,29 @@ def test_headers_are_found_inside_the_installed_package(tmp_path, monkeypatch):
 def test_a_variable_that_points_elsewhere_finds_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
     assert lines()["cutlass headers"].finding == "not found"
+
+
+def test_a_compiler_for_other_chips_is_a_warning(tmp_path):
+    install_nvcc(tmp_path, "echo release 13.0; echo sm_100")
+    line = lines()["nvcc"]
+    assert line.status is Status.WARNING
+    assert line.finding.endswith("compiles for no chip that there are kernels for")
+
+
+def test_the_kernel_cache_is_reported(tmp_path):
+    folder = tmp_path / "kernels"
+    assert lines()["kernel cache"].finding == f"{folder}, empty"
+    assert not folder.exists()
+    folder.mkdir(mode=0o700)
+    assert lines()["kernel cache"].finding == f"{folder}, compiled kernels: none"
+    for name in ("sm_75-1", "sm_90a-1", "sm_90a-2", ".making-1"):
+        (folder / name).mkdir()
+    assert lines()["kernel cache"].finding == f"{folder}, compiled kernels: 1 for sm_75, 2 for sm_90a"
+
+
+def test_a_kernel_cache_that_others_can_write_is_a_warning(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    line = lines()["kernel cache"]
+    assert line.status is Status.WARNING
+    assert "can be written by others (mode 0777)" in line.finding

@@ -74,6 +74,18 @@ def architecture(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def compilation_target(chip: str) -> Architecture:
+    """What to compile for a chip by the name that compilers have for it: ``sm_87`` runs the code of ``sm_86``.
+
+    Raises:
+        BackendError: when nothing here runs on it.
+    """
+    if chip in ARCHITECTURES:
+        return ARCHITECTURES[chip]
+    digits = chip.removeprefix("sm_")
+    return architecture_of(f"{digits[:-1]}.{digits[-1:]}") or architecture(chip)
+
+
 def architecture_of(compute_capability: str) -> Architecture | None:
     """What to compile for a device of a compute capability (``9.0``); None where nothing here runs on it.
 

@@ -24,7 +24,7 @@ def _reason(arch: str, cache_folder: str) -> str | None:
     if missing is None:
         return None
     try:
-        if KernelCache().has_any(arch):
+        if arch in KernelCache().counts():
             return None
     except BackendError as error:
         return str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
@@ -47,6 +47,25 @@ class CutlassBackend:
         if refusal.reasons(request):
             return ()
         return tuple(KernelConfig(found.text) for found in candidates.ranked(problem_of(request), _architecture(request)))
+
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Callable[[int, int, str], None]) -> object:
+        """Compile the candidates of requests for a chip that this machine need not have; see :mod:`.compile_ahead`.
+
+        Args:
+            requests: what is going to run; those that it refuses are left out.
+            arch: the chip (``sm_75``, ``sm_90a``).
+            progress: told ``(done, total, what)``.
+
+        Returns:
+            A :class:`~qsync_kernels_cutlass.compile_ahead.CompiledAhead`.
+
+        Raises:
+            BackendError: when the chip is not known, the compiler is missing or does not have it, or a kernel does not compile.
+        """
+        from qsync_kernels_cutlass.compile_ahead import compile_ahead
+        from qsync_kernels_cutlass.progress import Counting
+
+        return compile_ahead(requests, arch, Counting(progress))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.

@@ -14,6 +14,7 @@ import shutil
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,9 @@ class KernelCache:
         names = sorted(name for name in os.listdir(self.folder) if name.startswith(prefix))
         return next((found for name in names if (found := self.find(name)) is not None), None)
 
-    def has_any(self, arch: str) -> bool:
-        """Whether there are entries for an architecture (they are looked into when they are loaded)."""
-        return any(name.startswith(f"{arch}-") for name in os.listdir(self.folder))
+    def counts(self) -> dict[str, int]:
+        """Number of entries by architecture (they are looked into when they are loaded)."""
+        return dict(Counter(name.partition("-")[0] for name in os.listdir(self.folder) if not name.startswith(".")))
 
     @contextlib.contextmanager
     def locked(self, key: str, stopped: threading.Event) -> Iterator[None]:

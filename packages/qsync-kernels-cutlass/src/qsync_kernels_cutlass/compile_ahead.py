@@ -9,7 +9,7 @@ import attrs
 from qsync_core.backend import KernelRequest
 from qsync_core.errors import BackendError
 from qsync_kernels_cutlass import candidates, refusal
-from qsync_kernels_cutlass.architectures import Architecture, architecture
+from qsync_kernels_cutlass.architectures import Architecture, compilation_target
 from qsync_kernels_cutlass.cache import KernelCache
 from qsync_kernels_cutlass.compile import compile_files
 from qsync_kernels_cutlass.kernel_source import KernelSource
@@ -58,7 +58,7 @@ def compile_ahead(
     Raises:
         BackendError: when the architecture is not known, the compiler does not have it, or a kernel does not compile.
     """
-    chip = architecture(arch)
+    chip = compilation_target(arch)
     sources: dict[KernelSource, None] = {}
     served, refused = 0, []
     for request in requests:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from qsync_core.backend import KernelBackend
 from qsync_core.doctor import DoctorLine, Status
+from qsync_core.errors import BackendError
 from qsync_core.hooks import hookimpl
 from qsync_kernels_cutlass import toolchain
+from qsync_kernels_cutlass.architectures import ARCHITECTURES
 from qsync_kernels_cutlass.backend import CutlassBackend
+from qsync_kernels_cutlass.cache import KernelCache, default_cache_path
 
 
 @hookimpl
 def qsync_register_backends() -> list[KernelBackend]:
-    """The backend ``cutlass``, which for now refuses everything."""
+    """The backend ``cutlass``."""
     return [CutlassBackend()]
 
 
 @hookimpl
 def qsync_doctor() -> list[DoctorLine]:
     """Whether CUTLASS kernels could be compiled here."""
-    return [_nvcc_line(), _headers_line()]
+    return [_nvcc_line(), _headers_line(), _cache_line()]
 
 
 def _nvcc_line() -> DoctorLine:
@@ -28,7 +31,12 @@ def _nvcc_line() -> DoctorLine:
     release = toolchain.nvcc_release(nvcc)
     if release is None:
         return DoctorLine("nvcc", f"{nvcc} does not report a version", Status.WARNING, "reinstall the CUDA toolkit")
-    return DoctorLine("nvcc", f"release {release} at {nvcc}")
+    known = toolchain.supported_archs(nvcc)
+    usable = [name for name in ARCHITECTURES if name in known]
+    finding = f"release {release} at {nvcc}, compiles for {', '.join(usable) or 'no chip that there are kernels for'}"
+    missing = [name for name in ARCHITECTURES if name not in known]
+    advice = f"kernels for {', '.join(missing)} need another release of the CUDA toolkit" if missing else ""
+    return DoctorLine("nvcc", finding, Status.OK if usable else Status.WARNING, advice)
 
 
 def _headers_line() -> DoctorLine:
@@ -37,3 +45,17 @@ def _headers_line() -> DoctorLine:
         advice = "pip install 'qsync-kernels-cutlass[cutlass]', or set CUTLASS_PATH to a checkout of CUTLASS"
         return DoctorLine("cutlass headers", "not found", Status.INFO, advice)
     return DoctorLine("cutlass headers", f"version {toolchain.headers_version(include)} at {include}")
+
+
+def _cache_line() -> DoctorLine:
+    folder = default_cache_path()
+    if not folder.exists():
+        return DoctorLine("kernel cache", f"{folder}, empty", Status.INFO)
+    try:
+        counts = KernelCache().counts()
+    except BackendError as error:
+        return DoctorLine(
+            "kernel cache", str(error), Status.WARNING, "kernels are neither compiled nor loaded until this is mended"
+        )
+    said = ", ".join(f"{count} for {arch}" for arch, count in sorted(counts.items()))
+    return DoctorLine("kernel cache", f"{folder}, compiled kernels: {said or 'none'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 
@@ -67,6 +68,30 @@ class ProgressLine:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class Counting:
+    """Hands the count to a function ``update(done, total, what)``."""
+
+    def __init__(self, update: Callable[[int, int, str], None]) -> None:
+        """Tell ``update`` of every kernel."""
+        self._update = update
+        self._lock = threading.Lock()
+        self._done = self._count = 0
+
+    def start(self, count: int, archs: list[str]) -> None:
+        """Nothing is done yet."""
+        self._count, self._done = count, 0
+        self._update(0, count, f"compiling for {', '.join(archs)}")
+
+    def finished(self, name: str, seconds: float) -> None:
+        """Count one more."""
+        with self._lock:
+            self._done += 1
+            self._update(self._done, self._count, f"compiled {name} in {seconds:.0f} s")
+
+    def end(self) -> None:
+        """Nothing more to tell."""
 
 
 def default_progress() -> Progress:
