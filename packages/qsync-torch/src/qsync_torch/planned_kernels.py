@@ -73,10 +73,13 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
         names = FLOAT_BACKEND
     else:
         names = entry.backend
+    config = entry.config if entry.variant.compute.needs_scale else ""
+    roles: dict[tuple[str, ...], list[str]] = {}
     for asked in operator_requests(call, entry.variant, *device_facts(device)):
-        config = entry.config if entry.variant.compute.needs_scale else ""
         if refusals := reasons_against(asked.request, names, config, asked.role):
-            yield f"{asked.role} as {label}: {', '.join(refusals)}"
+            roles.setdefault(tuple(refusals), []).append(asked.role)
+    for refusals, refused in roles.items():
+        yield f"{', '.join(refused)} as {label} ({'; '.join(refusals)})"
 
 
 def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:

@@ -16,7 +16,7 @@ from qsync_core.registry import Answer
 from qsync_core.tuning import TuningStore
 from qsync_core.variant import Variant
 from qsync_torch.binding import device_facts
-from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, installed
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, installed, reasons_against
 
 
 @attrs.frozen
@@ -76,15 +76,16 @@ class KernelChooser:
                     f"on PyTorch's own kernels; add them as 'qsync … --backend {self.backend}+{FLOAT_BACKEND}'"
                 )
             return Chosen(FLOAT_BACKEND)
-        if self._is_trivial:
-            return Chosen()
-        kind, capability = device_facts(self.device)
         ops: dict[str, OpChoice] = {}
-        for asked in operator_requests(call, variant, kind, capability):
+        for asked in operator_requests(call, variant, *device_facts(self.device)):
+            if self._is_trivial:
+                if reasons := reasons_against(asked.request, self.backend):
+                    raise BackendError(f"{name or call.kind} can not run {asked.role} as {variant.label}: {'; '.join(reasons)}")
+                continue
             answer = self.answer(asked.request)
             # Weights are quantized together, whatever their shapes, so that one's configuration is of no use.
             ops[asked.role] = OpChoice(answer.backend, "" if asked.role == QUANTIZE_WEIGHT else answer.config)
-        return _chosen(ops)
+        return _chosen(ops) if ops else Chosen()
 
     def for_cast(self, key: CastKey, shape: Sequence[int]) -> Chosen:
         """Who quantizes a tensor of this shape.
