@@ -7,13 +7,22 @@ import pytest
 
 from qsync_core.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
+from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 from qsync_kernels_triton.backend import TritonBackend
 from qsync_kernels_triton.config import QuantizeConfig
+from qsync_kernels_triton.product_config import SHARED_BYTES, ProductConfig, ranked
 
 INT8 = Variant.of(Precision.INT8)
-ON_H100 = KernelRequest(Op.QUANTIZE, INT8, ((64, 64),), device_kind="cuda", compute_capability="9.0")
+INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
+QUANTIZE = KernelRequest(Op.QUANTIZE, INT8, ((64, 64),), device_kind="cuda", compute_capability="9.0")
+OUTPUT = attrs.evolve(QUANTIZE, op=Op.LINEAR_OUTPUT, shapes=((4608, 768), (3072, 768)))
+CONVOLUTION = attrs.evolve(QUANTIZE, op=Op.CONV2D_OUTPUT, shapes=((8, 64, 56, 56), (64, 64, 3, 3)), attributes={"padding": "1,1"})
+GRAD_INPUT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_INPUT, shapes=((4608, 3072), (3072, 768)))
+GRAD_WEIGHT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_WEIGHT, shapes=((4608, 3072), (4608, 768)))
+CONV_GRAD_INPUT = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT)
+SUPPORTED = [QUANTIZE, OUTPUT, CONVOLUTION, GRAD_INPUT, GRAD_WEIGHT, CONV_GRAD_INPUT]
 
 
 @pytest.fixture(autouse=True)
@@ -25,64 +34,124 @@ def test_it_is_a_backend_of_this_api():
     backend = TritonBackend()
     assert isinstance(backend, KernelBackend)
     assert (backend.name, backend.api_version) == ("triton", BACKEND_API_VERSION)
-    (spec,) = backend.kernel_specs()
-    assert (spec.op, spec.compute, spec.device_kinds, spec.min_compute_capability) == ("quantize", ("int8",), ("cuda",), "8.0")
+    specs = {spec.op: spec for spec in backend.kernel_specs()}
+    assert set(specs) == set(Op.ALL) - {Op.CONV2D_GRAD_WEIGHT}
+    assert all(spec.device_kinds == ("cuda",) and spec.min_compute_capability == "8.0" for spec in specs.values())
 
 
-def test_quantization_to_int8_on_a_recent_gpu_is_supported():
-    assert TritonBackend().unsupported_reasons(ON_H100) == []
+@pytest.mark.parametrize("request_", SUPPORTED, ids=lambda r: r.op)
+@pytest.mark.parametrize("variant", [INT8, INT8_GRADIENTS, FLOAT8])
+def test_what_it_offers_on_a_recent_gpu(request_, variant):
+    assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant)) == []
+
+
+def test_many_tensors_at_once_and_large_ones_are_supported():
+    many = attrs.evolve(QUANTIZE, op=Op.QUANTIZE_MANY, shapes=((64, 64), (5,)))
+    assert TritonBackend().unsupported_reasons(many) == []
+    assert TritonBackend().unsupported_reasons(attrs.evolve(QUANTIZE, shapes=((2**17, 2**16),))) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("request_", "change", "reason"),
     [
-        ({"op": Op.LINEAR_OUTPUT}, "it offers quantize only so far, not linear.output"),
-        ({"op": Op.CONV2D_GRAD_WEIGHT}, "it offers quantize only so far, not conv2d.grad_weight"),
-        ({"variant": Variant.of(Precision.FLOAT16)}, "it quantizes to int8 only, not to float16"),
-        ({"variant": Variant.of(Precision.FLOAT8_E4M3FN)}, "it quantizes to int8 only, not to float8_e4m3fn"),
-        ({"variant": attrs.evolve(INT8, symmetric=False)}, "zero points are in the reference alone"),
-        ({"device_kind": "cpu", "compute_capability": ""}, "its kernels run on CUDA devices, and this request is for a cpu device"),
-        ({"compute_capability": "7.5"}, "Triton needs compute capability 8.0 or higher, and this device's is 7.5"),
-        ({"compute_capability": ""}, "Triton needs compute capability 8.0 or higher, and this device's is unknown"),
-        ({"contiguous": False}, "it needs dense operands"),
-        ({"shapes": ((2**16, 2**15),)}, "it takes tensors of at most 2147483647 elements, and this one has 2147483648"),
+        (CONVOLUTION, {"op": Op.CONV2D_GRAD_WEIGHT}, "linear.output, .*conv2d.grad_input, not conv2d.grad_weight"),
+        (QUANTIZE, {"variant": Variant.of(Precision.FLOAT16)}, "it quantizes to int8 and float8_e4m3fn and .* only, not float16"),
+        (OUTPUT, {"variant": Variant.of(Precision.BFLOAT16)}, "it multiplies int8 and float8_e4m3fn and .* only, not bfloat16"),
+        (QUANTIZE, {"variant": attrs.evolve(INT8, symmetric=False)}, "zero points are in the reference alone"),
+        (QUANTIZE, {"device_kind": "cpu", "compute_capability": ""}, "on CUDA devices, and this request is for a cpu device"),
+        (QUANTIZE, {"compute_capability": "7.5"}, "Triton needs compute capability 8.0 or higher, and this device's is 7.5"),
+        (QUANTIZE, {"compute_capability": ""}, "Triton needs compute capability 8.0 or higher, and this device's is unknown"),
+        (QUANTIZE, {"contiguous": False}, "it needs dense operands"),
+        (QUANTIZE, {"shapes": ((2, 3, 4),), "attributes": {"transposed": "true"}}, r"it transposes matrices only, .*\(2, 3, 4\)"),
+        (QUANTIZE, {"shapes": ((2, 3, 4),), "attributes": {"multiplier": "channel"}}, "channels to multiply are those of 2-d and 4-d"),
+        (QUANTIZE, {"attributes": {"multiplier": "row"}}, "it multiplies by one number for each channel, not by row"),
+        (OUTPUT, {"variant": FLOAT8, "compute_capability": "8.0"}, "float8 products need compute capability 8.9, .* is 8.0"),
+        (OUTPUT, {"shapes": ((8, 133145), (8, 133145))}, "int32 sum over 133145 products could overflow; .* is 133144"),
+        (OUTPUT, {"variant": attrs.evolve(INT8, x_granularity=Granularity.PER_CHANNEL)}, "quantize the activation per tensor or per row"),
+        (OUTPUT, {"variant": attrs.evolve(INT8, w_granularity=Granularity.PER_ROW)}, "per tensor or per output channel, not per row"),
+        (OUTPUT, {"variant": attrs.evolve(INT8, saved=Precision.FLOAT16)}, r"in the format it computes in \(int8\), not in float16"),
+        (
+            GRAD_WEIGHT,
+            {"variant": attrs.evolve(INT8_GRADIENTS, x_granularity=Granularity.PER_ROW)},
+            "rows of the activation are contracted in grad_weight",
+        ),
+        (
+            GRAD_INPUT,
+            {"variant": attrs.evolve(INT8, grad_input=Precision.FLOAT8_E4M3FN)},
+            "it computes grad_input of int8 operands in float32, float16, bfloat16, int8, not in float8_e4m3fn",
+        ),
+        (CONVOLUTION, {"variant": attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)}, "rows of a convolution's patches overlap"),
+        (CONVOLUTION, {"contiguous": False}, "it needs dense channels-last operands"),
+        (CONV_GRAD_INPUT, {"attributes": {"stride": "2,2"}}, "convolution with transposed filters, which needs stride 1, not 2,2"),
+        (CONV_GRAD_INPUT, {"attributes": {"groups": "4"}}, "it computes grad_input of one group only, not of 4"),
     ],
 )
-def test_everything_else_is_refused_with_its_one_reason(change, reason):
-    reasons = TritonBackend().unsupported_reasons(attrs.evolve(ON_H100, **change))
+def test_everything_else_is_refused_with_its_one_reason(request_, change, reason):
+    import re
+
+    reasons = TritonBackend().unsupported_reasons(attrs.evolve(request_, **change))
     assert len(reasons) == 1
-    assert reason in reasons[0]
+    assert re.search(reason, reasons[0])
+
+
+def test_only_the_format_of_the_operator_at_hand_counts():
+    mixed = attrs.evolve(INT8, grad_input=Precision.FLOAT8_E4M3FN)
+    assert TritonBackend().unsupported_reasons(attrs.evolve(OUTPUT, variant=mixed)) == []
+    long_float_gradient = attrs.evolve(GRAD_WEIGHT, shapes=((200_000, 8), (200_000, 8)))
+    assert TritonBackend().unsupported_reasons(long_float_gradient) == []
+    assert len(TritonBackend().unsupported_reasons(attrs.evolve(long_float_gradient, variant=INT8_GRADIENTS))) == 1
 
 
 def test_ten_follows_nine_in_compute_capabilities():
-    assert TritonBackend().unsupported_reasons(attrs.evolve(ON_H100, compute_capability="10.0")) == []
+    assert TritonBackend().unsupported_reasons(attrs.evolve(QUANTIZE, compute_capability="10.0")) == []
 
 
 def test_a_missing_triton_is_a_reason(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else object())
-    assert TritonBackend().unsupported_reasons(ON_H100) == [
-        "triton can not be found; install qsync-kernels-triton[triton]",
-    ]
+    assert TritonBackend().unsupported_reasons(QUANTIZE) == ["triton can not be found; install qsync-kernels-triton[triton]"]
 
 
 def test_building_what_is_refused_raises_with_the_reason():
-    request = attrs.evolve(ON_H100, op=Op.LINEAR_OUTPUT)
-    with pytest.raises(BackendError, match=r"backend triton can not run linear.output on \[\(64, 64\)\]: it offers quantize only"):
+    request = attrs.evolve(CONV_GRAD_INPUT, attributes={"stride": "2,2"})
+    with pytest.raises(BackendError, match=r"backend triton can not run conv2d.grad_input on \[.*\]: .*needs stride 1"):
         TritonBackend().build(request, KernelConfig())
 
 
-def test_every_candidate_configuration_can_be_read_back():
-    candidates = TritonBackend().candidate_configs(ON_H100)
-    assert [str(QuantizeConfig.parse(candidate.text)) for candidate in candidates] == [c.text for c in candidates]
+@pytest.mark.parametrize("request_", SUPPORTED, ids=lambda r: r.op)
+def test_every_candidate_configuration_can_be_read_back(request_):
+    candidates = TritonBackend().candidate_configs(request_)
+    read = QuantizeConfig if request_.op == Op.QUANTIZE else ProductConfig
+    assert [str(read.parse(candidate.text)) for candidate in candidates] == [c.text for c in candidates]
     assert len({candidate.text for candidate in candidates}) == len(candidates)
-    assert QuantizeConfig.parse("") == QuantizeConfig()
+    assert read.parse("") == read()
+    assert not set("".join(c.text for c in candidates)) & set("&|/ ")
+
+
+def test_knobs_that_are_left_out_have_their_default():
+    assert QuantizeConfig.parse("warps=4") == QuantizeConfig(warps=4)
+    assert ProductConfig.parse("m=64;stages=4") == ProductConfig(m=64, stages=4)
 
 
 @pytest.mark.parametrize(
-    "text", ["block=100;warps=4", "block=64", "warps=4;block=64;stages=2", "block=64;warps=3", "fast", "block=x;warps=4"]
-)
-def test_a_configuration_that_can_not_be_read_is_quoted(text):
+    ("request_", "text", "example"),
+    [
+        (QUANTIZE, text, "block=4096;warps=8")
+        for text in ("block=100;warps=4", "warps=4;stages=2", "block=64;warps=3", "fast", "block=x", "programs=0", "keep=-1", "warps=4;warps=4")
+    ]
+    + [(OUTPUT, text, "m=128;n=128;k=64") for text in ("m=100", "block=64", "warps=3", "stages=9", "group=0")],
+)  # fmt: skip
+def test_a_configuration_that_can_not_be_read_is_quoted(request_, text, example):
     with pytest.raises(BackendError) as caught:
-        TritonBackend().build(ON_H100, KernelConfig(text))
+        TritonBackend().build(request_, KernelConfig(text))
     assert f"can not read the configuration {text!r}" in str(caught.value)
-    assert "block=4096;warps=8" in str(caught.value)
+    assert example in str(caught.value)
+
+
+def test_candidates_fit_shared_memory_and_large_products_try_large_tiles_first():
+    for m, n, k in ((8192, 8192, 8192), (16, 64, 4096)):
+        configs = ranked(m, n, k, 1, 1)
+        assert all(config.shared_bytes(1, 1) <= SHARED_BYTES for config in configs)
+        costs = [config.cost(m, n, k) for config in configs]
+        assert costs == sorted(costs)
+    assert ranked(8192, 8192, 8192, 1, 1)[0].m * ranked(8192, 8192, 8192, 1, 1)[0].n == 128 * 256
+    assert ranked(16, 64, 4096, 1, 1)[0].m == 16

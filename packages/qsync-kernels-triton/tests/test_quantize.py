@@ -11,66 +11,40 @@ np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import importlib.util  # noqa: E402
+from pathlib import Path  # noqa: E402
+
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.precision import Granularity, Rounding  # noqa: E402
+from qsync_kernels_triton import quantize as quantize_module  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
 from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402
 
-# The reference: Philox 4x32-10 as published (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), and
-# quantization in numpy.
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LOW = np.uint64(0xFFFFFFFF)
+_spec = importlib.util.spec_from_file_location("triton_reference", Path(__file__).with_name("reference.py"))
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+SMALL = QuantizeConfig(block=64, warps=1, programs=6, keep=512)
+"""Small, so that small tensors already take several programs, several partial maxima a row and a ragged last chunk."""
+FORMATS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
-def philox(seed, position, stream):
-    """First output word of Philox 4x32-10 for each counter (position, 0, stream low, stream high), as uint32."""
-    c0 = position.astype(np.uint64)
-    c1 = np.zeros_like(c0)
-    c2 = np.full_like(c0, stream & 0xFFFFFFFF)
-    c3 = np.full_like(c0, stream >> 32)
-    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(10):
-        high0, low0 = (_M0 * c0) >> np.uint64(32), (_M0 * c0) & _LOW
-        high1, low1 = (_M1 * c2) >> np.uint64(32), (_M1 * c2) & _LOW
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
-    return c0.astype(np.uint32)
+@pytest.fixture(params=["one read", "two passes"])
+def way(request, monkeypatch):
+    """Both ways to quantize, whatever the size."""
+    if request.param == "two passes":
+        monkeypatch.setattr(quantize_module, "ONE_READ", 0)
+    return request.param
 
 
-def uniform(seed, position, stream):
-    """Numbers in [0, 1) as Triton makes them from the words: 31 bits, folded, times the largest float32 below 2**-31."""
-    words = philox(seed, position, stream).view(np.int32).astype(np.int64)
-    folded = np.where(words < 0, -words - 1, words)
-    return folded.astype(np.float32) * np.float32(4.6566127342e-10)
-
-
-def reference_quantize(rows, rounding: str, seed: int, offset: int):
-    """Integers and scales of a float32 matrix, one scale per row."""
-    scale = np.abs(rows).max(axis=1) / np.float32(127)
-    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
-    y = (rows / scale[:, None]).astype(np.float32)
-    if rounding == "nearest":
-        q = np.rint(y)
-    else:
-        q = np.floor(y)
-        if rounding == "stochastic":
-            position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape)
-            q = q + (uniform(seed, position, offset) < y - q)
-    return np.clip(q, -127, 127).astype(np.int8), scale
-
-
-BLOCK = QuantizeConfig(block=64, warps=1)
-"""Small, so that small tensors already take several programs and a ragged last one."""
-
-
-def run(x, granularity, rounding, seed=11, offset=0, config=BLOCK):
-    q = torch.full(x.shape, 99, dtype=torch.int8)
+def run(x, granularity, rounding, seed=11, offset=0, config=SMALL, form="int8", **extras):
+    q = torch.empty_like(x, dtype=FORMATS[form])
+    q.view(torch.int8).fill_(99)
     scale = torch.full((scale_count(tuple(x.shape), granularity),), float("nan"))
-    build_quantize(granularity, rounding, config)(x, q, scale, seed, offset)
+    build_quantize(granularity, rounding, config)(x, q, scale, seed, offset, **extras)
     return q, scale
 
 
@@ -82,27 +56,86 @@ def tensor(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def assert_is_reference(x, granularity, rounding, form="int8", seed=5, offset=(1 << 40) + 1000):
+    q, scale = run(x, granularity, rounding, seed=seed, offset=offset, form=form)
+    expected, expected_scale = reference.quantize(rows_of(x, granularity), str(rounding), form, seed, offset)
+    assert np.array_equal(scale.numpy(), expected_scale)
+    assert np.array_equal(q.float().numpy().reshape(expected.shape), expected)
+
+
 @pytest.mark.parametrize("rounding", list(Rounding))
 @pytest.mark.parametrize("granularity", list(Granularity))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7, 30), (1, 1), (3, 5, 67), (4, 3, 3, 3)])
-def test_equals_the_reference_bit_for_bit(shape, dtype, granularity, rounding):
-    x = tensor(*shape, dtype=dtype)
-    q, scale = run(x, granularity, rounding, seed=5, offset=(1 << 40) + 1000)
-    q_expected, scale_expected = reference_quantize(rows_of(x, granularity), rounding, seed=5, offset=(1 << 40) + 1000)
-    assert np.array_equal(scale.numpy(), scale_expected)
-    assert np.array_equal(q.numpy().reshape(q_expected.shape), q_expected)
+@pytest.mark.parametrize("shape", [(7, 30), (1, 1), (3, 5, 67), (4, 3, 3, 3), (2, 256), (3, 72), (1, 401)])
+def test_equals_the_reference_bit_for_bit(shape, granularity, rounding, way):
+    assert_is_reference(tensor(*shape), granularity, rounding)
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_sources_equal_the_reference(dtype, rounding, way):
+    assert_is_reference(tensor(5, 80, dtype=dtype), Granularity.PER_TENSOR, rounding)
+    assert_is_reference(tensor(5, 81, dtype=dtype), Granularity.PER_ROW, rounding)
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_equals_the_reference(form, rounding, way):
+    x = tensor(6, 104) * torch.logspace(-6, 0, 104)
+    assert_is_reference(x, Granularity.PER_TENSOR, rounding, form)
+    assert_is_reference(x, Granularity.PER_ROW, rounding, form)
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_rounded_to_nearest_is_the_cast_of_torch(form):
+    x = tensor(1, 500) * torch.logspace(-9, 0, 500)
+    q, scale = run(x, Granularity.PER_TENSOR, Rounding.NEAREST, form=form)
+    assert torch.equal(q.float(), (x / scale).to(FORMATS[form]).float())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 6),
+    length=st.integers(1, 150),
+    granularity=st.sampled_from(list(Granularity)),
+    rounding=st.sampled_from(list(Rounding)),
+    form=st.sampled_from(list(FORMATS)),
+    kind=st.sampled_from(["random", "zeros", "equal", "one outlier", "powers", "subnormal"]),
+    one_read=st.sampled_from([0, quantize_module.ONE_READ]),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_random_sweep_equals_the_reference(rows, length, granularity, rounding, form, kind, one_read, seed):
+    x = tensor(rows, length, seed=seed % 1000)
+    if kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "equal":
+        x = torch.full_like(x, -0.7)
+    elif kind == "one outlier":
+        x[rows // 2, length // 2] = 1e30
+    elif kind == "powers":
+        x = torch.sign(x) * 2.0 ** torch.floor(x * 8)
+    elif kind == "subnormal":
+        x = x * 2.0**-130
+    before, quantize_module.ONE_READ = quantize_module.ONE_READ, one_read
+    try:
+        assert_is_reference(x, granularity, rounding, form, seed=seed, offset=seed // 3)
+    finally:
+        quantize_module.ONE_READ = before
 
 
 def test_the_reference_generator_gives_the_published_answer():
     """Known answer of Random123 (kat_vectors, philox4x32 10) for key and counter zero."""
-    assert int(philox(0, np.array([0], dtype=np.uint64), 0)[0]) == 0x6627E8D5
+    words = [int(word[0]) for word in reference.philox(0, [0], 0)]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_the_launch_configuration_does_not_change_the_result():
-    x = tensor(5, 300)
+def test_the_launch_configuration_does_not_change_the_result(monkeypatch):
+    x = tensor(5, 304)
+    configs = [QuantizeConfig(block, 4, programs, keep) for block, programs, keep in ((64, 1, 0), (128, 7, 1 << 20), (1024, 500, 300))]
     for granularity in Granularity:
-        results = [run(x, granularity, Rounding.STOCHASTIC, config=QuantizeConfig(block, 4)) for block in (32, 128, 4096)]
+        results = []
+        for one_read in (0, quantize_module.ONE_READ):
+            monkeypatch.setattr(quantize_module, "ONE_READ", one_read)
+            results.extend(run(x, granularity, Rounding.STOCHASTIC, config=config) for config in configs)
         for q, scale in results[1:]:
             assert torch.equal(q, results[0][0])
             assert torch.equal(scale, results[0][1])
@@ -119,30 +152,42 @@ def test_every_bit_of_seed_and_offset_names_another_stream(other):
     assert 50 < (q != different).sum() < 120
 
 
-def test_a_channels_last_tensor_is_rounded_in_memory_order():
+def test_a_channels_last_tensor_is_rounded_in_memory_order(way):
     x = tensor(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     flat = x.permute(0, 2, 3, 1).contiguous()
     for granularity in (Granularity.PER_TENSOR, Granularity.PER_CHANNEL):
-        q = torch.empty_like(x, dtype=torch.int8)
-        scale = torch.empty(scale_count(tuple(x.shape), granularity))
-        build_quantize(granularity, Rounding.STOCHASTIC, BLOCK)(x, q, scale, 1, 2)
+        q, scale = run(x, granularity, Rounding.STOCHASTIC, seed=1, offset=2)
         expected, expected_scale = run(flat, granularity, Rounding.STOCHASTIC, seed=1, offset=2)
         assert torch.equal(q.permute(0, 2, 3, 1), expected)
         assert torch.equal(scale, expected_scale)
 
 
-def test_stochastic_rounding_is_unbiased_with_the_variance_of_the_residual():
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_stochastic_rounding_is_unbiased_with_the_variance_of_the_residual(form):
     """Mean x and variance s²·f·(1−f) (DESIGN 6.1), over 4096 draws of 9 values, within five standard errors."""
     draws = 4096
-    values = torch.tensor([127.0, 0.0, 0.25, 0.5, 1.75, -0.25, -3.5, 64.125, -0.03125])
-    x = values.repeat(draws).reshape(draws, 9)
-    q, scale = run(x, Granularity.PER_TENSOR, Rounding.STOCHASTIC, config=QuantizeConfig(4096, 4))
+    largest = reference.LARGEST[form]
+    values = torch.tensor([largest, 0.0, 0.25, 0.5, 1.75, -0.3, -3.3, 57.125, -0.03125])
+    q, scale = run(
+        values.repeat(draws).reshape(draws, 9), Granularity.PER_TENSOR, Rounding.STOCHASTIC, config=QuantizeConfig(4096, 4), form=form
+    )
     assert scale.item() == 1.0
-    residual = values - values.floor()
-    variance = residual * (1 - residual)
+    spacing = torch.ones(9)
+    if form != "int8":
+        exponent = torch.clamp(torch.frexp(values)[1] - 1, min=reference.MIN_EXPONENT[form])
+        spacing = 2.0 ** (exponent - reference.MANTISSA[form])
+    residual = values / spacing - torch.floor(values / spacing)
+    variance = spacing**2 * residual * (1 - residual)
     mean, var = q.double().mean(0), q.double().var(0, unbiased=False)
-    assert torch.all((mean - values).abs() <= 5 * (variance / draws).sqrt())
-    assert torch.allclose(var, variance.double(), atol=5 * 0.25 / draws**0.5)
+    assert torch.all((mean - values).abs() <= 5 * (variance / draws).sqrt() + spacing * 2.0**-17)
+    assert torch.all((var - variance).abs() <= 5 * 0.25 * spacing**2 / draws**0.5)
+
+
+def test_the_thresholds_of_a_stream_average_to_one_half_at_every_place_in_a_call():
+    u = reference.thresholds(3, np.arange(8 * 20000), 1).astype(np.float64).reshape(-1, 8)
+    assert np.all(np.abs(u.mean(axis=0) - 0.5) < 5 / np.sqrt(12 * 20000))
+    correlation = np.corrcoef(u, rowvar=False) - np.eye(8)
+    assert np.abs(correlation).max() < 5 / np.sqrt(20000)
 
 
 def test_nearest_rounds_ties_to_even():
@@ -151,7 +196,7 @@ def test_nearest_rounds_ties_to_even():
     assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126]]
 
 
-def test_zeros_quantize_to_zeros_under_scale_one():
+def test_zeros_quantize_to_zeros_under_scale_one(way):
     for granularity in Granularity:
         q, scale = run(torch.zeros(3, 4), granularity, Rounding.STOCHASTIC)
         assert not q.any()
@@ -159,13 +204,47 @@ def test_zeros_quantize_to_zeros_under_scale_one():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_makes_the_scale_infinite_instead_of_vanishing(bad):
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_value_that_is_not_finite_makes_the_scale_infinite_instead_of_vanishing(bad, rounding, form, way):
     x = tensor(2, 70)
     x[1, 3] = bad
-    _, scale = run(x, Granularity.PER_TENSOR, Rounding.NEAREST)
+    _, scale = run(x, Granularity.PER_TENSOR, rounding, form=form)
     assert torch.isinf(scale).all()
-    _, scales = run(x, Granularity.PER_ROW, Rounding.NEAREST)
+    _, scales = run(x, Granularity.PER_ROW, rounding, form=form)
     assert torch.isinf(scales).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("channels", [3, 8, 40])
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):
+    multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
+    matrix = tensor(30, channels, dtype=torch.bfloat16)
+    expected = run(matrix.float() * multiplier, granularity, Rounding.STOCHASTIC)
+    found = run(matrix, granularity, Rounding.STOCHASTIC, multiplier=multiplier)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_multiplier_of_an_image_is_one_for_each_entry_of_dimension_one(channels, layout, way):
+    multiplier = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
+    image = tensor(2, channels, 5, 7).contiguous(memory_format=layout)
+    expected = run(image * multiplier.view(1, -1, 1, 1), Granularity.PER_TENSOR, Rounding.STOCHASTIC)
+    found = run(image, Granularity.PER_TENSOR, Rounding.STOCHASTIC, multiplier=multiplier)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(70, 130), (64, 128), (1, 9), (3, 1)])
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_the_transposed_result_is_the_transpose_of_the_same_integers(shape, granularity):
+    x = tensor(*shape)
+    transposed = torch.zeros(shape[::-1], dtype=torch.int8)
+    q, scale = run(x, granularity, Rounding.STOCHASTIC, transposed_out=transposed)
+    expected, expected_scale = run(x, granularity, Rounding.STOCHASTIC)
+    assert torch.equal(q, expected)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(transposed, q.t())
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,11 +260,31 @@ def test_a_dequantized_value_is_at_most_one_step_away(values, rounding):
     assert error <= step * (0.5 if rounding is Rounding.NEAREST else 1.0) * (1 + 1e-4)
 
 
+def test_an_empty_tensor_has_scale_one():
+    q, scale = run(torch.zeros(0, 5), Granularity.PER_TENSOR, Rounding.NEAREST)
+    assert q.shape == (0, 5)
+    assert scale.tolist() == [1.0]
+
+
 def test_operands_of_another_type_or_size_are_refused_by_name():
-    kernel = build_quantize(Granularity.PER_ROW, Rounding.NEAREST, BLOCK)
-    with pytest.raises(BackendError, match=r"q_out must be int8 of shape \(2, 3\).*scale_out must be 2 contiguous"):
+    kernel = build_quantize(Granularity.PER_ROW, Rounding.NEAREST, SMALL)
+    with pytest.raises(BackendError, match=r"q_out must be int8, .*of shape \(2, 3\).*scale_out must be 2 contiguous"):
         kernel(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1), 0, 0)
     with pytest.raises(BackendError, match=r"x must be float32, float16 or bfloat16, got torch.float64"):
         kernel(torch.zeros(2, 3).double(), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2), 0, 0)
     with pytest.raises(BackendError, match=r"x must be dense, one row after another, got shape \(2, 3\) with strides \(1, 2\)"):
         kernel(torch.zeros(3, 2).t(), torch.zeros(3, 2, dtype=torch.int8).t(), torch.zeros(2), 0, 0)
+
+
+def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
+    kernel = build_quantize(Granularity.PER_TENSOR, Rounding.NEAREST, SMALL)
+    matrix = (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int8), torch.zeros(1), 0, 0)
+    with pytest.raises(BackendError, match=r"multiplier must be 3 contiguous float32, one for each channel of x, got .*\(2,\)"):
+        kernel(*matrix, multiplier=torch.ones(2))
+    with pytest.raises(BackendError, match=r"transposed_out must be torch.int8 of shape \(3, 2\), contiguous, got .*\(2, 3\)"):
+        kernel(*matrix, transposed_out=torch.zeros(2, 3, dtype=torch.int8))
+    cube = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int8), torch.zeros(1), 0, 0)
+    with pytest.raises(BackendError, match=r"a multiplier goes with a 2-d or 4-d tensor, and x has shape \(2, 3, 4\)"):
+        kernel(*cube, multiplier=torch.ones(4))
+    with pytest.raises(BackendError, match=r"a transposed result needs a contiguous matrix, got shape \(2, 3, 4\)"):
+        kernel(*cube, transposed_out=torch.zeros(4, 3, 2, dtype=torch.int8))

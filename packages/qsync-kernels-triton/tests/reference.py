@@ -1,0 +1,67 @@
+"""Quantization in numpy, written from its definition: what the kernels must give, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}
+MIN_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}
+
+# Philox 4x32-10 as published (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(seed, call, stream):
+    """The four output words, as uint32, for the counters (call low, call high, stream low, stream high)."""
+    call = np.asarray(call, dtype=np.uint64)
+    c0, c1 = call & _LOW, call >> np.uint64(32)
+    c2, c3 = np.full_like(c0, stream & 0xFFFFFFFF), np.full_like(c0, stream >> 32)
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        a, b = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ np.uint64(k0), b & _LOW, (a >> np.uint64(32)) ^ c3 ^ np.uint64(k1), a & _LOW
+        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
+    return tuple(word.astype(np.uint32) for word in (c0, c1, c2, c3))
+
+
+def thresholds(seed, position, stream):
+    """Threshold number ``position`` of a stream: (h + 1/2) / 65536 in float32, exactly."""
+    position = np.asarray(position, dtype=np.uint64)
+    words = np.stack(philox(seed, position >> np.uint64(3), stream))
+    word = np.take_along_axis(words.reshape(4, -1), ((position.reshape(1, -1) >> np.uint64(1)) & np.uint64(3)).astype(np.int64), 0)
+    half = np.where(position.reshape(-1) & np.uint64(1), word[0] >> 16, word[0] & 0xFFFF)
+    return ((half.astype(np.float32) + np.float32(0.5)) / np.float32(65536)).reshape(position.shape)
+
+
+def scales(rows, form="int8"):
+    """One scale for each row of a float32 matrix."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        absmax = np.abs(rows).max(axis=1)
+        absmax = np.where(np.isnan(absmax), np.float32(np.inf), absmax).astype(np.float32)
+        scale = (absmax / np.float32(LARGEST[form])).astype(np.float32)
+    return np.where(scale < np.float32(2.0**-126), np.float32(1), scale)
+
+
+def quantize(rows, rounding, form="int8", seed=0, offset=0):
+    """Values (as float32) and scales of a float32 matrix, one scale per row."""
+    scale = scales(rows, form)[:, None]
+    spacing = np.float32(1)
+    y = (rows * (np.float32(1) / scale)).astype(np.float32) if (form, rounding) == ("int8", "stochastic") else rows / scale
+    if form != "int8":
+        _, exponent = np.frexp(y)
+        exponent = np.maximum(exponent - 1, MIN_EXPONENT[form])
+        spacing = np.ldexp(np.float32(1), exponent - MANTISSA[form]).astype(np.float32)
+        y = y / spacing
+    if rounding == "nearest":
+        q = np.rint(y)
+    elif rounding == "floor":
+        q = np.floor(y)
+    else:
+        position = np.arange(rows.size, dtype=np.uint64).reshape(rows.shape)
+        # Adding the centred threshold and rounding to nearest is a floor of y + threshold.
+        q = np.rint((y + (thresholds(seed, position, offset) - np.float32(0.5))).astype(np.float32))
+    largest = np.float32(LARGEST[form])
+    return np.clip((q * spacing).astype(np.float32), -largest, largest), scale[:, 0]

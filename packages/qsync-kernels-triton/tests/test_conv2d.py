@@ -1,0 +1,121 @@
+"""Convolutions, run by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from qsync_core.errors import BackendError  # noqa: E402
+from qsync_kernels_triton.conv2d import build_conv2d_grad_input, build_conv2d_output  # noqa: E402
+from qsync_kernels_triton.product_config import ProductConfig  # noqa: E402
+
+CUT = ProductConfig(32, 32, 32, 1, 2, 2)
+ONE = torch.ones(1)
+# batch, channels, height, outputs, kernel, stride, padding, dilation, groups
+GEOMETRIES = [
+    (2, 8, 7, 5, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    (1, 3, 9, 4, (3, 2), (2, 1), (1, 0), (2, 1), 1),
+    (2, 6, 5, 4, (3, 3), (1, 1), (1, 1), (1, 1), 2),
+    (2, 16, 4, 32, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    (1, 33, 4, 35, (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    (1, 4, 5, 8, (3, 3), (1, 1), (2, 0), (1, 1), 4),
+    (1, 2, 9, 3, (3, 3), (1, 1), (2, 2), (2, 2), 1),
+]
+
+
+def last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def integers(*shape, seed=0):
+    return last(torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed)))
+
+
+def case(geometry):
+    batch, channels, size, outputs, kernel, stride, padding, dilation, groups = geometry
+    x, w = integers(batch, channels, size, size), integers(outputs, channels // groups, *kernel, seed=1)
+    exact = torch.nn.functional.conv2d(x.double(), w.double(), None, stride, padding, dilation, groups)
+    return x, w, exact
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_int8_sums_are_exact(geometry):
+    x, w, exact = case(geometry)
+    out = last(torch.empty(exact.shape))
+    build_conv2d_output(CUT, *geometry[5:])(x, ONE, w, ONE, None, out)
+    assert torch.equal(out.double(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("geometry", [GEOMETRIES[0], GEOMETRIES[2], GEOMETRIES[3]])
+def test_the_result_is_dequantized_with_both_scales_and_the_bias(geometry, dtype):
+    x, w, exact = case(geometry)
+    outputs = w.shape[0]
+    x_scale, w_scale, bias = torch.tensor([0.01]), torch.rand(outputs) / 32, torch.randn(outputs)
+    out = last(torch.empty(exact.shape, dtype=dtype))
+    build_conv2d_output(CUT, *geometry[5:])(x, x_scale, w, w_scale, bias, out)
+    expected = exact * x_scale.double() * w_scale.double().view(1, -1, 1, 1) + bias.double().view(1, -1, 1, 1)
+    bound = torch.finfo(dtype).eps * expected.abs() + 2.0**-21 * expected.abs().max()
+    assert torch.all((out.double() - expected).abs() <= bound)
+
+
+def test_contiguous_operands_are_brought_into_channels_last():
+    x, w, exact = case(GEOMETRIES[0])
+    out = last(torch.empty(exact.shape))
+    build_conv2d_output(CUT, *GEOMETRIES[0][5:])(x.contiguous(), ONE, w.contiguous(), ONE, None, out)
+    assert torch.equal(out.double(), exact)
+
+
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g[5] == (1, 1) and g[8] == 1])
+def test_int8_grad_input_is_exact(geometry):
+    x, w, exact = case(geometry)
+    stride, padding, dilation, groups = geometry[5:]
+    grad, out = integers(*exact.shape, seed=2), last(torch.empty(x.shape))
+    build_conv2d_grad_input(CUT, padding, dilation, True)(grad, w, ONE, out)
+    expected = torch.nn.grad.conv2d_input(x.shape, w.double(), grad.double(), stride, padding, dilation, groups)
+    assert torch.equal(out.double(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float_grad_input_dequantizes_the_filters(dtype):
+    geometry = GEOMETRIES[0]
+    x, w, exact = case(geometry)
+    stride, padding, dilation, groups = geometry[5:]
+    w_scale = torch.rand(w.shape[0]) / 32
+    grad = last(torch.randn(exact.shape).to(dtype))
+    out = last(torch.empty(x.shape, dtype=dtype))
+    build_conv2d_grad_input(CUT, padding, dilation, False)(grad, w, w_scale, out)
+    filters = (w.float() * w_scale.view(-1, 1, 1, 1)).to(dtype).double()
+    expected = torch.nn.grad.conv2d_input(x.shape, filters, grad.double(), stride, padding, dilation, groups)
+    bound = torch.finfo(dtype).eps * expected.abs() + 2.0**-20 * expected.abs().max()
+    assert torch.all((out.double() - expected).abs() <= bound)
+
+
+def test_float8_convolution():
+    geometry = GEOMETRIES[0]
+    x, w, _ = case(geometry)
+    x8, w8 = last((x.float() / 64).to(torch.float8_e4m3fn)), last((w.float() / 64).to(torch.float8_e4m3fn))
+    expected = torch.nn.functional.conv2d(x8.double(), w8.double(), None, *geometry[5:])
+    out = last(torch.empty(expected.shape))
+    build_conv2d_output(CUT, *geometry[5:])(x8, ONE, w8, ONE, None, out)
+    assert torch.all((out.double() - expected).abs() <= 2.0**-20 * expected.abs().max())
+
+
+def test_an_empty_batch_is_left_alone():
+    out = last(torch.empty(0, 5, 7, 7))
+    build_conv2d_output(CUT, *GEOMETRIES[0][5:])(integers(0, 8, 7, 7), ONE, integers(5, 8, 3, 3), ONE, None, out)
+    assert out.shape == (0, 5, 7, 7)
+
+
+def test_operands_that_do_not_fit_are_refused_by_name():
+    x, w, exact = case(GEOMETRIES[0])
+    kernel = build_conv2d_output(CUT, *GEOMETRIES[0][5:])
+    with pytest.raises(BackendError, match=r"conv2d.output: the first operand must be torch.int8 or .*, got torch.float32"):
+        kernel(x.float(), ONE, w, ONE, None, last(torch.empty(exact.shape)))
+    with pytest.raises(BackendError, match=r"out must be float32, float16 or bfloat16 and channels-last, got torch.float32 with strides"):
+        kernel(x, ONE, w, ONE, None, torch.empty(exact.shape))

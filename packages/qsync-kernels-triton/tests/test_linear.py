@@ -1,0 +1,171 @@
+"""The products of a linear operator, run by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from qsync_core.errors import BackendError  # noqa: E402
+from qsync_kernels_triton.linear import build_linear_grad_input, build_linear_grad_weight, build_linear_output  # noqa: E402
+from qsync_kernels_triton.product_config import ProductConfig  # noqa: E402
+
+CUT = ProductConfig(32, 32, 32, 1, 2, 2)
+SHAPES = [(40, 50, 70), (1, 1, 1), (33, 17, 64), (5, 1, 9), (64, 96, 32)]
+ONE = torch.ones(1)
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def integers(*shape, seed=0):
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def scales(count, seed=1):
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)) / 64 + 1 / 128
+
+
+def strided(x, way):
+    """The same matrix in another place of memory."""
+    if way == "transposed":
+        return x.t().contiguous().t()
+    if way == "rows of a wider one":
+        return torch.cat([x, x], dim=1)[:, : x.shape[1]]
+    return x
+
+
+def assert_close(found, expected, dtype):
+    """Within the rounding of the format, and of a float32 sum relative to the largest result."""
+    bound = torch.finfo(dtype).eps * expected.abs() + 2.0**-20 * expected.abs().max() + 1e-30
+    assert torch.all((found.double() - expected).abs() <= bound)
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_int8_sums_are_exact(m, n, k):
+    x, w, grad = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
+    out, grad_x, grad_w = torch.empty(m, n), torch.empty(m, k), torch.empty(n, k)
+    build_linear_output(CUT)(x, ONE, w, ONE, None, out)
+    build_linear_grad_input(CUT, True)(grad, w, ONE, grad_x)
+    build_linear_grad_weight(CUT, True)(grad, x, ONE, grad_w)
+    assert torch.equal(out, (x.long() @ w.long().t()).float())
+    assert torch.equal(grad_x, (grad.long() @ w.long()).float())
+    assert torch.equal(grad_w, (grad.long().t() @ x.long()).float())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("x_count", ["tensor", "row"])
+@pytest.mark.parametrize("w_count", ["tensor", "channel"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_output_is_dequantized_with_both_scales_and_the_bias(dtype, x_count, w_count, with_bias):
+    m, n, k = 40, 50, 70
+    x, w = integers(m, k), integers(n, k, seed=1)
+    x_scale, w_scale = scales(m if x_count == "row" else 1), scales(n if w_count == "channel" else 1, seed=2)
+    bias = scales(n, seed=3) * 100 if with_bias else None
+    out = torch.empty(m, n, dtype=dtype)
+    build_linear_output(CUT)(x, x_scale, w, w_scale, bias, out)
+    expected = (x.double() @ w.double().t()) * x_scale.double().view(-1, 1) * w_scale.double().view(1, -1)
+    assert_close(out, expected if bias is None else expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("way", ["transposed", "rows of a wider one"])
+def test_operands_of_any_strides_give_the_same_result(way):
+    m, n, k = 40, 50, 70
+    x, w, grad = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
+    real = torch.randn(m, n, generator=torch.Generator().manual_seed(3))
+    for build, operands, shape in (
+        (build_linear_output(CUT), (x, ONE, w, ONE, None), (m, n)),
+        (build_linear_grad_input(CUT, True), (grad, w, ONE), (m, k)),
+        (build_linear_grad_weight(CUT, True), (grad, x, ONE), (n, k)),
+        (build_linear_grad_input(CUT, False), (real, w, ONE), (m, k)),
+        (build_linear_grad_weight(CUT, False), (real, x, ONE), (n, k)),
+    ):
+        dense, other = torch.empty(shape), torch.empty(shape)
+        build(*operands, dense)
+        build(*(strided(x, way) if isinstance(x, torch.Tensor) and x.ndim == 2 else x for x in operands), other)
+        assert torch.equal(dense, other)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_float_gradients_dequantize_the_saved_operand(m, n, k, dtype):
+    x, w = integers(m, k), integers(n, k, seed=1)
+    grad = torch.randn(m, n, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for w_scale in (scales(1), scales(n)):
+        out = torch.empty(m, k, dtype=dtype)
+        build_linear_grad_input(CUT, False)(grad, w, w_scale, out)
+        assert_close_to_product(out, grad, w.double() * w_scale.double().view(-1, 1), dtype)
+    for x_scale in (scales(1), scales(m)):
+        out = torch.empty(n, k)
+        build_linear_grad_weight(CUT, False)(grad, x, x_scale, out)
+        assert_close_to_product(out, grad.t(), x.double() * x_scale.double().view(-1, 1), dtype)
+
+
+def assert_close_to_product(found, left, right, dtype):
+    """Within the rounding of the dequantized operand and the result (Triton's interpreter cuts bfloat16 off instead of rounding)."""
+    bound = 2 * torch.finfo(dtype).eps * (left.double().abs() @ right.abs()) + 1e-30
+    assert torch.all((found.double() - left.double() @ right).abs() <= bound)
+
+
+def test_grad_weight_takes_a_scale_for_each_output_channel():
+    grad, x, scale, out = integers(40, 50), integers(40, 70, seed=1), scales(50), torch.empty(50, 70)
+    build_linear_grad_weight(CUT, True)(grad, x, scale, out)
+    assert_close(out, grad.double().t() @ x.double() * scale.double().view(-1, 1), torch.float32)
+
+
+@pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_products(left):
+    generator = torch.Generator().manual_seed(0)
+    grad, x, w = (
+        torch.randn(shape, generator=generator).to(form)
+        for shape, form in (((40, 50), left), ((40, 70), torch.float8_e4m3fn), ((50, 70), torch.float8_e4m3fn))
+    )
+    out, grad_x, grad_w = torch.empty(40, 50), torch.empty(40, 70), torch.empty(50, 70)
+    build_linear_output(CUT)(x, ONE, w, scales(50), None, out)
+    build_linear_grad_input(CUT, True)(grad, w, ONE, grad_x)
+    build_linear_grad_weight(CUT, True)(grad, x, scales(50), grad_w)
+    assert_close(out, x.double() @ w.double().t() * scales(50).double(), torch.float32)
+    assert_close(grad_x, grad.double() @ w.double(), torch.float32)
+    assert_close(grad_w, grad.double().t() @ x.double() * scales(50).double().view(-1, 1), torch.float32)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    m=st.integers(0, 70),
+    n=st.integers(0, 70),
+    k=st.integers(0, 100),
+    cut=st.builds(ProductConfig, st.sampled_from([16, 32, 64]), st.sampled_from([16, 64]), st.sampled_from([32, 64]), st.just(1)),
+)
+def test_every_shape_and_every_cut_is_exact(m, n, k, cut):
+    x, w = integers(m, k), integers(n, k, seed=1)
+    out = torch.full((m, n), float("nan"))
+    build_linear_output(cut)(x, ONE, w, ONE, None, out)
+    assert torch.equal(out, (x.long() @ w.long().t()).float())
+
+
+def test_the_longest_extreme_sum_does_not_overflow():
+    from qsync_kernels_triton.reasons import MAX_CONTRACTION
+
+    x = torch.full((1, MAX_CONTRACTION), -127, dtype=torch.int8)
+    out = torch.empty(1, 1, dtype=torch.float32)
+    build_linear_output(ProductConfig(16, 16, 512, 1))(x, ONE, x, ONE, None, out)
+    assert torch.equal(out, torch.tensor([[MAX_CONTRACTION * 127**2]]).float())
+
+
+def test_operands_that_do_not_fit_are_refused_by_name():
+    x, w = integers(4, 8), integers(5, 8)
+    with pytest.raises(BackendError, match=r"linear.output: the operands contract dimensions of 8 and 7 elements"):
+        build_linear_output(CUT)(x, ONE, w[:, :7], ONE, None, torch.empty(4, 5))
+    with pytest.raises(BackendError, match=r"out must be .* of shape \(4, 5\) with contiguous rows, got torch.int32 \(4, 5\)"):
+        build_linear_output(CUT)(x, ONE, w, ONE, None, torch.empty(4, 5, dtype=torch.int32))
+    with pytest.raises(BackendError, match=r"second operand must be 8-bit of the first one's kind, got torch.float8_e4m3fn beside"):
+        build_linear_output(CUT)(x, ONE, w.float().to(torch.float8_e4m3fn), ONE, None, torch.empty(4, 5))
+    with pytest.raises(BackendError, match=r"w_scale must be 1 or 5 contiguous float32, got torch.float32 \(4,\)"):
+        build_linear_output(CUT)(x, ONE, w, torch.ones(4), None, torch.empty(4, 5))
+    with pytest.raises(BackendError, match=r"linear.grad_input: the first operand must be .*torch.bfloat16, got torch.int8"):
+        build_linear_grad_input(CUT, False)(integers(4, 5), w, ONE, torch.empty(4, 8))
