@@ -106,7 +106,7 @@ struct Conv2x {
     if (guard.status() != QSYNC_OK) return guard.status();
     int const c = int(q.in_c), r = int(q.filter_h), s = int(q.filter_w);
     cutlass::conv::Conv2dProblemSize const problem(
-        int(q.images), int(q.in_h), int(q.in_w), c, int(q.out_h), int(q.out_w), int(q.out_c), r, s, int(q.pad_h), int(q.pad_w),
+        int(q.images), int(q.in_h), int(q.in_w), c, int(q.out_c), r, s, int(q.out_h), int(q.out_w), int(q.pad_h), int(q.pad_w),
         int(q.stride_h), int(q.stride_w), int(q.dilation_h), int(q.dilation_w), cutlass::conv::Mode::kCrossCorrelation);
     if (Mma::IteratorA::can_implement(problem) != cutlass::Status::kSuccess ||
         Mma::IteratorB::can_implement(problem) != cutlass::Status::kSuccess) {
