@@ -26,9 +26,11 @@ SIXTEEN = Variant.of(Precision.INT8)
 HALF = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16, output=Precision.FLOAT16)
 PER_ROW = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
+FLOAT8_GRADIENTS = attrs.evolve(FLOAT8, grad_input=Precision.FLOAT8_E4M3FN, grad_weight=Precision.FLOAT8_E4M3FN)
 
 TMA = "path=tma;tile=128x128x128;cluster=2x1;schedule=pingpong"
 STREAM_K = "path=tma;tile=128x128x128;cluster=2x1;scheduler=streamk"
+FLOAT8_TMA = "path=tma;tile=64x128x128;cluster=2x1;schedule=pingpong"
 MMA = "path=mma;tile=128x64x64;warp=64x32x64;instruction=16x8x32;stages=3"
 SIMT = "path=simt;tile=64x64x32;warp=32x32x32;instruction=1x1x4;stages=2"
 MMA_16 = "path=mma;tile=128x64x32;warp=64x32x32;instruction=16x8x16;stages=3"
@@ -53,6 +55,8 @@ BUILDS = [
     (Op.LINEAR_OUTPUT, INT8_FLOAT16, SIMT),
     (Op.LINEAR_OUTPUT, FLOAT8, TMA),
     (Op.LINEAR_OUTPUT, FLOAT8, MMA),
+    (Op.LINEAR_GRAD_INPUT, FLOAT8_GRADIENTS, FLOAT8_TMA),
+    (Op.LINEAR_GRAD_WEIGHT, FLOAT8_GRADIENTS, FLOAT8_TMA),
     (Op.LINEAR_GRAD_INPUT, SIXTEEN, TMA_16),
     (Op.LINEAR_GRAD_INPUT, SIXTEEN, MMA_16),
     (Op.LINEAR_GRAD_INPUT, HALF, TMA_16),
@@ -152,6 +156,16 @@ def test_int32_sums_are_exact(build, generator, text, size):
     kernel(x, one, w, one, None, out)
     assert k * 127**2 < 2**24  # so that float32 holds every sum exactly
     assert torch.equal(out.double(), product(x, w))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_sums_in_parts_are_exact(build, generator, splits):
+    kernel, one = build(Op.LINEAR_OUTPUT, INT8, f"{STREAM_K};splits={splits}"), torch.ones(1, device="cuda")
+    for m, k, n in ((64, 1024, 64), (300, 1030, 77), (257, 1040, 640)):
+        x, w = integers(generator, m, k), integers(generator, n, k)
+        out = torch.full((m, n), torch.nan, device="cuda")
+        kernel(x, one, w, one, None, out)
+        assert torch.equal(out.double(), product(x, w))
 
 
 @pytest.mark.parametrize("text", [TMA, STREAM_K, MMA, SIMT])
@@ -277,6 +291,20 @@ def test_float8_output(build, generator, text, size):
     # Float8 tensor cores add in fewer than float32's bits, which shows only before rounding to bfloat16.
     bound = 2 * (unfused.double() - exact).abs().max() + 2e-3 * exact.abs().max()
     assert (out.double() - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize("size", [(128, 64, 192), (100, 77, 43)], ids=str)
+def test_float8_gradients(build, generator, size):
+    m, k, n = size
+    grad = torch.randn(m, n, generator=generator, device="cuda").to(torch.float8_e5m2)
+    w, x = (torch.randn(rows, k, generator=generator, device="cuda").to(torch.float8_e4m3fn) for rows in (n, m))
+    scale = scales(generator, 1)
+    grad_x, grad_w = torch.empty(m, k, device="cuda", dtype=torch.bfloat16), torch.empty(n, k, device="cuda")
+    build(Op.LINEAR_GRAD_INPUT, FLOAT8_GRADIENTS, FLOAT8_TMA)(grad, w, scale, grad_x)
+    build(Op.LINEAR_GRAD_WEIGHT, FLOAT8_GRADIENTS, FLOAT8_TMA)(grad, x, scale, grad_w)
+    exact_x, exact_w = product(grad, w.t()) * scale.double(), product(grad.t(), x.t()) * scale.double()
+    assert (grad_x.double() - exact_x).abs().max() <= 6e-3 * exact_x.abs().max()
+    assert (grad_w.double() - exact_w).abs().max() <= 2e-3 * exact_w.abs().max()
 
 
 @pytest.mark.parametrize("text", [TMA, STREAM_K, MMA, SIMT])
