@@ -31,6 +31,7 @@ from qsync_torch.kernel_selection import default_backend
 from qsync_torch.lowered_call import LoweredCall, StepCounter
 from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, locate, unplanned_modules
 from qsync_torch.planned_kernels import check_backends, prebuild
+from qsync_torch.weight_batch import WeightBatch
 
 _MARK = "_qsync_applied"
 _ABSENT: Any = object()
@@ -52,6 +53,7 @@ class Applied:
         self.sites = CallSites()
         self.running = False
         self._steps = StepCounter()
+        self._weights = WeightBatch(())
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
     @property
@@ -184,8 +186,10 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
     def lowered(op_id: OpId, entry: Assigned) -> LoweredCall:
         return LoweredCall(op_id, entry.variant, entry.backend, entry.config, seed, applied._steps, applied.cache)
 
-    for op_id, module in addressed.modules:
-        applied.replace_forward(module, functools.partial(_lowered_module, lowered(op_id, addressed.entries[op_id]), module))
+    members = [(lowered(op_id, addressed.entries[op_id]), module) for op_id, module in addressed.modules]
+    applied._weights = WeightBatch(members)
+    for call, module in members:
+        applied.replace_forward(module, functools.partial(_lowered_module, call, module))
     for owner, by_name in addressed.functional.items():
         calls = {
             name: {op_id.call: lowered(op_id, addressed.entries[op_id]) for op_id in op_ids} for name, op_ids in by_name.items()
@@ -262,6 +266,7 @@ def _whole_model(applied: Applied, interception: Interception, inner: Callable[.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         applied._steps.step += 1
         applied.sites.start_step()
+        applied._weights.prepare()
         applied.running = True
         try:
             with interception:
@@ -269,6 +274,7 @@ def _whole_model(applied: Applied, interception: Interception, inner: Callable[.
         finally:
             applied.running = False
             applied.cache.end_forward()
+            applied._weights.release()
         return tree_map_only(torch.Tensor, lambda y: y.to(torch.float32) if y.dtype in LOW_FLOATS else y, output)
 
     return forward

@@ -11,8 +11,9 @@ from qsync_torch.binding import Binding
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.operators.conv2d import IntPair, Pair, conv2d_binding, conv2d_padded, pair, resolve_padding
 from qsync_torch.operators.linear import linear_binding, linear_bound
-from qsync_torch.operators.operands import Seeds
+from qsync_torch.operators.operands import Operand, Seeds
 from qsync_torch.random_bits import stream_key
+from qsync_torch.weight_batch import PreparedWeight
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
@@ -46,10 +47,19 @@ class LoweredCall:
         self._grad_seed = stream_key(seed, *op_id.fqn.encode(), 2)
         self._steps, self._cache = steps, cache
         self._linear = linear_binding(variant, backend, config)
+        self.weight_text = self._linear.w_text
+        self.prepared_weight: PreparedWeight | None = None
         self._convolutions: dict[tuple[object, ...], Binding] = {}
 
-    def _seeds(self) -> Seeds:
+    @property
+    def seeds(self) -> Seeds:
+        """Which random numbers this step's calls take."""
         return Seeds(self._x_seed, self._w_seed, self._steps.offset, self._grad_seed)
+
+    def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
+        """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits."""
+        prepared, self.prepared_weight = self.prepared_weight, None
+        return None if prepared is None else prepared.of(weight)
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"operator {self.op_id}: {error}")
@@ -57,7 +67,8 @@ class LoweredCall:
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
         try:
-            return linear_bound(input, weight, bias, self._linear, self._seeds(), self._cache)
+            copy = self._weight_copy(weight)
+            return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, copy)
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -89,6 +100,7 @@ class LoweredCall:
         padded, sides = resolve_padding(input, weight, padding, spread)
         binding = self._convolution(pair(stride), sides, spread, groups)
         try:
-            return conv2d_padded(padded, weight, bias, binding, self._seeds(), self._cache)
+            copy = self._weight_copy(weight)
+            return conv2d_padded(padded, weight, bias, binding, self.seeds, self._cache, copy)
         except NumericsError as error:
             raise self._named(error) from None

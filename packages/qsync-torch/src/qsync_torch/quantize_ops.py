@@ -107,5 +107,13 @@ for _name, _implementation, _fake in (
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qsync::{_name}", _fake, lib=_LIBRARY)
 
+
+def quantize_many(
+    xs: Sequence[torch.Tensor], binding: str, seeds: Sequence[int], offset: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
+    return torch.ops.qsync.quantize_many.default(xs, binding, seeds, offset)
+
+
 quantize = eager_or_dispatched(_quantize, torch.ops.qsync.quantize.default)
 quantize_transposed = eager_or_dispatched(_quantize_transposed, torch.ops.qsync.quantize_transposed.default)

@@ -13,7 +13,8 @@ from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.trace import trace
 
-VARIANTS = {"emb": "bfloat16", "q": "int8", "k": "int8", "v": "bfloat16", "out": "float16", "head": "int8"}
+INT8_GRADIENTS = "int8;out=bfloat16;save=int8;gi=int8;gw=int8;x=tensor;w=channel;round=stochastic;sym=true"
+VARIANTS = {"emb": "bfloat16", "q": "int8", "k": "int8", "v": "bfloat16", "out": "float16", "head": INT8_GRADIENTS}
 
 
 class Mixed(nn.Module):
@@ -44,7 +45,7 @@ class CastLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
             self.seen[args[0].dtype, result.dtype, result.numel()] += 1
-        if func is torch.ops.qsync.quantize.default:
+        if func in (torch.ops.qsync.quantize.default, torch.ops.qsync.quantize_transposed.default):
             self.seen[args[0].dtype, result[0].dtype, result[0].numel()] += 1
         return result
 

@@ -18,7 +18,7 @@ from qsync_torch.cast_cache import CastCache
 from qsync_torch.kernel_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output
 from qsync_torch.kernel_selection import DEFAULT_BACKEND
 from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
+from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
 
@@ -137,10 +137,11 @@ def conv2d_bound(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
+    weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A convolution call in a binding, with every cast of core's table."""
+    """A convolution call in a binding, with every cast of core's table; ``weight_copy`` as in ``linear_bound``."""
     q_x = cast_input(x, binding, seeds, cache)
-    q_w = cast_weight(weight, binding, seeds)
+    q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
     if q_x.scale is None:
         return conv2d_product(q_x.values, None, q_w.values, None, bias, binding)
     return _QuantizedConv2d.apply(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
@@ -168,11 +169,12 @@ def conv2d_padded(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
+    weight_copy: Operand | None = None,
 ) -> torch.Tensor:
     """:func:`conv2d_bound` for images with or without a batch dimension."""
     if x.ndim == 3:
-        return conv2d_bound(x[None], weight, bias, binding, seeds, cache)[0]
-    return conv2d_bound(x, weight, bias, binding, seeds, cache)
+        return conv2d_bound(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
+    return conv2d_bound(x, weight, bias, binding, seeds, cache, weight_copy)
 
 
 def conv2d(

@@ -17,7 +17,7 @@ from qsync_torch.cast_cache import CastCache
 from qsync_torch.kernel_ops import linear_grad_input, linear_grad_weight, linear_output
 from qsync_torch.kernel_selection import DEFAULT_BACKEND
 from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Seeds, cast_input, cast_weight, seeds_of
+from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
 
@@ -102,10 +102,11 @@ def linear_bound(
     binding: OperatorBinding,
     seeds: Seeds,
     cache: CastCache | None = None,
+    weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A linear call in a binding, with every cast of core's table."""
+    """A linear call in a binding, with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
     q_x = cast_input(x, binding, seeds, cache)
-    q_w = cast_weight(weight, binding, seeds)
+    q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
     if q_x.scale is None:
         return linear_product(q_x.values, None, q_w.values, None, bias, binding)
     return _QuantizedLinear.apply(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
