@@ -20,11 +20,14 @@ from .shapes import ConvShape, LinearShape
 from .timing import Thunk
 
 BASELINES = {
-    "torch._int_mm": "PyTorch's int8 product alone: int32 out, no dequantization",
+    "torch._int_mm": "PyTorch's int8 product alone: int32 out, no dequantization; the weight as nn.Linear holds it",
+    "torch._int_mm (K, N)": "the same with the weight stored transposed",
     "float16": "cuBLAS or cuDNN (on a CPU oneDNN) in float16 on float16 operands",
     "bfloat16": "the same in bfloat16",
-    "eager": "the formulas as eager PyTorch operations",
-    "torch.compile": "the formulas compiled by torch.compile",
+    "eager": "the formulas as eager PyTorch operations; a quantization takes the range by min and max",
+    "torch.compile": "the same compiled by torch.compile",
+    "eager (absmax)": "a quantization that takes the range by abs and max",
+    "torch.compile (absmax)": "the same compiled by torch.compile",
     "torchao": "torchao's scaled int8 product",
 }
 """Names of the baselines and what they are."""
@@ -33,7 +36,7 @@ BASELINES = {
 def baseline_names(op: str) -> tuple[str, ...]:
     """Baselines that an operator has, whether or not they run here."""
     if op == Op.QUANTIZE:
-        return ("eager", "torch.compile")
+        return ("eager", "torch.compile", "eager (absmax)", "torch.compile (absmax)")
     if op == Op.LINEAR_OUTPUT:
         return ("torch._int_mm", "float16", "bfloat16", "torch.compile", "torchao")
     return ("float16", "bfloat16")
@@ -44,13 +47,13 @@ def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
     int8 = str(problem.variant.compute) == "int8"
     if name == "torchao" and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
-    if name in ("torch._int_mm", "torch.compile", "torchao") and not int8:
+    if name.startswith(("torch._int_mm", "torch.compile", "torchao")) and not int8:
         return f"{name} is compared for int8 only"
     if name == "torchao" and device.type != "cuda":
         return "torchao's product is a Triton kernel and needs a CUDA device"
-    if name in ("eager", "torch.compile") and problem.op == Op.QUANTIZE and problem.attributes:
+    if problem.op == Op.QUANTIZE and problem.attributes:
         return f"{name} is compared for plain quantization only"
-    if name == "torch.compile" and device.type == "cpu" and importlib.util.find_spec("triton") is None:
+    if name.startswith("torch.compile") and device.type == "cpu" and importlib.util.find_spec("triton") is None:
         return "torch.compile is compared on CUDA devices"
     return None
 
@@ -58,12 +61,15 @@ def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
 def calls(name: str, problem: Problem, operands: list[Operands], device: torch.device) -> tuple[Thunk, ...]:
     """The baseline's calls, one per set of operands."""
     if problem.op == Op.QUANTIZE:
-        function = _quantize(problem) if name == "eager" else _compiled_quantize(problem)
-        return tuple(functools.partial(function, arguments[0]) for arguments in operands)
+        v = problem.variant
+        formulas = quantize_by_absmax if name.endswith("(absmax)") else quantize_by_min_and_max
+        function = _compiled(formulas) if name.startswith("torch.compile") else formulas
+        return tuple(functools.partial(function, arguments[0], v.x_granularity, v.rounding) for arguments in operands)
     if name in ("float16", "bfloat16"):
         return _sixteen_bit(problem, getattr(torch, name), len(operands), device)
     makers: dict[str, Callable[[Operands], Thunk]] = {
         "torch._int_mm": _int_mm,
+        "torch._int_mm (K, N)": _int_mm_transposed,
         "torch.compile": _compiled_linear,
         "torchao": _torchao,
     }
@@ -74,6 +80,12 @@ def _int_mm(operands: Operands) -> Thunk:
     x, _, w, *_ = operands
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.int32, device=x.device)
     return functools.partial(torch._int_mm, x, w.t(), out=out)
+
+
+def _int_mm_transposed(operands: Operands) -> Thunk:
+    x, _, w, *_ = operands
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.int32, device=x.device)
+    return functools.partial(torch._int_mm, x, w.t().contiguous(), out=out)
 
 
 def _dequantized_linear(
@@ -98,30 +110,35 @@ def _torchao(operands: Operands) -> Thunk:
     return functools.partial(scaled_int8_mm, x, w.t(), x_scale.expand(x.shape[0]).contiguous(), w_scale)
 
 
-def quantize_eagerly(x: torch.Tensor, granularity: Granularity, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric quantization to int8 as one would write it in PyTorch: absmax, scale, random numbers, floor, clamp, cast."""
-    dims = {Granularity.PER_TENSOR: None, Granularity.PER_CHANNEL: tuple(range(1, x.ndim)), Granularity.PER_ROW: (-1,)}[granularity]
-    absmax = x.abs().max() if dims is None else x.abs().amax(dims, keepdim=True)
+def quantize_by_min_and_max(x: torch.Tensor, granularity: Granularity, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric quantization to int8 as one would write it in PyTorch: min, max, scale, random numbers, floor, clamp, cast."""
+    dims = _reduced(x, granularity)
+    if dims is None:
+        low, high = x.min(), x.max()
+    else:
+        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    return _rounded(x, torch.maximum(-low, high), rounding)
+
+
+def quantize_by_absmax(x: torch.Tensor, granularity: Granularity, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with the range by abs and max."""
+    dims = _reduced(x, granularity)
+    return _rounded(x, x.abs().max() if dims is None else x.abs().amax(dims, keepdim=True), rounding)
+
+
+def _reduced(x: torch.Tensor, granularity: Granularity) -> tuple[int, ...] | None:
+    if granularity is Granularity.PER_TENSOR:
+        return None
+    return tuple(range(1, x.ndim)) if granularity is Granularity.PER_CHANNEL else (-1,)
+
+
+def _rounded(x: torch.Tensor, absmax: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     scale = absmax / 127.0
     y = x / scale
-    y = (
-        (y + torch.rand_like(y)).floor()
-        if rounding is Rounding.STOCHASTIC
-        else y.round()
-        if rounding is Rounding.NEAREST
-        else y.floor()
-    )
+    if rounding is Rounding.STOCHASTIC:
+        y = y + torch.rand_like(y)
+    y = y.round() if rounding is Rounding.NEAREST else y.floor()
     return y.clamp(-127.0, 127.0).to(torch.int8), scale
-
-
-def _quantize(problem: Problem) -> Callable[[torch.Tensor], Any]:
-    v = problem.variant
-    return functools.partial(quantize_eagerly, granularity=v.x_granularity, rounding=v.rounding)
-
-
-def _compiled_quantize(problem: Problem) -> Callable[[torch.Tensor], Any]:
-    v = problem.variant
-    return functools.partial(_compiled(quantize_eagerly), granularity=v.x_granularity, rounding=v.rounding)
 
 
 def _sixteen_bit(problem: Problem, dtype: torch.dtype, sets: int, device: torch.device) -> tuple[Thunk, ...]:

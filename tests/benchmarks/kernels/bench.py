@@ -98,7 +98,7 @@ class Bench:
 
     def choose(self, roles: Mapping[str, Problem], *, without: Sequence[str] = (), configs: int = 6) -> KernelChoice:
         """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernel_choice`)."""
-        compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
+        compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()], configs)
         ops = {}
         for role, problem in roles.items():
             measured, used = self.race_problem(problem, rounds=7, configs=configs)

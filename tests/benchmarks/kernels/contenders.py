@@ -21,6 +21,8 @@ from .timing import Thunk, race, rotation_count, tensor_bytes
 
 _CONFIGS = 6
 """Configurations of a backend that are tried, best guesses first."""
+ALL_CANDIDATES = 10_000
+"""For figures that are to show what tuning finds: everything that a backend thinks worth trying."""
 
 
 @attrs.frozen

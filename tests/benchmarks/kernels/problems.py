@@ -42,6 +42,8 @@ class Problem:
         set_name: the shape set that it comes from.
         attributes: of the request, besides a convolution's geometry.
         source: format of the tensor to quantize.
+        bell_shaped: int8 operands as quantizing a normal distribution gives them; else each value is as frequent as any other,
+            which takes more power.
     """
 
     op: str
@@ -50,6 +52,7 @@ class Problem:
     set_name: str = ""
     attributes: tuple[tuple[str, str], ...] = ()
     source: Precision = Precision.FLOAT32
+    bell_shaped: bool = False
 
     @property
     def label(self) -> str:
@@ -128,7 +131,7 @@ class Problem:
         generator = torch.Generator(device).manual_seed(seed)
 
         def draw(shape: tuple[int, ...], precision: Precision) -> torch.Tensor:
-            return _draw(shape, TORCH_DTYPE[precision], device, generator)
+            return _draw(shape, TORCH_DTYPE[precision], device, generator, self.bell_shaped)
 
         def scales(count: int) -> torch.Tensor:
             return torch.rand(count, device=device, generator=generator).mul_(0.01).add_(0.001)
@@ -176,8 +179,13 @@ def _operand_shapes(shape: LinearShape | ConvShape) -> tuple[tuple[int, ...], tu
     return shape.x_shape, shape.w_shape, shape.y_shape
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    if dtype is torch.int8:
+def _draw(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, bell_shaped: bool
+) -> torch.Tensor:
+    if dtype is torch.int8 and bell_shaped:
+        value = torch.randn(shape, device=device, generator=generator)
+        value = (value * (127.0 / value.abs().max())).round().to(torch.int8)
+    elif dtype is torch.int8:
         value = torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
     else:
         value = torch.randn(shape, device=device, generator=generator).to(dtype)

@@ -15,7 +15,7 @@ from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio, ratio_spread
-from .contenders import compile_ahead
+from .contenders import ALL_CANDIDATES, compile_ahead
 from .problems import INT8, Problem, quantization
 from .shapes import LinearShape
 from .timing import Measured, Thunk, race
@@ -24,7 +24,8 @@ LARGE = LinearShape(8192, 8192, 8192)
 SMALL = (LinearShape(4608, 768, 768), LinearShape(4608, 768, 3072), LinearShape(4608, 3072, 768), LinearShape(8192, 1024, 4096))
 STEPS = {"K3": LARGE, "K3b": LinearShape(8192, 4096, 4096)}
 _QUICK = LinearShape(64, 64, 96)
-_INT_MM = "torch._int_mm"
+_INT_MM, _INT_MM_KN = "torch._int_mm", "torch._int_mm (K, N)"
+_PYTORCH = (_INT_MM, _INT_MM_KN, "bfloat16", "float16")
 _BACKWARD = {
     "bfloat16 backward": (Precision.BFLOAT16, Precision.BFLOAT16),
     "int8 grad_input, bfloat16 grad_weight": (Precision.INT8, Precision.BFLOAT16),
@@ -34,28 +35,34 @@ _BACKWARD = {
 
 
 def product_rows(bench: Bench) -> Iterator[Row]:
-    """K1, K1b."""
+    """K1, K1b; the same against the other layout of the weight and on bell-shaped operands."""
     shape = _QUICK if bench.quick else LARGE
-    yield from _large_rows(bench, shape, _race(bench, shape))
-
-
-def _large_rows(bench: Bench, shape: LinearShape, raced: tuple[dict[str, Measured], dict[str, str]]) -> Iterator[Row]:
-    measured, used = raced
-    best = best_of(measured, used)
-    over, own = measured[_INT_MM], measured[best]
-    who = f"{best} {used[best]}".strip()
-    what = f"int8 linear.output {shape.label}, per tensor × per channel, bias, to bfloat16"
     flops = 2 * shape.m * shape.k * shape.n
-    others = _others(measured, flops)
-    yield bench.row("K1", f"{what}, over {_INT_MM} alone ({who})", ratio(over, own), "×", "≥ 2.0", ratio_spread(over, own))
-    yield bench.row("K1b", f"{what} ({who})", flops / own.median_ns / 1e3, "TOP/s", "≥ 1400", others)
+    for id_, bell_shaped in (("K1", False), ("K1-bell", True)):
+        problem = Problem(Op.LINEAR_OUTPUT, shape, INT8, bell_shaped=bell_shaped)
+        compile_ahead(bench.backends, [problem.request(bench.device)], ALL_CANDIDATES)
+        measured, used = bench.race_problem(problem, _PYTORCH, rounds=21, configs=ALL_CANDIDATES)
+        best = best_of(measured, used)
+        own, who = measured[best], f"{best} {used[best]}".strip()
+        values = "bell-shaped values" if bell_shaped else "uniform values"
+        what = f"int8 linear.output {shape.label}, per tensor × per channel, bias, to bfloat16, {values}"
+        others = _others(measured, flops)
+        for name, suffix in ((_INT_MM, ""), (_INT_MM_KN, "-KN")):
+            if name not in measured:
+                continue
+            target = "≥ 2.0" if id_ + suffix == "K1" else "reported"
+            value, spread = ratio(measured[name], own), ratio_spread(measured[name], own)
+            yield bench.row(id_ + suffix, f"{what}, over {name} alone ({who})", value, "×", target, spread)
+        rate = "K1b" if not bell_shaped else "K1b-bell"
+        target = "reported" if bell_shaped else "≥ 1400"
+        yield bench.row(rate, f"{what} ({who})", flops / own.median_ns / 1e3, "TOP/s", target, others)
 
 
 def small_product_rows(bench: Bench) -> Iterator[Row]:
     """K2, K2b."""
     shapes = (_QUICK,) if bench.quick else SMALL
     problems = [Problem(Op.LINEAR_OUTPUT, shape, INT8) for shape in shapes]
-    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems])
+    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems], ALL_CANDIDATES)
     ratios, details = [], []
     for shape in shapes:
         measured, used = _race(bench, shape)
@@ -72,7 +79,7 @@ def small_product_rows(bench: Bench) -> Iterator[Row]:
 
 def _race(bench: Bench, shape: LinearShape) -> tuple[dict[str, Measured], dict[str, str]]:
     problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
-    return bench.race_problem(problem, (_INT_MM, "bfloat16", "float16"), rounds=21)
+    return bench.race_problem(problem, _PYTORCH, rounds=21, configs=ALL_CANDIDATES)
 
 
 def _others(measured: dict[str, Measured], flops: int) -> str:
@@ -95,7 +102,7 @@ def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
         for name, (grad_input, grad_weight) in _BACKWARD.items():
             variant = attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
             try:
-                choices[name] = str(bench.choose(_roles(shape, variant, parameter)))
+                choices[name] = str(bench.choose(_roles(shape, variant, parameter), configs=12))
             except RuntimeError as error:
                 print(f"{id_}: {name}: {error}", file=sys.stderr)
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from . import baselines
 from .bench import Bench, Row, best_of, ratio, ratio_spread
-from .contenders import rotating_operands
+from .contenders import ALL_CANDIDATES, rotating_operands
 from .peaks import copy_calls
 from .problems import quantization
 from .timing import Measured, race
@@ -21,10 +21,10 @@ def quantize_rows(bench: Bench) -> Iterator[Row]:
     for id_, shape in (_QUICK if bench.quick else SHAPES).items():
         problem = quantization(shape)
         operands = rotating_operands(problem, bench.device)
-        runners = {runner.name: runner for runner in bench.accepting(problem, operands, configs=12)}
+        runners = {runner.name: runner for runner in bench.accepting(problem, operands, configs=ALL_CANDIDATES)}
         contenders = {name: runner.thunks for name, runner in runners.items()}
         contenders[_COPY] = copy_calls(bench.device)
-        for name in ("eager", "torch.compile"):
+        for name in baselines.baseline_names(problem.op):
             if id_ == "K4" and baselines.why_not(name, problem, bench.device) is None:
                 contenders[name] = baselines.calls(name, problem, operands, bench.device)
         measured, failures = race(contenders, bench.device, rounds=5 if bench.quick else 21, timer=bench.timer)
@@ -48,14 +48,16 @@ def quantize_rows(bench: Bench) -> Iterator[Row]:
 
 def _over_pytorch(bench: Bench, measured: dict[str, Measured], best: str, shape: str) -> Iterator[Row]:
     own = measured[best]
-    for id_, name, target in (("K5", "eager", "≥ 5.5"), ("K5b", "torch.compile", "≥ 2")):
+    targets = {"eager": ("K5", "≥ 5.5"), "torch.compile": ("K5b", "≥ 2")}
+    for name in ("eager", "torch.compile", "eager (absmax)", "torch.compile (absmax)"):
         if name in measured:
+            id_, target = targets.get(name, (f"{targets[name.split(' ')[0]][0]}-absmax", "reported"))
             times = f"{measured[name].median_ns / 1e3:.1f} and {own.median_ns / 1e3:.1f} µs"
+            formula = "range by abs and max" if name.endswith("(absmax)") else "range by min and max"
+            who = "torch.compile" if name.startswith("torch.compile") else "eager PyTorch"
+            what = f"quantize float32 {shape}, stochastic: {who}, {formula}, over {best}"
             spread = f"{ratio_spread(measured[name], own)}; {times}"
-            who = "eager PyTorch" if name == "eager" else name
-            yield bench.row(
-                id_, f"quantize float32 {shape}, stochastic: {who} over {best}", ratio(measured[name], own), "×", target, spread
-            )
+            yield bench.row(id_, what, ratio(measured[name], own), "×", target, spread)
 
 
 def _copy_bytes(calls: tuple) -> int:
