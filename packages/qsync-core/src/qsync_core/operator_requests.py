@@ -101,7 +101,8 @@ def operator_requests(
 
     gradient_formats = gradient_precisions(variant, call.input_gradient)
     floats = [precision for precision in gradient_formats if not precision.needs_scale]
-    transposed = {"transposed": "true"} if linear and variant.grad_weight.needs_scale else {}
+    # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
+    transposed = {"transposed": "true"} if linear and variant.grad_weight.needs_scale and device_kind == "cuda" else {}
     if variant.compute.needs_scale:
         quantize(Op.QUANTIZE, x if transposed else call.x, variant.compute, variant.x_granularity, variant.output, **transposed)
         quantize(QUANTIZE_WEIGHT, call.w, variant.compute, variant.w_granularity, Precision.FLOAT32)
@@ -110,8 +111,7 @@ def operator_requests(
         if precision.needs_scale:
             factored = variant.w_granularity is Granularity.PER_CHANNEL and variant.grad_input.needs_scale and call.input_gradient
             multiplier = {"multiplier": "channel"} if factored else {}
-            shape = y if transposed else call.y
-            quantize(QUANTIZE_GRADIENT, shape, precision, Granularity.PER_TENSOR, variant.output, **multiplier, **transposed)
+            quantize(QUANTIZE_GRADIENT, y, precision, Granularity.PER_TENSOR, variant.output, **multiplier, **transposed)
     if call.input_gradient:
         source = variant.grad_input if variant.grad_input.needs_scale else floats[0]
         add(grad_input_op, (y, call.w), x, source)

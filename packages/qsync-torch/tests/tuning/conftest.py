@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from qsync_core.hooks import hookimpl
+from qsync_core.registry import Registry
+from qsync_torch import binding, kernel_selection
+from qsync_torch.aten_backend import AtenBackend
+from qsync_torch.tuning import chooser, tuned_store
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    """Every test has a tuning file of its own."""
+    path = tmp_path / "tuning.jsonl"
+    monkeypatch.setenv("QSYNC_TUNING", str(path))
+    return path
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretends that packages with these backends are installed, beside aten."""
+
+    def install_(*backends):
+        class Plugin:
+            @hookimpl
+            def qsync_register_backends(self):
+                return [AtenBackend(), *backends]
+
+        registry = Registry.load([])
+        registry.register(Plugin(), "test-backends")
+        for module in (kernel_selection, chooser, tuned_store):
+            monkeypatch.setattr(module, "installed", lambda: registry)
+        kernel_selection.find_backends.cache_clear()
+        monkeypatch.setattr(binding, "_KERNELS", {})
+        return registry
+
+    yield install_
+    kernel_selection.find_backends.cache_clear()

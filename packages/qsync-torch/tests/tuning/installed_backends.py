@@ -1,0 +1,56 @@
+"""Backends that run ATen's kernels under other names, and tell which of their kernels ran."""
+
+from collections.abc import Sequence
+
+from qsync_core.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest
+from qsync_core.errors import BackendError
+from qsync_torch.aten_backend import AtenBackend
+
+
+class NamedBackend:
+    """ATen's kernels under a name, with configurations; ``refuses`` maps the end of an op's name to a reason against it."""
+
+    api_version = BACKEND_API_VERSION
+
+    def __init__(self, name: str, configs: Sequence[str] = ("a", "b"), refuses: dict[str, str] | None = None) -> None:
+        self.name, self.configs, self.refuses = name, configs, refuses or {}
+        self.ran: list[tuple[str, str]] = []
+        self.built: list[tuple[str, str]] = []
+        self._aten = AtenBackend()
+
+    def kernel_specs(self):
+        return self._aten.kernel_specs()
+
+    def unsupported_reasons(self, request: KernelRequest) -> list[str]:
+        own = [reason for end, reason in self.refuses.items() if request.op.endswith(end)]
+        return own or self._aten.unsupported_reasons(request)
+
+    def candidate_configs(self, request: KernelRequest):
+        return [KernelConfig(text) for text in self.configs]
+
+    def build(self, request: KernelRequest, config: KernelConfig):
+        if config.text not in self.configs:
+            raise BackendError(f"backend {self.name} has no configuration {config.text!r}")
+        self.built.append((request.op, config.text))
+        kernel = self._aten.build(request, KernelConfig())
+
+        def run(*arguments):
+            self.ran.append((request.op, config.text))
+            return kernel(*arguments)
+
+        return run
+
+
+class CompilingNamedBackend(NamedBackend):
+    """One that compiles ahead of time, and remembers for what."""
+
+    def __init__(self, name: str, **options) -> None:
+        super().__init__(name, **options)
+        self.compiled: list[tuple[str, int]] = []
+
+    def unsupported_reasons(self, request: KernelRequest) -> list[str]:
+        return [] if request.device_kind == "cuda" else super().unsupported_reasons(request)
+
+    def compile_ahead(self, requests, arch, progress):
+        progress(len(requests), len(requests), "all")
+        self.compiled.append((arch, len(requests)))
