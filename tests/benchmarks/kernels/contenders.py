@@ -113,6 +113,12 @@ def compile_ahead(backends: Backends, requests: Sequence[KernelRequest], most: i
         for config in backend.candidate_configs(request)[:most]
     ]
 
+    build_side_by_side(todo)
+
+
+def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, KernelConfig]]) -> None:
+    """Build kernels on all cores; what can not be built is left to whoever needs it."""
+
     def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> None:
         backend, request, config = item
         with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ from qsync_core.tuning import TuningStore, tune
 from qsync_core.variant import Variant
 
 from .bench import Bench, Row, ratio
-from .contenders import calls_of, rotating_operands
+from .contenders import build_side_by_side, calls_of, rotating_operands
 from .job_kernels import tune_job
 from .problems import INT8, Operands, Problem
 from .rows_products import LARGE, SMALL
@@ -87,9 +87,12 @@ def _search(bench: Bench, backend: KernelBackend, problem: Problem, budget_s: fl
         print(f"K10 {problem.label}: {'; '.join(reasons)}", file=sys.stderr)
         return None
     operands = rotating_operands(problem, bench.device)
+    configs = every_config(backend, request)
+    build_side_by_side([(backend, request, config) for config in configs])
+    bench.say(f"{problem.label}: {len(configs)} configurations built")
     times: dict[str, float] = {}
     start = time.monotonic()
-    for config in every_config(backend, request):
+    for config in configs:
         try:
             thunks = calls_of(backend, request, config, operands)
             calls = bench.timer.warm_up(thunks)
