@@ -27,7 +27,7 @@ SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
 _SHOWN = 5
 
 
-def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 60.0) -> Iterator[Row]:
+def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 120.0) -> Iterator[Row]:
     """K10: for every shape, all configurations whose kernels can be built within the budget, and what tuning chose."""
     backend = bench.backends.by_name.get(backend_name)
     if backend is None:
