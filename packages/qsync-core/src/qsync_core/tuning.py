@@ -82,7 +82,7 @@ class Effort:
         near: a latency within this factor of the lower bound ends the search.
     """
 
-    budget: int = 16
+    budget: int = 24
     samples: tuple[int, ...] = (3, 9, 25)
     keep: float = 1 / 3
     near: float = 1.05

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "-o", "--output", type=click.Path(path_type=Path), default=None, help="The tuning file.  [$QSYNC_TUNING or the cache]"
 )
 @click.option(
-    "--budget", type=click.IntRange(min=1), default=16, show_default=True, help="Configurations tried per kernel and backend."
+    "--budget", type=click.IntRange(min=1), default=24, show_default=True, help="Configurations tried per kernel and backend."
 )
 @click.option("--compile-only", is_flag=True, help="Compile the candidates and measure nothing; needs no GPU.")
 @click.option("--arch", default=None, help="With --compile-only: the chip, for example sm_75 or sm_90a.")

@@ -1,0 +1,108 @@
+"""Which kernels an operator gets: named ones in their order, tuned ones by latency, PyTorch's own for float formats."""
+
+import pytest
+import torch
+
+from qsync_core.backend import Op
+from qsync_core.errors import BackendError
+from qsync_core.kernel_choice import KernelChoice, OpChoice
+from qsync_core.operator_requests import CallShapes, operator_requests
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.profile import CastKey
+from qsync_core.tuning import TuningRecord
+from qsync_core.variant import Variant
+from qsync_torch.tuning.chooser import Chosen, KernelChooser
+from qsync_torch.tuning.tuned_store import open_store
+
+from .installed_backends import NamedBackend
+
+CPU = torch.device("cpu")
+INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
+CALL = CallShapes("linear", (4, 16), (8, 16), (4, 8))
+
+
+def tuned(latencies, call=CALL):
+    """A store with these latencies: (backend, role) to (configuration, nanoseconds)."""
+    store = open_store(CPU)
+    for asked in operator_requests(call, INT8, "cpu"):
+        for (backend, role), (config, latency_ns) in latencies.items():
+            if asked.role == role:
+                store.add(TuningRecord(store.key(backend, asked.request), config, latency_ns))
+    return store
+
+
+def test_a_cpu_takes_aten_and_a_gpu_whatever_is_fastest():
+    assert KernelChooser(CPU).backend == "aten"
+    assert KernelChooser(CPU).for_operator(CALL, INT8) == Chosen("aten", "")
+    assert KernelChooser(torch.device("cuda")).backend == "auto"
+
+
+def test_the_fastest_of_each_kernel(install):
+    install(NamedBackend("one"), NamedBackend("two", refuses={"grad_weight": "no"}))
+    store = tuned(
+        {
+            ("one", "linear.output"): ("b", 30),
+            ("two", "linear.output"): ("a", 20),
+            ("aten", "linear.output"): ("", 25),
+            ("one", "linear.grad_input"): ("b", 9),
+            ("one", "quantize"): ("a", 5),
+            ("two", "quantize.weight"): ("b", 4),
+        }
+    )
+    chooser = KernelChooser(CPU, "auto", store)
+    chosen = chooser.for_operator(CALL, INT8)
+    assert chosen.backend == "one+two+aten"
+    assert KernelChoice.parse(chosen.config).ops == {
+        "linear.output": OpChoice("two", "a"),
+        "linear.grad_input": OpChoice("one", "b"),
+        "linear.grad_weight": OpChoice("aten", ""),
+        "quantize": OpChoice("one", "a"),
+        # Weights are quantized together, whatever their shapes: a backend, but no configuration.
+        "quantize.weight": OpChoice("two", ""),
+    }
+    assert {request.op for request in chooser.untuned} == {Op.LINEAR_GRAD_WEIGHT}
+
+
+def test_without_records_the_name_decides(install):
+    install(NamedBackend("one"))
+    assert KernelChooser(CPU, "auto", open_store(CPU)).for_operator(CALL, INT8) == Chosen()
+
+
+def test_a_chain_keeps_its_order_and_takes_tuned_configurations(install):
+    install(NamedBackend("one", refuses={"quantize": "it multiplies only"}), NamedBackend("two"))
+    store = tuned({("one", "linear.output"): ("b", 900), ("two", "linear.output"): ("b", 1)})
+    ops = KernelChoice.parse(KernelChooser(CPU, "one+two", store).for_operator(CALL, INT8).config).ops
+    assert ops["linear.output"] == OpChoice("one", "b")
+    assert ops["linear.grad_input"] == OpChoice("one", "a")
+    assert ops["quantize"] == OpChoice("two", "a")
+
+
+def test_float_formats_run_pytorchs_own_kernels(install):
+    install(NamedBackend("one"))
+    assert KernelChooser(CPU, "auto").for_operator(CALL, BFLOAT16) == Chosen("aten", "")
+    assert KernelChooser(CPU, "one+aten").for_operator(CALL, BFLOAT16) == Chosen("aten", "")
+    with pytest.raises(BackendError, match=r"operator fc#0 can not run as bfloat16 on backend one: .* --backend one\+aten'"):
+        KernelChooser(CPU, "one").for_operator(CALL, BFLOAT16, "operator fc#0")
+
+
+def test_refusals_are_told_with_every_reason(install):
+    install(NamedBackend("one", refuses={"grad_input": "too narrow"}), NamedBackend("two", refuses={"grad_input": "too wide"}))
+    with pytest.raises(BackendError, match=r"no kernel backend can run linear\.grad_input .*\(one: too narrow; two: too wide\)"):
+        KernelChooser(CPU, "one+two").for_operator(CALL, INT8)
+    rows = Variant.parse(str(INT8).replace("x=tensor", "x=channel"))
+    with pytest.raises(
+        BackendError, match=r"fc can not run linear\.output as int8: aten: scales per input channel do not factor out"
+    ):
+        KernelChooser(CPU).for_operator(CALL, rows, "fc")
+    with pytest.raises(BackendError, match="kernel backend 'three' is not installed here"):
+        KernelChooser(CPU, "three")
+
+
+def test_casts_are_chosen_by_their_shape(install):
+    install(NamedBackend("one"))
+    store = tuned({("one", "quantize"): ("b", 5), ("aten", "quantize"): ("", 50)})
+    chooser = KernelChooser(CPU, "auto", store)
+    key = CastKey(Precision.FLOAT32, Precision.INT8, Granularity.PER_TENSOR, Rounding.STOCHASTIC)
+    assert chooser.for_cast(key, (4, 16)) == Chosen("one", "quantize=one/b")
+    assert chooser.for_cast(key, (4096, 16)) == Chosen()
+    assert chooser.for_cast(CastKey(Precision.FLOAT32, Precision.BFLOAT16), (4, 16)) == Chosen()

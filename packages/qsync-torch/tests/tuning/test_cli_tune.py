@@ -1,0 +1,222 @@
+"""``qsync tune`` from the command line, and what ``qsync profile`` makes of its records."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from qsync_core import artifact
+from qsync_core.cli.root import cli
+from qsync_core.kernel_choice import KernelChoice
+from qsync_core.op_id import OpId
+from qsync_core.profile import Profile
+from qsync_torch.profiling import profile as profiling
+from qsync_torch.profiling.timing import Effort
+
+from .installed_backends import CompilingNamedBackend, NamedBackend
+
+JOB = """
+import torch
+from qsync_torch.job import Batch, Job
+
+def tiny():
+    return Job(
+        "tiny",
+        torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)),
+        lambda step, size: Batch((torch.randn(size, 6),), target=torch.arange(size) % 3),
+        lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+"""
+CLUSTER = """
+[[group]]
+name = "train"
+device = "cpu"
+count = 1
+role = "train"
+
+[[group]]
+name = "infer"
+device = "cpu"
+count = 1
+role = "infer"
+ladder = ["int8", "float32"]
+rounding = "nearest"
+"""
+
+
+@pytest.fixture
+def qsync(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+
+    def run(*arguments):
+        return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+    return run
+
+
+def result_of(done):
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_job_is_tuned_once(qsync, install, own_store):
+    install(NamedBackend("one"))
+    first = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--json"))
+    assert first["store"] == str(own_store)
+    assert first["reused"] == 0
+    for kernel in first["kernels"]:
+        assert set(kernel["backends"]) == {"aten", "one"}
+        assert kernel["best"] == min(kernel["backends"], key=lambda name: (kernel["backends"][name]["latency_ns"], name))
+        assert kernel["backends"]["one"]["tried"] == 2
+    # int8 with float32 and with 16-bit output: the forward products differ, all else is shared.
+    assert [kernel["role"] for kernel in first["kernels"]].count("linear.output") == 4
+    again = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--json"))
+    assert again["reused"] == 2 * len(first["kernels"])
+    assert again["kernels"] == first["kernels"]
+    assert result_of(qsync("trace", "job.py:tiny", "-o", "dag.qsync", "--json"))
+    traced = result_of(qsync("tune", "dag.qsync", "--device", "cpu", "--json"))
+    assert traced["kernels"] == first["kernels"]
+
+
+def test_options_narrow_it_down(qsync, install):
+    install(NamedBackend("one"))
+    found = result_of(
+        qsync(
+            "tune",
+            "job.py:tiny",
+            "--device",
+            "cpu",
+            "--backend",
+            "one",
+            "--budget",
+            1,
+            "-o",
+            "own.jsonl",
+            "--rungs",
+            "int8",
+            "--json",
+        )
+    )
+    assert all(kernel["backends"].keys() == {"one"} for kernel in found["kernels"])
+    assert all(kernel["backends"]["one"]["tried"] == 1 for kernel in found["kernels"])
+    assert [kernel["role"] for kernel in found["kernels"]].count("linear.output") == 2
+    grouped = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--cluster", "cluster.toml", "--group", "infer", "--json"))
+    assert all("round=nearest" in kernel["variant"] for kernel in grouped["kernels"] if kernel["op"] == "linear.output")
+
+
+def test_the_table_for_people(qsync, install, own_store):
+    install(NamedBackend("one", refuses={"grad_weight": "no"}))
+    text = qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8").stdout
+    assert f"wrote {own_store}" in text
+    line = next(line for line in text.splitlines() if line.startswith("linear.grad_weight int8 4×3 4×5"))
+    assert line.split()[4:6] == ["aten", "–"]
+
+
+def test_files_are_joined(qsync, install):
+    install(NamedBackend("one"))
+    for name, backend in (("a", "one"), ("b", "aten")):
+        result_of(
+            qsync(
+                "tune", "job.py:tiny", "--device", "cpu", "--backend", backend, "-o", f"{name}.jsonl", "--rungs", "int8", "--json"
+            )
+        )
+    joined = result_of(qsync("tune", "--merge", "a.jsonl", "--merge", "b.jsonl", "-o", "c.jsonl", "--json"))
+    again = result_of(qsync("tune", "--merge", "a.jsonl", "b.jsonl", "-o", "d.jsonl", "--json"))
+    assert joined["records"] == again["records"]
+    tuned = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "c.jsonl", "--rungs", "int8", "--json"))
+    assert tuned["reused"] == joined["records"] == 2 * len(tuned["kernels"])
+
+
+def test_kernels_are_compiled_ahead_without_a_gpu(qsync, install):
+    one = CompilingNamedBackend("one")
+    install(one)
+    found = result_of(qsync("tune", "job.py:tiny", "--compile-only", "--arch", "sm_75", "--json"))
+    assert found == {"arch": "sm_75", "kernels": found["kernels"], "compiled_for": {"one": found["kernels"]}}
+    assert one.compiled == [("sm_75", found["kernels"])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune"], "qsync tune needs a JOB to tune"),
+        (["tune", "job.py:tiny", "--device", "cpu", "--arch", "sm_75"], "--arch goes with --compile-only"),
+        (["tune", "job.py:tiny", "--compile-only"], "--compile-only needs --arch, the chip to compile for"),
+        (
+            ["tune", "job.py:tiny", "--compile-only", "--arch", "T4"],
+            "--arch names a chip as compilers do, for example sm_75 or sm_90a",
+        ),
+        (["tune", "job.py:tiny", "--compile-only", "--arch", "sm_75"], "no backend of aten, one compiles ahead of time"),
+        (["tune", "job.py:tiny", "--device", "cuda:99"], "cuda:99 was asked for, but"),
+        (["tune", "job.py:tiny", "--device", "cpu", "--backend", "three"], "kernel backend 'three' is not installed here"),
+        (["tune", "job.py:tiny", "--device", "cpu", "--rungs", "int7"], "--rungs: not a precision: 'int7'"),
+        (
+            ["tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--cluster", "cluster.toml"],
+            "--rungs and --cluster both give",
+        ),
+        (
+            ["tune", "--merge", "nowhere.jsonl", "-o", "x.jsonl"],
+            "can not read tuning records from nowhere.jsonl: there is no such file",
+        ),
+        (["tune", "no-such-model", "--device", "cpu"], ""),
+        (["tune", "dag.qsync", "--device", "cpu", "--batch-size", 2], "dag.qsync is a graph, whose batch size is fixed"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(qsync, install, arguments, message):
+    install(NamedBackend("one"))
+    if "dag.qsync" in arguments:
+        result_of(qsync("trace", "job.py:tiny", "-o", "dag.qsync", "--json"))
+    done = qsync(*arguments)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeypatch, own_store):
+    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    monkeypatch.setattr(
+        profiling.profile,
+        "__kwdefaults__",
+        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
+    )
+    one = NamedBackend("one")
+    install(one)
+    result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
+    one.ran.clear()
+    result_of(qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8,bfloat16", "--json"))
+    found = artifact.load(own_store.parent / "p.qsync", Profile)
+    for op_id, by_variant in found.cost_index.items():
+        for variant in by_variant:
+            cost = found.cost(op_id, variant)
+            if op_id == OpId("2") and variant.compute == "int8":
+                assert cost.backend == "one"
+                ops = KernelChoice.parse(cost.config).ops
+                assert {choice.backend for choice in ops.values()} == {"one"}
+                assert ops["quantize.weight"].config == ""
+                pinned = {(role, choice.config) for role, choice in ops.items() if role.startswith("linear")}
+                assert pinned <= set(one.ran)
+            elif op_id != OpId("0") or variant.compute != "int8":
+                assert (cost.backend, cost.config) == ("aten", "")
+
+
+def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, own_store):
+    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    monkeypatch.setattr(
+        profiling.profile,
+        "__kwdefaults__",
+        profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick),
+    )
+    one = NamedBackend("one")
+    install(one)
+    result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
+    one.ran.clear()
+    result_of(qsync("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "int8", "--json"))
+    found = artifact.load(own_store.parent / "p.qsync", Profile)
+    assert {(cost.backend, cost.config) for cost in found.costs} == {("aten", "")}
+    assert one.ran == []
+    refused = qsync("profile", "job.py:tiny", "-o", "q.qsync", "--rungs", "int8", "--backend", "one")
+    assert refused.exit_code == 1
+    assert "can not run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
