@@ -1,15 +1,11 @@
 """The configurations of a problem: all that are valid, and those worth measuring, best guess first.
 
-The ranking is a model: a tile's time is that of its products at the share of the peak that its shape can reach (operands come from
-shared memory, so square and large tiles reach more), plus what is not hidden (filling the pipeline, a cooperative tile's
-epilogue); tiles run in waves over the multiprocessors; and nothing is faster than memory.  It only has to put good ones early:
-tuning measures.
+The ranking is the model of :mod:`qsync_kernels_cutlass.latency_model`, which only has to put good ones early: tuning measures.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -18,15 +14,25 @@ import attrs
 from qsync_kernels_cutlass import validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler, Shape3
+from qsync_kernels_cutlass.latency_model import predicted_ns
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 from qsync_kernels_cutlass.validity import Config
 
-KERNELS_TO_MEASURE = 8
+KERNELS_TO_MEASURE = 10
 """Libraries that tuning one problem may ask for; compiling one takes tens of seconds, though once for all shapes."""
 CONFIGS_TO_MEASURE = 24
 """Configurations that tuning one problem measures."""
 
-_COOPERATIVE = ((128, 256), (256, 128), (128, 192), (256, 96), (128, 160), (128, 128), (256, 64), (128, 96), (128, 64))
+_OF_ONE_TILE = 3
+"""Libraries of one tile and schedule among those: they differ in their clusters, stages or schedulers."""
+_WITH_KNOBS = 4
+_KNOBS_WORTH_MEASURING: tuple[dict[str, object], ...] = (
+    {"raster": Raster.ALONG_M, "swizzle": 4},
+    {"raster": Raster.ALONG_N, "swizzle": 4},
+    {"swizzle": 4},
+)
+
+_COOPERATIVE = ((256, 128), (128, 256), (128, 192), (256, 96), (128, 128), (256, 64), (128, 96), (128, 64))
 _PINGPONG = ((64, 256), (128, 128), (64, 192), (128, 96), (64, 128), (128, 64), (64, 96), (64, 64))
 _CLUSTERS = ((2, 1), (1, 2), (1, 1))
 _WARP_TILES: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = (
@@ -44,10 +50,6 @@ _WARP_TILES: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = (
     ((64, 32), (32, 16)),
 )
 _SIMT_TILES = (((128, 128), (32, 64)), ((128, 64), (64, 32)), ((64, 64), (32, 32)), ((32, 64), (32, 32)))
-
-_LAUNCH_NS = 3000.0
-_FILL_NS = 900.0
-"""Time from a block's start to its first product: descriptors, the first stage's trip from memory."""
 
 
 def all_valid(problem: Problem, arch: Architecture) -> Iterator[Config]:
@@ -67,13 +69,15 @@ def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, 
         sms: its multiprocessors; 0 takes the usual chip's.
     """
     by_time = sorted(_compiled_space(problem, arch), key=lambda config: (predicted_ns(config, problem, arch, sms), config.text))
-    # A kernel that differs from a better one in its cluster only is of less use than another tile.
-    kept = _first_of_each(by_time, 2)[:KERNELS_TO_MEASURE]
+    kept = _first_of_each(by_time, _OF_ONE_TILE)[:KERNELS_TO_MEASURE]
     found = list(kept)
+    # Large products gain up to 6% from the order of their tiles, which is measured for the best guesses first.
+    for config, knobs in itertools.product(kept[:_WITH_KNOBS], _KNOBS_WORTH_MEASURING):
+        found.append(attrs.evolve(config, **knobs))
     for config in kept:
-        found += [attrs.evolve(config, **knobs) for knobs in _run_time_knobs(config, problem)][1:]
-    # The first library's knobs matter more than a sixth library's: take them in the order of the libraries.
-    return tuple(dict.fromkeys(found))[:CONFIGS_TO_MEASURE]
+        found += [attrs.evolve(config, **knobs) for knobs in _run_time_knobs(config, problem)]
+    valid = (config for config in dict.fromkeys(found) if validity.is_valid_at_run_time(config, problem))
+    return tuple(itertools.islice(valid, CONFIGS_TO_MEASURE))
 
 
 def _first_of_each(configs: list[Config], count: int) -> list[Config]:
@@ -138,69 +142,3 @@ def _run_time_knobs(config: Config, problem: Problem) -> Iterator[dict[str, obje
         knobs: dict[str, object] = {"splits": parts, "swizzle": swizzle, "raster": raster}
         if validity.is_valid_at_run_time(attrs.evolve(config, **knobs), problem):
             yield knobs
-
-
-def predicted_ns(config: Config, problem: Problem, arch: Architecture, sms: int = 0) -> float:
-    """The model's time of a problem with a configuration, in nanoseconds."""
-    sms = sms or arch.sms
-    rows, columns, depth = config.tile
-    size, out_size = BYTES[problem.a_format], BYTES[problem.out_format]
-    tiles = _up(problem.m, rows, config.cluster[0]) * _up(problem.n, columns, config.cluster[1]) * config.splits
-    if isinstance(problem, ConvProblem):
-        tiles *= problem.geometry.groups
-        steps = problem.filter_h * problem.filter_w * math.ceil(problem.group_channels / depth)
-    else:
-        steps = math.ceil(math.ceil(problem.k / depth) / config.splits)
-    peak = arch.tensor_tops * 1e3 * (1.0 if size == 1 else 0.5) / arch.sms  # operations a nanosecond of one multiprocessor
-    if config.path is Path.SIMT:
-        peak /= 8
-    products_ns = steps * 2.0 * rows * columns * depth / (peak * _share_of_peak(config))
-    store_ns = rows * columns * out_size / (arch.bandwidth_gbs / sms)
-    if config.path is Path.TMA:
-        resident = 1
-        tile_ns = max(products_ns, store_ns) if config.schedule is Schedule.PINGPONG else products_ns + 0.6 * store_ns
-    else:
-        resident = max(1, _resident_blocks(config, problem, arch))
-        tile_ns = products_ns + store_ns / resident
-    waves = tiles / sms if getattr(config, "scheduler", None) is Scheduler.STREAM_K else float(math.ceil(tiles / sms))
-    compute_ns = max(1.0, waves) * tile_ns + _FILL_NS
-    if getattr(config, "scheduler", None) is Scheduler.STREAM_K:
-        compute_ns += (
-            0.03 * compute_ns + 2 * _FILL_NS + 8.0 * rows * columns * sms / arch.bandwidth_gbs
-        )  # partial sums travel through the L2 cache
-    if config.splits > 1:
-        compute_ns += 8.0 * problem.m * problem.n * config.splits / arch.bandwidth_gbs
-    # Full occupancy hides one block's loads behind another's products.
-    if config.path is not Path.TMA and resident == 1:
-        compute_ns *= 1.15
-    traffic = (problem.m + problem.n) * problem.k * size + problem.m * problem.n * out_size
-    if isinstance(problem, ConvProblem):
-        traffic = problem.images * problem.in_h * problem.in_w * problem.in_c * size + problem.m * problem.out_c * out_size
-    return max(compute_ns, traffic / arch.bandwidth_gbs) + _LAUNCH_NS
-
-
-def _up(length: int, side: int, cluster: int) -> int:
-    """Tiles along one side, in whole clusters."""
-    return math.ceil(math.ceil(length / side) / cluster) * cluster
-
-
-def _share_of_peak(config: Config) -> float:
-    """Products per operand read grow with a tile's harmonic mean; 128 x 256 counts as 1.  Clusters share their reads of L2."""
-    rows, columns, _ = config.tile
-    if config.path is not Path.TMA:
-        rows, columns = config.warp[0] * 2, config.warp[1] * 2
-    share = min(1.0, math.sqrt(rows * columns / (rows + columns) / (128 * 256 / 384)))
-    if config.path is Path.TMA:
-        share *= 1.0 if config.cluster != (1, 1) else 0.97
-    return share
-
-
-def _resident_blocks(config: Config, problem: Problem, arch: Architecture) -> int:
-    threads = validity.threads(config)
-    registers = min(255, config.warp[0] * config.warp[1] // 32 + 64)
-    return min(
-        arch.shared_bytes_per_sm // (validity.shared_bytes(config, arch, problem) + 1024),
-        arch.threads_per_sm // threads,
-        arch.registers_per_sm // (registers * threads),
-        arch.blocks_per_sm,
-    )
