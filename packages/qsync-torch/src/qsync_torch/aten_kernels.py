@@ -20,6 +20,7 @@ import torch
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 from qsync_torch.aten_reasons import MAX_CONTRACTION
+from qsync_torch.dtypes import LOW_FLOATS
 from qsync_torch.int8_product import int8_product
 from qsync_torch.quantization import dequantize
 
@@ -117,9 +118,19 @@ def integers(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write a product, times a scale where there is one, computed in the format of ``out``."""
+    if scale is not None and product.device.type == "cuda":
+        torch.mul(product, scale, out=out)
+        return
     out.copy_(product)
     if scale is not None:
         out.mul_(scale)
+
+
+def _mm_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of 16-bit matrices; on CUDA the float32 sums themselves, not rounded to 16 bit on the way."""
+    if a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
 
 
 def dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
@@ -163,6 +174,6 @@ def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
     def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
         whole = integers(x_MK, x_scale, grad_MN.dtype)
         x = dequantized(x_MK, x_scale, variant.x_granularity, grad_MN.dtype) if whole is None else whole
-        scaled(torch.mm(grad_MN.t(), x), None if whole is None else x_scale, out_NK)
+        scaled(_mm_in_float32(grad_MN.t(), x), None if whole is None else x_scale, out_NK)
 
     return kernel

@@ -7,11 +7,11 @@ import torch
 from qsync_core.errors import NumericsError
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
-from qsync_torch.binding import Binding
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.operators.conv2d import IntPair, Pair, conv2d_binding, conv2d_padded, pair, resolve_padding
 from qsync_torch.operators.linear import linear_binding, linear_bound
 from qsync_torch.operators.operands import Operand, Seeds
+from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.random_bits import stream_key
 from qsync_torch.weight_batch import PreparedWeight
 
@@ -49,7 +49,7 @@ class LoweredCall:
         self._linear = linear_binding(variant, backend, config)
         self.weight_text = self._linear.w_text
         self.prepared_weight: PreparedWeight | None = None
-        self._convolutions: dict[tuple[object, ...], Binding] = {}
+        self._convolutions: dict[tuple[object, ...], OperatorBinding] = {}
 
     @property
     def seeds(self) -> Seeds:
@@ -66,9 +66,13 @@ class LoweredCall:
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
+        if torch.compiler.is_compiling():
+            return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache)
         try:
-            copy = self._weight_copy(weight)
-            return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, copy)
+            # What happens inside is nobody's to intercept; each torch call would first ask the modes that are active.
+            with torch._C.DisableTorchFunction():
+                copy = self._weight_copy(weight)
+                return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, copy)
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -77,7 +81,7 @@ class LoweredCall:
         if not isinstance(padding, str):
             self._convolution(pair(stride), pair(padding), pair(dilation), groups)
 
-    def _convolution(self, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int) -> Binding:
+    def _convolution(self, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int) -> OperatorBinding:
         key = (stride, padding, dilation, groups)
         binding = self._convolutions.get(key)
         if binding is None:
@@ -96,11 +100,27 @@ class LoweredCall:
         groups: int = 1,
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
-        spread = pair(dilation)
-        padded, sides = resolve_padding(input, weight, padding, spread)
-        binding = self._convolution(pair(stride), sides, spread, groups)
+        if torch.compiler.is_compiling():
+            return self._conv2d(input, weight, bias, stride, padding, dilation, groups, None)
         try:
-            copy = self._weight_copy(weight)
-            return conv2d_padded(padded, weight, bias, binding, self.seeds, self._cache, copy)
+            with torch._C.DisableTorchFunction():
+                copy = self._weight_copy(weight)
+                return self._conv2d(input, weight, bias, stride, padding, dilation, groups, copy)
         except NumericsError as error:
             raise self._named(error) from None
+
+    def _conv2d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: Pair,
+        padding: Pair | str,
+        dilation: Pair,
+        groups: int,
+        copy: Operand | None,
+    ) -> torch.Tensor:
+        spread = pair(dilation)
+        padded, sides = resolve_padding(x, weight, padding, spread)
+        binding = self._convolution(pair(stride), sides, spread, groups)
+        return conv2d_padded(padded, weight, bias, binding, self.seeds, self._cache, copy)
