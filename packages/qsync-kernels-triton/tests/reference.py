@@ -45,11 +45,18 @@ def scales(rows, form="int8"):
     return np.where(scale < np.float32(2.0**-126), np.float32(1), scale)
 
 
+def inverses(rows, scale, form):
+    """What stochastic rounding multiplies by: 1 / scale, a little less where the largest value would exceed 127."""
+    inverse = np.float32(1) / scale
+    too_large = np.abs(rows).max(axis=1, keepdims=True) * inverse > np.float32(127)
+    return np.where(too_large & (form == "int8"), inverse * np.float32(1 - 2.0**-21), inverse)
+
+
 def quantize(rows, rounding, form="int8", seed=0, offset=0):
     """Values (as float32) and scales of a float32 matrix, one scale per row."""
     scale = scales(rows, form)[:, None]
     spacing = np.float32(1)
-    y = (rows * (np.float32(1) / scale)).astype(np.float32) if (form, rounding) == ("int8", "stochastic") else rows / scale
+    y = rows * inverses(rows, scale, form) if rounding == "stochastic" else rows / scale
     if form != "int8":
         _, exponent = np.frexp(y)
         exponent = np.maximum(exponent - 1, MIN_EXPONENT[form])

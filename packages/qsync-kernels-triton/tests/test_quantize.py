@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.precision import Granularity, Rounding  # noqa: E402
-from qsync_kernels_triton import quantize as quantize_module  # noqa: E402
+from qsync_kernels_triton import quantize_plan as quantize_module  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
 from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402
 
@@ -130,7 +130,9 @@ def test_the_reference_generator_gives_the_published_answer():
 
 def test_the_launch_configuration_does_not_change_the_result(monkeypatch):
     x = tensor(5, 304)
-    configs = [QuantizeConfig(block, 4, programs, keep) for block, programs, keep in ((64, 1, 0), (128, 7, 1 << 20), (1024, 500, 300))]
+    configs = [
+        QuantizeConfig(block, 4, programs, keep) for block, programs, keep in ((64, 1, 0), (128, 7, 1 << 20), (1024, 500, 300))
+    ]
     for granularity in Granularity:
         results = []
         for one_read in (0, quantize_module.ONE_READ):
@@ -169,7 +171,11 @@ def test_stochastic_rounding_is_unbiased_with_the_variance_of_the_residual(form)
     largest = reference.LARGEST[form]
     values = torch.tensor([largest, 0.0, 0.25, 0.5, 1.75, -0.3, -3.3, 57.125, -0.03125])
     q, scale = run(
-        values.repeat(draws).reshape(draws, 9), Granularity.PER_TENSOR, Rounding.STOCHASTIC, config=QuantizeConfig(4096, 4), form=form
+        values.repeat(draws).reshape(draws, 9),
+        Granularity.PER_TENSOR,
+        Rounding.STOCHASTIC,
+        config=QuantizeConfig(4096, 4),
+        form=form,
     )
     assert scale.item() == 1.0
     spacing = torch.ones(9)

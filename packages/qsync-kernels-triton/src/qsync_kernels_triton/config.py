@@ -21,12 +21,14 @@ class QuantizeConfig:
         warps: warps of a program.
         programs: how many programs look for the largest magnitude; each leaves a partial maximum.
         keep: bytes at the end of a tensor that the cache is asked to keep between the two passes.
+        sweep: how many programs round; each takes every sweep-th block.  0: one program for each block.
     """
 
     block: int = 4096
     warps: int = 8
     programs: int = 528
     keep: int = 24 << 20
+    sweep: int = 0
 
     def __attrs_post_init__(self) -> None:
         if not 64 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
@@ -35,21 +37,21 @@ class QuantizeConfig:
             raise ValueError(f"warps must be a power of two in 1..32, got {self.warps}")
         if not 1 <= self.programs <= MAX_PROGRAMS:
             raise ValueError(f"programs must be in 1..{MAX_PROGRAMS}, got {self.programs}")
-        if self.keep < 0:
-            raise ValueError(f"keep must not be negative, got {self.keep}")
+        if self.keep < 0 or self.sweep < 0:
+            raise ValueError(f"keep and sweep must not be negative, got {self.keep} and {self.sweep}")
 
     def __str__(self) -> str:
-        return f"block={self.block};warps={self.warps};programs={self.programs};keep={self.keep}"
+        return f"block={self.block};warps={self.warps};programs={self.programs};keep={self.keep};sweep={self.sweep}"
 
     @classmethod
     def parse(cls, text: str) -> QuantizeConfig:
-        """Read ``block=4096;warps=8;programs=528;keep=25165824``; knobs that are left out have their default.
+        """Read ``block=4096;warps=8;programs=528;keep=25165824;sweep=0``; knobs that are left out have their default.
 
         Raises:
             BackendError: when the text is not of that form.
         """
         try:
-            return cls(**read_knobs(text, ("block", "warps", "programs", "keep")))
+            return cls(**read_knobs(text, ("block", "warps", "programs", "keep", "sweep")))
         except ValueError as error:
             raise unreadable(text, error, cls()) from None
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qsync_core.errors import BackendError
-from qsync_kernels_triton.launching import Launch, alignment
+from qsync_kernels_triton.launching import Launch
 from qsync_kernels_triton.linear import EIGHT_BITS, FLOATS, EightBitProduct
 from qsync_kernels_triton.product_config import ProductConfig
 
@@ -154,9 +154,9 @@ class Convolution:
             out if bias is None else bias,
         )
         integers = (positions, height, width, channels, out_height, out_width, outputs, *self._geometry)
-        key = (x.device.index, *(t.dtype for t in operands), *(alignment(t) for t in operands), integers)
+        key = (x.device.index, *[t.dtype for t in operands], integers)
         tiles = triton.cdiv(positions, block_m) * triton.cdiv(outputs // self._groups, block_n)
-        launch((tiles, self._groups, 1), key, *operands, *integers)
+        launch((tiles, self._groups, 1), key, operands, integers)
 
 
 def dense_channels_last(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from qsync_core.errors import BackendError
 from qsync_kernels_triton.gemm import gemm, mixed_gemm
-from qsync_kernels_triton.launching import Launch, alignment
+from qsync_kernels_triton.launching import Launch
 from qsync_kernels_triton.product_config import ProductConfig
 from qsync_kernels_triton.transpose import transposed_bytes
 
@@ -74,9 +74,9 @@ class EightBitProduct:
         added = out_MN if bias is None else bias
         integers = (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
         operands = (a_MK, b_NK, out_MN, a_scale, b_scale, added)
-        key = (a_MK.device.index, *(x.dtype for x in operands), *(alignment(x) for x in operands), integers)
+        key = (a_MK.device.index, *[x.dtype for x in operands], integers)
         grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
-        launch(grid, key, *operands, *integers)
+        launch(grid, key, operands, integers)
 
 
 class MixedProduct:
@@ -117,9 +117,9 @@ class MixedProduct:
             launch = self._launches[key] = Launch(mixed_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
         integers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
         operands = (a_MK, b_KN, out_MN, scale)
-        key = (a_MK.device.index, *(x.dtype for x in operands), *(alignment(x) for x in operands), integers)
+        key = (a_MK.device.index, *[x.dtype for x in operands], integers)
         grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
-        launch(grid, key, *operands, *integers)
+        launch(grid, key, operands, integers)
 
 
 def contiguous_inside(x: torch.Tensor) -> torch.Tensor:

@@ -10,27 +10,21 @@ Importing this module imports torch and triton (never CUDA itself); :mod:`qsync_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 
 from qsync_core.errors import BackendError
 from qsync_core.precision import Granularity, Rounding
+from qsync_kernels_triton import quantize_plan
 from qsync_kernels_triton.config import QuantizeConfig
-from qsync_kernels_triton.launching import Launch, alignment, signed_words
-from qsync_kernels_triton.quantize_rows import quantize_rows
-from qsync_kernels_triton.quantize_split import partial_absmax, quantize_from_partials
-from qsync_kernels_triton.quantize_transposed import quantize_twice_from_partials
+from qsync_kernels_triton.launching import signed_words
+from qsync_kernels_triton.quantize_plan import FORMAT_CODE, Problem, TwicePlan
 from qsync_kernels_triton.rounding import ROUNDING_CODE
 from qsync_kernels_triton.transpose import transpose_bytes
 
-FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
-ONE_READ = 16384
-"""Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
-TILE_ROWS, TILE_COLUMNS = 64, 128
-"""Tile of the kernel that also writes the transpose."""
 
 
 def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
@@ -63,7 +57,7 @@ class Quantize:
 
     def __init__(self, granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> None:
         self._granularity, self._rounding, self._config = granularity, ROUNDING_CODE[rounding], config
-        self._launches: dict[Any, Launch] = {}
+        self._plans: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -76,184 +70,53 @@ class Quantize:
         transposed_out: torch.Tensor | None = None,
     ) -> None:
         """Write ``q_out`` and ``scale_out``."""
+        key = (signature(x), signature(q_out), scale_out.dtype, scale_out.shape, signature(multiplier), signature(transposed_out))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(x, q_out, scale_out, multiplier, transposed_out)
+        words = (*signed_words(seed), *signed_words(offset))
+        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                plan(x, q_out, scale_out, words, multiplier, transposed_out)
+        else:
+            plan(x, q_out, scale_out, words, multiplier, transposed_out)
+
+    def _plan(
+        self,
+        x: torch.Tensor,
+        q_out: torch.Tensor,
+        scale_out: torch.Tensor,
+        multiplier: torch.Tensor | None,
+        transposed_out: torch.Tensor | None,
+    ) -> Callable[..., None]:
+        """What a call with operands like these does; refuses operands of another type or size."""
         rows = scale_count(tuple(x.shape), self._granularity)
         check_operands(x, q_out, scale_out, self._granularity, rows)
         if multiplier is not None or transposed_out is not None:
             _check_extras(x, q_out, multiplier, transposed_out)
         if x.numel() == 0:
-            scale_out.fill_(1.0)
-            return
-        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                self._run(x, q_out, scale_out, rows, (*signed_words(seed), *signed_words(offset)), multiplier, transposed_out)
-        else:
-            self._run(x, q_out, scale_out, rows, (*signed_words(seed), *signed_words(offset)), multiplier, transposed_out)
+            return lambda x, q, scale, *_: scale.fill_(1.0)
+        problem = Problem(x, rows, q_out.dtype, self._rounding, multiplier)
+        if transposed_out is not None and rows == 1:
+            twice = TwicePlan(problem, self._config, (x.shape[0], x.shape[1]))
+            return lambda x, q, scale, words, multiplier, transposed: twice(
+                x, q.view(torch.int8), transposed.view(torch.int8), scale, words, multiplier
+            )
+        plan = quantize_plan.plan_for(problem, self._config)
+        if transposed_out is None and q_out.dtype is torch.int8:
+            return lambda x, q, scale, words, multiplier, _: plan(x, q, scale, words, multiplier)
 
-    def _run(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        rows: int,
-        stream: tuple[int, int, int, int],
-        multiplier: torch.Tensor | None,
-        transposed_out: torch.Tensor | None,
-    ) -> None:
-        code = FORMAT_CODE[q_out.dtype]
-        if code:
-            q_out = q_out.view(torch.int8)
-            transposed_out = None if transposed_out is None else transposed_out.view(torch.int8)
-        if transposed_out is not None and rows == 1 and x.ndim == 2:
-            self._twice(x, q_out, transposed_out, scale_out, code, stream, multiplier)
-            return
-        if x.numel() // rows <= ONE_READ:
-            self._by_rows(x, q_out, scale_out, rows, code, stream, multiplier)
-        else:
-            self._split(x, q_out, scale_out, rows, code, stream, multiplier)
-        if transposed_out is not None:
-            transpose_bytes(q_out, transposed_out)
+        def with_views(x: Any, q: Any, scale: Any, words: Any, multiplier: Any, transposed: Any) -> None:
+            plan(x, q.view(torch.int8), scale, words, multiplier)
+            if transposed is not None:
+                transpose_bytes(q, transposed)
 
-    def _launch(self, function: Any, constants: tuple[tuple[str, Any], ...], warps: int) -> Launch:
-        key = (function, constants, warps)
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = Launch(function, dict(constants), num_warps=warps)
-        return launch
-
-    def _by_rows(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        rows: int,
-        code: int,
-        stream: tuple[int, int, int, int],
-        multiplier: torch.Tensor | None,
-    ) -> None:
-        length = x.numel() // rows
-        block = max(16, triton.next_power_of_2(length))
-        per_program = max(1, min(2048 // block, triton.next_power_of_2(rows)))
-        unit = 8 if length % 8 == 0 else 1
-        inner, channels, by_channel = channels_of(x, multiplier)
-        constants = (
-            ("FORMAT", code),
-            ("ROUNDING", self._rounding),
-            ("UNIT", unit),
-            ("ROWS", per_program),
-            ("BLOCK", block),
-            ("ALIGNED", unit == 8),
-            ("FULL", length == block and rows % per_program == 0),
-            ("SINGLE", True),
-            ("MULTIPLIER", by_channel),
-        )
-        launch = self._launch(quantize_rows, constants, max(1, min(16, per_program * block // 512)))
-        multiplier = scale_out if multiplier is None else multiplier
-        key = (x.device.index, x.dtype, alignment(x, q_out), alignment(scale_out, multiplier))
-        grid = (triton.cdiv(rows, per_program), 1, 1)
-        launch(grid, key, x, q_out, scale_out, multiplier, rows, length // unit, inner, channels, *stream)
-
-    def _partials(
-        self, x: torch.Tensor, rows: int, block: int, multiplier: torch.Tensor | None, inner: int, channels: int, by_channel: int
-    ) -> torch.Tensor:
-        """Pass one: partial maxima, the same number for each row."""
-        length = x.numel() // rows
-        unit = 8 if length % 8 == 0 else 1
-        full = length // block
-        programs = max(1, min(triton.cdiv(length, block), self._config.programs // rows))
-        partial = torch.empty(rows * programs, dtype=torch.float32, device=x.device)
-        constants = (("UNIT", unit), ("BLOCK", block), ("TAIL", length % block != 0), ("MULTIPLIER", by_channel))
-        launch = self._launch(partial_absmax, constants, self._config.warps)
-        keep_from = max(0, full - self._config.keep // (x.element_size() * rows) // block)
-        weights = partial if multiplier is None else multiplier
-        key = (x.device.index, x.dtype, alignment(x), alignment(weights))
-        launch((programs, rows, 1), key, x, partial, weights, length // unit, full, keep_from, inner, channels)
-        return partial
-
-    def _split(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        rows: int,
-        code: int,
-        stream: tuple[int, int, int, int],
-        multiplier: torch.Tensor | None,
-    ) -> None:
-        length, block = x.numel() // rows, self._config.block
-        unit = 8 if length % 8 == 0 else 1
-        inner, channels, by_channel = channels_of(x, multiplier)
-        partial = self._partials(x, rows, block, multiplier, inner, channels, by_channel)
-        partials = partial.numel() // rows
-        constants = (
-            ("FORMAT", code),
-            ("ROUNDING", self._rounding),
-            ("UNIT", unit),
-            ("BLOCK", block),
-            ("PARTIALS", max(32, triton.next_power_of_2(partials))),
-            ("ALIGNED", rows == 1 or unit == 8),
-            ("TAIL", length % block != 0),
-            ("MULTIPLIER", by_channel),
-        )
-        launch = self._launch(quantize_from_partials, constants, self._config.warps)
-        weights = partial if multiplier is None else multiplier
-        key = (x.device.index, x.dtype, alignment(x, q_out), alignment(scale_out, weights))
-        grid = (triton.cdiv(length, block), rows, 1)
-        launch(
-            grid, key, x, q_out, scale_out, partial, weights, length // unit, length // block, partials, inner, channels, *stream
-        )
-
-    def _twice(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        transposed_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        code: int,
-        stream: tuple[int, int, int, int],
-        multiplier: torch.Tensor | None,
-    ) -> None:
-        rows, length = x.shape
-        unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
-        inner, channels, by_channel = channels_of(x, multiplier)
-        partial = self._partials(x, 1, self._config.block, multiplier, inner, channels, by_channel)
-        constants = (
-            ("FORMAT", code),
-            ("ROUNDING", self._rounding),
-            ("UNIT", unit),
-            ("ROW_UNIT", row_unit),
-            ("ROWS", TILE_ROWS),
-            ("BLOCK", TILE_COLUMNS),
-            ("PARTIALS", max(32, triton.next_power_of_2(partial.numel()))),
-            ("ALIGNED", unit == 8),
-            ("FULL", rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0),
-            ("MULTIPLIER", by_channel),
-        )
-        launch = self._launch(quantize_twice_from_partials, constants, 8)
-        weights = partial if multiplier is None else multiplier
-        key = (x.device.index, x.dtype, alignment(x, q_out, transposed_out), alignment(scale_out, weights))
-        grid = (triton.cdiv(rows, TILE_ROWS) * triton.cdiv(length, TILE_COLUMNS), 1, 1)
-        arguments = (
-            x,
-            q_out,
-            transposed_out,
-            scale_out,
-            partial,
-            weights,
-            partial.numel(),
-            rows // row_unit,
-            length // unit,
-            channels,
-        )
-        launch(grid, key, *arguments, *stream)
+        return with_views
 
 
-def channels_of(x: torch.Tensor, multiplier: torch.Tensor | None) -> tuple[int, int, int]:
-    """Elements in memory between two channels, number of channels, and which of the kernels' ways to multiply applies."""
-    if multiplier is None:
-        return 1, 1, 0
-    channels = multiplier.numel()
-    inner = x.stride(1) if x.ndim == 4 and channels > 1 else 1
-    return inner, channels, 1 if inner == 1 and channels % 8 == 0 else 2
+def signature(x: torch.Tensor | None) -> Any:
+    """All of a tensor that decides how it is treated, except its address."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.device)
 
 
 def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Quantize:

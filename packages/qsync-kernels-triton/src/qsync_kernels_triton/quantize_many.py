@@ -1,7 +1,7 @@
 """Quantization of many tensors, such as all weights of a model, in a few launches.
 
-A table in device memory says where each tensor lies; a program finds its tensor by counting the tensors that begin no later than
-it.  The arithmetic is that of :mod:`~qsync_kernels_triton.quantize`, on the same positions, so every tensor gets the same bits.
+A table in device memory says where each tensor lies: the addresses of x, q and scale, the length and number of its rows, both
+words of its seed, and the first of its programs in either pass.  A program finds its tensor by counting those that begin no later.  The arithmetic is that of :mod:`~qsync_kernels_triton.quantize`, on the same positions, so every tensor gets the same bits.
 
 Tensors with a scale per row or channel take one launch for short rows and one for long ones; a single scale takes two.
 """
@@ -20,13 +20,12 @@ from qsync_core.errors import BackendError
 from qsync_core.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.launching import Launch, signed_words
-from qsync_kernels_triton.quantize import FORMAT_CODE, build_quantize, check_operands, scale_count
+from qsync_kernels_triton.quantize import build_quantize, check_operands, scale_count
+from qsync_kernels_triton.quantize_plan import FORMAT_CODE
 from qsync_kernels_triton.quantize_rows import quantize_row_block
-from qsync_kernels_triton.quantize_split import absmax_of_chunks, round_chunk
+from qsync_kernels_triton.quantize_split import absmax_of_chunks, round_chunks
 from qsync_kernels_triton.rounding import ROUNDING_CODE
 
-FIELDS = 9
-"""Columns of the table: addresses of x, q and scale; row length; rows; low and high word of the seed; first programs of both passes."""
 SHORT_ROW, LONG_BLOCK = 256, 1024
 MANY_BLOCK = 2048
 """Elements of a program where a tensor has one scale."""
@@ -98,14 +97,15 @@ def _round_many(
     partials = tl.minimum((length + BLOCK - 1) // BLOCK, MOST).to(tl.int32)
     seed_low = tl.load(table_ptr + 5 * tensors + tensor).to(tl.int32)
     seed_high = tl.load(table_ptr + 6 * tensors + tensor).to(tl.int32)
-    chunk = (program - tl.load(table_ptr + 8 * tensors + tensor)).to(tl.int32)
-    scale = round_chunk(
+    begins = tl.load(table_ptr + 8 * tensors + tensor)
+    mine, chunks = (program - begins).to(tl.int32), ((length + BLOCK - 1) // BLOCK).to(tl.int32)
+    scale = round_chunks(
         _pointer(table_ptr, 0, tensor, tensors, x_like), _pointer(table_ptr, 1, tensor, tensors, q_like),
-        partial_ptr + tl.load(table_ptr + 7 * tensors + tensor), partials, partial_ptr, tensor.to(tl.int64) * 0, length, chunk,
-        (length // BLOCK).to(tl.int32), 1, 1, seed_low, seed_high, stream_low, stream_high,
-        FORMAT, ROUNDING, BLOCK, MOST, True, True, 0,
+        partial_ptr + tl.load(table_ptr + 7 * tensors + tensor), partials, partial_ptr, tensor.to(tl.int64) * 0, length, mine,
+        chunks, (length // BLOCK).to(tl.int32), 1, 1, seed_low, seed_high, stream_low, stream_high,
+        FORMAT, ROUNDING, BLOCK, MOST, True, True, 0, False,
     )  # fmt: skip
-    if chunk == 0:
+    if mine == 0:
         tl.store(tl.load(table_ptr + 2 * tensors + tensor).to(scale_like.dtype), scale)
 
 
@@ -183,12 +183,12 @@ class QuantizeMany:
         if kind != "split":
             block = SHORT_ROW if kind == "short" else LONG_BLOCK
             constants = (*rounding, ("ROWS", per_program), ("BLOCK", block), ("UNIT", unit), ("SINGLE", kind == "short"), tensors)
-            self._launch(_rows_of_many, constants, 4)((sum(first), 1, 1), key, table, *like, count, *stream)
+            self._launch(_rows_of_many, constants, 4)((sum(first), 1, 1), key, (table, *like), (count, *stream))
             return
         partial = torch.empty(sum(first), dtype=torch.float32, device=x.device)
         shape = (("BLOCK", MANY_BLOCK), ("MOST", MAX_PARTIALS), tensors)
-        self._launch(_partials_of_many, shape, 4)((sum(first), 1, 1), key, table, x, partial, count)
-        self._launch(_round_many, (*rounding, *shape), 4)((sum(chunks), 1, 1), key, table, *like, partial, count, *stream)
+        self._launch(_partials_of_many, shape, 4)((sum(first), 1, 1), key, (table, x, partial), (count,))
+        self._launch(_round_many, (*rounding, *shape), 4)((sum(chunks), 1, 1), key, (table, *like, partial), (count, *stream))
 
     def _launch(self, function: Any, constants: tuple[tuple[str, Any], ...], warps: int) -> Launch:
         key = (function, constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsync_kernels_triton.rounding import STOCHASTIC, random_bits, random_bits_of, rounded, scale_of
+from qsync_kernels_triton.rounding import STOCHASTIC, inverse_of, random_bits, random_bits_of, rounded, scale_of
 from qsync_kernels_triton.tiles import NO_MULTIPLIER, infinite_if_nan, larger
 
 
@@ -26,7 +26,7 @@ def loaded_rows(
 
 @triton.jit
 def rounded_rows(
-    x, scale, first, begin, seed_low, seed_high, stream_low, stream_high,
+    x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on, a scale for each row."""
@@ -39,7 +39,7 @@ def rounded_rows(
             bits = random_bits_of(
                 (first + begin)[:, None] + tl.arange(0, BLOCK)[None, :], seed_low, seed_high, stream_low, stream_high
             )
-    return rounded(x, scale[:, None], bits, FORMAT, ROUNDING)
+    return rounded(x, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
 
 
 @triton.jit
@@ -70,17 +70,34 @@ def quantize_row_block(
         for begin in range(0, row_length, BLOCK):
             x = loaded_rows(x_ptr, multiplier_ptr, first, begin + columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
             largest = larger(largest, x)
-    scale = scale_of(tl.max(infinite_if_nan(largest), axis=1), FORMAT)
+    absmax = tl.max(infinite_if_nan(largest), axis=1)
+    scale = scale_of(absmax, FORMAT)
+    inverse = inverse_of(absmax, scale, FORMAT)
     tl.store(scale_ptr + row, scale, mask=row < rows)
     if SINGLE:
-        q = rounded_rows(x, scale, first, 0, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED)
+        q = rounded_rows(
+            x, scale, inverse, first, 0, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+        )
         _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
     else:
         for begin in range(0, row_length, BLOCK):
             column = begin + columns
             x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
             q = rounded_rows(
-                x, scale, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+                x,
+                scale,
+                inverse,
+                first,
+                begin,
+                seed_low,
+                seed_high,
+                stream_low,
+                stream_high,
+                FORMAT,
+                ROUNDING,
+                ROWS,
+                BLOCK,
+                ALIGNED,
             )
             _store(q_ptr, q, first, column, row, rows, row_length, FULL)
 

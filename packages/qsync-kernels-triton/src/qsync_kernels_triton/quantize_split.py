@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qsync_kernels_triton.rounding import scale_of
+from qsync_kernels_triton.rounding import inverse_of, scale_of
 from qsync_kernels_triton.tiles import eights, infinite_if_nan, larger, multiplied, round_tile
 
 
@@ -55,7 +56,7 @@ def absmax_of_chunks(
 
 
 @triton.jit
-def round_chunk(
+def round_chunks(
     x_ptr,
     q_ptr,
     partial_ptr,
@@ -63,7 +64,8 @@ def round_chunk(
     multiplier_ptr,
     first,
     row_length,
-    chunk,
+    program,
+    programs,
     full_chunks,
     inner,
     channels,
@@ -78,31 +80,45 @@ def round_chunk(
     ALIGNED: tl.constexpr,
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Round chunk number ``chunk`` of a row and return the row's scale."""
+    """Round every ``programs``-th chunk of a row, from the last full one on backward, and return the row's scale.
+
+    The last program rounds what is left beyond the full chunks.  OVERLAP: the kernel was started before the one that finds the
+    partial maxima ended, and waits for it here, with a tile on its way already.
+    """
     offsets = eights(BLOCK)
-    begin = chunk.to(tl.int64) * BLOCK
-    start = first + begin
-    # The tile is asked for before the partial maxima, so that both waits overlap.
-    overhangs = chunk >= full_chunks
-    if TAIL:
-        if overhangs:
-            x = tl.load(x_ptr + start + offsets, mask=offsets < row_length - begin, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(x_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
-    else:
-        x = tl.load(x_ptr + start + offsets, eviction_policy="evict_first").to(tl.float32)
+    chunk = full_chunks - 1 - program
+    start = first + chunk.to(tl.int64) * BLOCK
+    step = programs.to(tl.int64) * BLOCK
+    x = tl.load(x_ptr + start + offsets, mask=offsets < tl.where(chunk >= 0, BLOCK, 0), other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_wait()
     column = tl.arange(0, PARTIALS)
-    scale = scale_of(tl.max(tl.load(partial_ptr + column, mask=column < partials, other=0.0), axis=0), FORMAT)
-    x = multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER)
-    q = round_tile(x, scale, start, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, ALIGNED)
-    if TAIL:
-        if overhangs:
-            tl.store(q_ptr + start + offsets, q, mask=offsets < row_length - begin)
-        else:
-            tl.store(q_ptr + start + offsets, q, eviction_policy="evict_first")
-    else:
+    absmax = tl.max(tl.load(partial_ptr + column, mask=column < partials, other=0.0), axis=0)
+    scale = scale_of(absmax, FORMAT)
+    inverse = inverse_of(absmax, scale, FORMAT)
+    for _ in range((tl.maximum(full_chunks - program, 0) + programs - 1) // programs):
+        chunk -= programs
+        following = tl.load(
+            x_ptr + (start - step) + offsets,
+            mask=offsets < tl.where(chunk >= 0, BLOCK, 0),
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        y = multiplied(x.to(tl.float32), multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER)
+        q = round_tile(y, scale, inverse, start, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, ALIGNED)
         tl.store(q_ptr + start + offsets, q, eviction_policy="evict_first")
+        x = following
+        start -= step
+    if TAIL:
+        begin = full_chunks.to(tl.int64) * BLOCK
+        if (program == programs - 1) & (begin < row_length):
+            start = first + begin
+            x = tl.load(x_ptr + start + offsets, mask=offsets < row_length - begin, other=0.0)
+            y = multiplied(x.to(tl.float32), multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER)
+            q = round_tile(y, scale, inverse, start, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, ALIGNED)
+            tl.store(q_ptr + start + offsets, q, mask=offsets < row_length - begin)
     return scale
 
 
@@ -120,8 +136,11 @@ def partial_absmax(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Partial maxima; grid (programs, rows).  A row has units * UNIT elements: a constant factor lets loads be wide."""
+    if OVERLAP:
+        gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     row_length = units.to(tl.int64) * UNIT
@@ -159,14 +178,15 @@ def quantize_from_partials(
     ALIGNED: tl.constexpr,
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Round one chunk of a row, the last chunks first; grid (chunks, rows)."""
-    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Round a row by chunks, the last ones first; grid (programs, rows)."""
     row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     row_length = units.to(tl.int64) * UNIT
-    scale = round_chunk(
-        x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, chunk, full_chunks,
-        inner, channels, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER,
+    scale = round_chunks(
+        x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, tl.program_id(0),
+        tl.num_programs(0), full_chunks, inner, channels, seed_low, seed_high, stream_low, stream_high,
+        FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER, OVERLAP,
     )  # fmt: skip
-    if chunk == 0:
+    if tl.program_id(0) == 0:
         tl.store(scale_ptr + row, scale)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from qsync_kernels_triton.quantize_rows import loaded_rows, rounded_rows
-from qsync_kernels_triton.rounding import scale_of
+from qsync_kernels_triton.rounding import inverse_of, scale_of
 
 
 @triton.jit(do_not_specialize=["partials", "row_units", "units", "channels", "seed_low", "seed_high", "stream_low", "stream_high"])
@@ -17,7 +18,7 @@ def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, partials: tl.int32, row_units: tl.int32, units: tl.int32,
     channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
+    PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Round a (ROWS, BLOCK) tile, the last tiles first; grid (tiles,)."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
@@ -28,12 +29,18 @@ def quantize_twice_from_partials(
     column = begin + tl.arange(0, BLOCK)
     first = row.to(tl.int64) * row_length
     x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
+    if OVERLAP:
+        gdc_wait()
     index = tl.arange(0, PARTIALS)
-    scale = scale_of(tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0), FORMAT)
+    absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
+    scale = scale_of(absmax, FORMAT)
     if tile == 0:
         tl.store(scale_ptr, scale)
     scales = tl.zeros((ROWS,), dtype=tl.float32) + scale
-    q = rounded_rows(x, scales, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED)
+    inverses = tl.zeros((ROWS,), dtype=tl.float32) + inverse_of(absmax, scale, FORMAT)
+    q = rounded_rows(
+        x, scales, inverses, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
+    )
     across_position = column.to(tl.int64)[:, None] * rows + row[None, :]
     if FULL:
         tl.store(q_ptr + first[:, None] + column[None, :], q)

@@ -46,6 +46,19 @@ def scale_of(absmax, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def inverse_of(absmax, scale, FORMAT: tl.constexpr):
+    """1 / scale, a little less where absmax would otherwise become more than the largest int8 (by rounding): no clipping is needed.
+
+    The expectation of a stochastically rounded value moves by less than 2**-20 of the value.
+    """
+    inverse = tl.div_rn(scale * 0 + 1.0, scale)
+    inverse = tl.where(scale == float("inf"), 0.0, inverse)
+    if FORMAT == INT8:
+        inverse = tl.where(absmax * inverse > 127.0, inverse * (1.0 - 2.0**-21), inverse)
+    return inverse
+
+
+@triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
     """The four output words of Philox 4x32-10; all arguments uint32."""
     for _ in tl.static_range(10):
@@ -92,23 +105,21 @@ def random_bits_of(position, seed_low, seed_high, stream_low, stream_high):
 
 
 @triton.jit
-def rounded_int8(x, scale, bits, ROUNDING: tl.constexpr):
+def rounded_int8(x, scale, inverse, bits, ROUNDING: tl.constexpr):
     """x / scale as int8 in -127..127; ``bits`` are the random ones (stochastic rounding), in bits 7 to 22."""
     if ROUNDING == STOCHASTIC:
-        # The product with the inverse, not the quotient: half the work, and the expectation moves by 2**-23 of the value at most.
-        y = x * tl.div_rn(scale * 0 + 1.0, scale)
         # Threshold minus 1/2, exactly, so that the rounding to nearest below is a floor of y + threshold.
-        y = y + ((bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.5)
+        y = x * inverse + ((bits | 0x3F800040).to(tl.float32, bitcast=True) - 1.5)
     else:
         y = tl.div_rn(x, x * 0 + scale)
         if ROUNDING != NEAREST:
             y = tl.floor(y)
-    y = tl.minimum(tl.maximum(y, -127.0), 127.0)
+        y = tl.minimum(tl.maximum(y, -127.0), 127.0)
     return (y + ROUND_TO_EVEN).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def rounded_float8(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+def rounded_float8(x, scale, inverse, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
     """x / scale as the bit pattern (int8) of a finite float8; ``bits`` as for :func:`rounded_int8`."""
     if FORMAT == E4M3:
         mantissa = 3
@@ -120,7 +131,7 @@ def rounded_float8(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr)
         lowest = (127 - 14) << 23
         largest = 57344.0
         rebias = 2.0**-112
-    y = tl.div_rn(x, x * 0 + scale)
+    y = x * inverse if ROUNDING == STOCHASTIC else tl.div_rn(x, x * 0 + scale)
     # Spacing of the format's values around y: constant below the smallest normal number.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
     exponent = tl.minimum(exponent, (127 + 16) << 23)
@@ -139,9 +150,12 @@ def rounded_float8(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr)
 
 
 @triton.jit
-def rounded(x, scale, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
-    """x / scale in an 8-bit format, as int8 (the bit pattern where the format is a float8)."""
+def rounded(x, scale, inverse, bits, FORMAT: tl.constexpr, ROUNDING: tl.constexpr):
+    """x / scale in an 8-bit format, as int8 (the bit pattern where the format is a float8).
+
+    Stochastic rounding takes the product with ``inverse`` (:func:`inverse_of`), which is less work than the quotient.
+    """
     if FORMAT == INT8:
-        return rounded_int8(x, scale, bits, ROUNDING)
+        return rounded_int8(x, scale, inverse, bits, ROUNDING)
     else:
-        return rounded_float8(x, scale, bits, FORMAT, ROUNDING)
+        return rounded_float8(x, scale, inverse, bits, FORMAT, ROUNDING)

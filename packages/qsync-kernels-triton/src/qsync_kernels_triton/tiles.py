@@ -51,6 +51,7 @@ def infinite_if_nan(largest):
 def round_tile(
     x,
     scale,
+    inverse,
     start,
     seed_low,
     seed_high,
@@ -69,4 +70,4 @@ def round_tile(
             bits = tl.reshape(random_bits(call, seed_low, seed_high, stream_low, stream_high), (BLOCK // 8, 8))
         else:
             bits = random_bits_of(start + eights(BLOCK), seed_low, seed_high, stream_low, stream_high)
-    return rounded(x, scale, bits, FORMAT, ROUNDING)
+    return rounded(x, scale, inverse, bits, FORMAT, ROUNDING)

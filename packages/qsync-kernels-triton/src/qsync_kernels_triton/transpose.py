@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_kernels_triton.launching import Launch, alignment
+from qsync_kernels_triton.launching import Launch
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def transpose_bytes(x: torch.Tensor, out: torch.Tensor) -> None:
         return
     x, out = x.view(torch.int8), out.view(torch.int8)
     grid = (triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE), 1, 1)
-    key = (x.device.index, alignment(x, out), rows % 16 == 0, columns % 16 == 0, rows == 1, columns == 1)
-    _LAUNCH(grid, key, x, out, rows, columns)
+    key = (x.device.index, rows % 16 == 0, columns % 16 == 0, rows == 1, columns == 1)
+    _LAUNCH(grid, key, (x, out), (rows, columns))
 
 
 def transposed_bytes(x: torch.Tensor) -> torch.Tensor:
