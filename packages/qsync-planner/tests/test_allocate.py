@@ -210,6 +210,23 @@ def test_plan_names_inputs_groups_and_rank_zero() -> None:
         assert {a.reason for a in group.assignments.values()} == {"float32: a training group keeps its base precision"}
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_plan_names_the_backend_and_configuration_that_were_measured(solver: str) -> None:
+    case = random_case(3, infer_groups=2)
+    profiles = {}
+    for name, profile in case.profiles.items():
+        costs = tuple(
+            attrs.evolve(cost, backend=f"b{i}+aten", config=f"linear.output=b{i}/t{i}") for i, cost in enumerate(profile.costs)
+        )
+        profiles[name] = attrs.evolve(profile, costs=costs)
+    plan = allocate(*attrs.evolve(case, profiles=profiles).arguments, solver=solver)
+    for group in plan.groups:
+        for op_id, assignment in group.assignments.items():
+            measured = profiles[group.group].cost(op_id, assignment.variant)
+            assert (assignment.backend, assignment.config) == (measured.backend, measured.config)
+            assert assignment.config.startswith("linear.output=b")
+
+
 @pytest.mark.parametrize(
     "rung, needs",
     [
