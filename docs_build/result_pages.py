@@ -23,6 +23,8 @@ Measured figures, each with the machine, the versions and the command that measu
 How kernels are measured is on a page of its own: [kernel benchmarks](../kernel-benchmarks.md).
 
 """
+_LONGEST = 160
+"""Characters of a spread in the table."""
 PROVENANCE = ("device", "machine", "versions", "commit", "command")
 
 
@@ -39,13 +41,23 @@ def results_page(path: Path) -> str:
     lines = [f"# {title(path)}", "", f"From `docs/results/{path.name}`; times are medians unless the row says otherwise.", ""]
     lines.append("| " + " | ".join(COLUMNS[name] for name in columns) + " |")
     lines.append("|" + "---|" * len(columns))
-    lines += ["| " + " | ".join(_cell(row.get(name, "")) for name in columns) + " |" for row in rows]
+    lines += ["| " + " | ".join(_cell(_short(row, name)) for name in columns) + " |" for row in rows]
     lines += ["", "## How each was measured", ""]
     for row in rows:
         facts = {name: row.get(name, stored.get(name)) for name in PROVENANCE}
         lines.append(f"**{row['id']}**: " + "; ".join(f"{name} {_fact(fact)}" for name, fact in facts.items() if fact))
+        if _short(row, "spread") != row.get("spread", ""):
+            lines += ["", f"In full: {_cell(row['spread'])}"]
         lines.append("")
     return "\n".join(lines)
+
+
+def _short(row: dict[str, Any], name: str) -> object:
+    """The first clause of a long spread, which stands in full below the table."""
+    value = row.get(name, "")
+    if name != "spread" or not isinstance(value, str) or len(value) <= _LONGEST:
+        return value
+    return value.split("; ", 1)[0][:_LONGEST] + " …"
 
 
 def _cell(value: object) -> str:
