@@ -107,7 +107,7 @@ def test_float_gradients_dequantize_the_saved_operand(m, n, k, dtype):
 
 
 def assert_close_to_product(found, left, right, dtype):
-    """Within the rounding of the dequantized operand and the result (Triton's interpreter cuts bfloat16 off instead of rounding)."""
+    """Within the rounding of the dequantized operand and the result; Triton's interpreter cuts bfloat16 off."""
     bound = 2 * torch.finfo(dtype).eps * (left.double().abs() @ right.abs()) + 1e-30
     assert torch.all((found.double() - left.double() @ right).abs() <= bound)
 

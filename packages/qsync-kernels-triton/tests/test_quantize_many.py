@@ -69,6 +69,6 @@ def test_lists_of_different_lengths_are_refused():
 
 
 def test_an_operand_of_another_type_is_refused_by_name():
-    xs, qs, scales = tensors()
+    xs, _, scales = tensors()
     with pytest.raises(BackendError, match=r"q_out must be int8, float8_e4m3fn or float8_e5m2 of shape \(7, 30\)"):
         build_quantize_many(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, xs, scales, [0] * len(xs), 0)

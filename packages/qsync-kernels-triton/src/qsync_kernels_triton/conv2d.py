@@ -48,7 +48,7 @@ def implicit_gemm(
     w_row = (group * group_outputs + column).to(tl.int64) * (KERNEL_H * KERNEL_W) * group_channels
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
     steps = tl.cdiv(group_channels, BLOCK_K)
-    for step in range(0, KERNEL_H * KERNEL_W * steps):
+    for step in range(KERNEL_H * KERNEL_W * steps):
         position = step // steps
         channel = (step % steps) * BLOCK_K + inner
         y = top + (position // KERNEL_W) * dilation_h

@@ -107,8 +107,7 @@ def mixed_gemm(
             total = tl.dot(a, b, total, input_precision="ieee")
         a_tile += BLOCK_K * a_inner
         b_tile += BLOCK_K * b_inner
-    if not INNER_SCALES:
-        if not SCALE_FIRST:
-            total = total * single
+    if not INNER_SCALES and not SCALE_FIRST:
+        total = total * single
     position = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out_ptr + position, total.to(out_ptr.dtype.element_ty), mask=inside_row[:, None] & inside_column[None, :])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.launching import Launch
@@ -32,7 +33,7 @@ class Problem:
             multiply by them applies.
     """
 
-    def __init__(self, x: torch.Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: torch.Tensor | None) -> None:
+    def __init__(self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None) -> None:
         self.device, self.bytes = x.device, x.element_size()
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
@@ -68,9 +69,7 @@ class RowsPlan:
         self._grid = (triton.cdiv(p.rows, per_program), 1, 1)
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
-    def __call__(
-        self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, words: Words, multiplier: torch.Tensor | None
-    ) -> None:
+    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, words: Words, multiplier: Tensor | None) -> None:
         """Write ``q`` and ``scale``."""
         weights = scale if multiplier is None else multiplier
         self._launch(self._grid, None, (x, q, scale, weights), (*self._numbers, *words))
@@ -107,15 +106,13 @@ class SplitPlan:
         self.partials_per_row = self._programs
         self._device, self._count = p.device, self._programs * p.rows
 
-    def partials(self, x: torch.Tensor, multiplier: torch.Tensor | None) -> torch.Tensor:
+    def partials(self, x: Tensor, multiplier: Tensor | None) -> Tensor:
         """Pass one: the partial maxima, as many for each row."""
         partial = torch.empty(self._count, dtype=torch.float32, device=self._device)
         self._absmax(self._first_grid, None, (x, partial, partial if multiplier is None else multiplier), self._first_numbers)
         return partial
 
-    def __call__(
-        self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, words: Words, multiplier: torch.Tensor | None
-    ) -> None:
+    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, words: Words, multiplier: Tensor | None) -> None:
         """Write ``q`` and ``scale``."""
         partial = self.partials(x, multiplier)
         tensors = (x, q, scale, partial, partial if multiplier is None else multiplier)
@@ -150,12 +147,12 @@ class TwicePlan:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        q: torch.Tensor,
-        transposed: torch.Tensor,
-        scale: torch.Tensor,
+        x: Tensor,
+        q: Tensor,
+        transposed: Tensor,
+        scale: Tensor,
         words: Words,
-        multiplier: torch.Tensor | None,
+        multiplier: Tensor | None,
     ) -> None:
         """Write ``q``, ``transposed`` and ``scale``."""
         partial = self._split.partials(x, multiplier)

@@ -76,8 +76,9 @@ def quantize_row_block(
     tl.store(scale_ptr + row, scale, mask=row < rows)
     if SINGLE:
         q = rounded_rows(
-            x, scale, inverse, first, 0, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
-        )
+            x, scale, inverse, first, 0, seed_low, seed_high, stream_low, stream_high,
+            FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        )  # fmt: skip
         _store(q_ptr, q, first, columns, row, rows, row_length, FULL)
     else:
         for begin in range(0, row_length, BLOCK):

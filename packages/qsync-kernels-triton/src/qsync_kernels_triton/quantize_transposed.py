@@ -17,8 +17,8 @@ from qsync_kernels_triton.rounding import inverse_of, scale_of
 def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, partials: tl.int32, row_units: tl.int32, units: tl.int32,
     channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Round a (ROWS, BLOCK) tile, the last tiles first; grid (tiles,)."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
@@ -39,8 +39,9 @@ def quantize_twice_from_partials(
     scales = tl.zeros((ROWS,), dtype=tl.float32) + scale
     inverses = tl.zeros((ROWS,), dtype=tl.float32) + inverse_of(absmax, scale, FORMAT)
     q = rounded_rows(
-        x, scales, inverses, first, begin, seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED
-    )
+        x, scales, inverses, first, begin, seed_low, seed_high, stream_low, stream_high,
+        FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+    )  # fmt: skip
     across_position = column.to(tl.int64)[:, None] * rows + row[None, :]
     if FULL:
         tl.store(q_ptr + first[:, None] + column[None, :], q)
