@@ -50,6 +50,17 @@ def test_a_quota_is_adjusted_to_the_wanted_ratio(monkeypatch, efficiency):
     assert quota.closed
 
 
+@pytest.mark.parametrize("efficiency", [0.9, 1.0, 1.1])
+def test_before_training_a_quota_goes_back_to_the_profiled_ratio(monkeypatch, efficiency):
+    quota, calls = FakeQuota(), []
+    monkeypatch.setattr(weak_worker.CpuQuota, "create", lambda: quota)
+    with WeakWorker(0, Weakness("quota", 0.65)) as weak:
+        weak.keep(lambda: calls.append(0) or 1 / (quota.share * efficiency), 1.55)
+        assert 1 / (quota.share * efficiency) == pytest.approx(1.55, abs=0.005)
+        assert weak.weakness == Weakness("quota", quota.share)
+    assert len(calls) == WeakWorker.KEEP_ROUNDS
+
+
 def test_a_load_takes_the_niceness_nearest_to_the_wanted_ratio(monkeypatch):
     loads = []
     monkeypatch.setattr(weak_worker.CpuQuota, "create", lambda: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -92,7 +93,7 @@ def run_demo(options: Options, progress: Progress) -> Result:
         replayer = Replayer(dag, plans.cluster, profiles)
         predicted = {name: replayer.timeline({INFER: infer_variants(plan)}) for name, plan in _with_timeline(plans).items()}
         _save_plans(folder, plans, sensitivity, predicted, profiles[INFER].device.share)
-        trained = _train(options, plans, measured, dag, progress)
+        trained = _train(options, plans, measured, profiles, dag, progress)
     finally:
         remove_abandoned_quotas()
     outcome = make_outcome(
@@ -130,8 +131,16 @@ def _measure(options: Options, progress: Progress) -> Measured:
     return read_json(folder / "measured.json", Measured)
 
 
-def _train(options: Options, plans: Plans, measured: Measured, dag: PrecisionDag, progress: Progress) -> Trained:
+def _train(
+    options: Options,
+    plans: Plans,
+    measured: Measured,
+    profiles: Mapping[str, Profile],
+    dag: PrecisionDag,
+    progress: Progress,
+) -> Trained:
     folder = options.folder
+    train_ns, infer_ns = (profiles[group].steps[0].iteration_ns for group in GROUPS)
 
     def methods(named: dict[str, PrecisionPlan]) -> tuple[Method, ...]:
         return tuple(
@@ -143,6 +152,7 @@ def _train(options: Options, plans: Plans, measured: Measured, dag: PrecisionDag
         tiny=options.tiny,
         folder=str(folder),
         weakness=measured.weakness,
+        step_ratio=infer_ns / train_ns,
         steps=options.steps,
         block=options.block,
         compared=methods(dict(plans.compared)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
 
 import attrs
@@ -14,6 +12,7 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.demo.rendezvous import Rendezvous
+from qsync_torch.demo.step_ratio import StepRatio, measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, Measured, MeasureTask, write_json
 from qsync_torch.demo.weak_worker import Weakness, WeakWorker
 from qsync_torch.demo.worker_events import report
@@ -27,8 +26,6 @@ from qsync_torch.profiling.whole_step import StepRunner
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 """Rungs of the weak group, lowest first."""
-_RATIO_SECONDS = 2.5
-_RATIO_STEPS = 5
 _QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
 
 
@@ -57,19 +54,15 @@ def _share(measured: Measured, rank: int) -> float:
 def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, weak: WeakWorker | None) -> Measured:
     """Both workers run float32 steps at once until the weak one's take the wanted multiple of the strong one's."""
     rounds = 0
-    medians: list[int] = []
-    core_share = 1.0
+    last: StepRatio | None = None
 
     def measure_ratio() -> float:
-        nonlocal rounds, medians, core_share
+        nonlocal rounds, last
         rounds += 1
         if weak is None:
             report(rounds, WeakWorker.ROUNDS + 1, "making the weak worker weak")
-        before, cpu_before = time.perf_counter(), time.process_time()
-        median = _median_step_ns(runner, quick=task.quick)
-        core_share = (time.process_time() - cpu_before) / (time.perf_counter() - before)
-        medians = rendezvous.gather(median)
-        return medians[1] / medians[0]
+        last = measure_step_ratio(runner, rendezvous, quick=task.quick)
+        return last.ratio
 
     if weak is None:
         for _ in range(WeakWorker.ROUNDS):
@@ -78,17 +71,8 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
         weak.calibrate(measure_ratio)
     found = rendezvous.gather(attrs.asdict(weak.weakness) if weak else None)[1]
     ratio = measure_ratio()
-    return Measured(Weakness(**found), ratio, dict(zip(GROUPS, medians, strict=True)), rendezvous.gather(core_share)[0])
-
-
-def _median_step_ns(runner: StepRunner, *, quick: bool) -> int:
-    times: list[int] = []
-    start = time.monotonic()
-    while len(times) < _RATIO_STEPS or (not quick and time.monotonic() - start < _RATIO_SECONDS):
-        before = time.perf_counter_ns()
-        runner.train_step(len(times))
-        times.append(time.perf_counter_ns() - before)
-    return round(statistics.median(times))
+    assert last is not None
+    return Measured(Weakness(**found), ratio, dict(zip(GROUPS, last.medians_ns, strict=True)), last.core_shares[0])
 
 
 def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: PrecisionDag, runner: StepRunner, share: float) -> None:
@@ -99,16 +83,16 @@ def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: Precision
         if rank == 1:  # it takes longer
             report(done, total, f"profiling both workers at once: {what}")
 
-    found = profile(job, dag, device="cpu", share=share, ladder=LADDER, progress=progress, **efforts)
-    if rank == 0:
-        # The strong worker is done first: it observes while the weak one is still measuring.
-        observations = observe(job, dag, LADDER, steps=task.observe_steps)
-        save(observations, folder / "observations.qsync")
-    rendezvous.announce("profiled")
-    step = 0
-    while not rendezvous.all_announced("profiled"):  # stay busy: the other one measures under the load of training
-        runner.train_step(step)
-        step += 1
     with rendezvous.process_group():
+        found = profile(job, dag, device="cpu", share=share, ladder=LADDER, with_collectives=False, progress=progress, **efforts)
+        if rank == 0:
+            # The strong worker is done first: it observes while the weak one is still measuring.
+            observations = observe(job, dag, LADDER, steps=task.observe_steps)
+            save(observations, folder / "observations.qsync")
+        rendezvous.announce("profiled")
+        step = 0
+        while not rendezvous.all_announced("profiled"):  # stay busy: the other one measures under the load of training
+            runner.train_step(step)
+            step += 1
         collective = measure_collective([bucket.nbytes for bucket in dag.buckets], torch.device("cpu"))
     save(attrs.evolve(found, collective=collective), folder / f"profile-{GROUPS[rank]}.qsync")

@@ -73,12 +73,14 @@ class TrainTask:
     Attributes:
         compared: methods trained to the end and evaluated; ``probes`` are only timed.
         timelines: methods of which one step is recorded operator by operator.
+        step_ratio: the weak worker's float32 step over the strong one's, as profiled.
     """
 
     model: str
     tiny: bool
     folder: str
     weakness: Weakness
+    step_ratio: float
     steps: int
     block: int
     compared: tuple[Method, ...]

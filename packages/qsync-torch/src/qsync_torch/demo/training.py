@@ -24,6 +24,7 @@ from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
 from qsync_torch.demo.gradient_error import gradient_error
 from qsync_torch.demo.rendezvous import Rendezvous
+from qsync_torch.demo.step_ratio import measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, INFER, Method, MethodResult, Trained, TrainTask, write_json
 from qsync_torch.demo.weak_worker import WeakWorker
 from qsync_torch.demo.worker_events import report
@@ -31,6 +32,7 @@ from qsync_torch.demo.workload import Evaluation, Workload, load_workload
 from qsync_torch.job import Batch
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+from qsync_torch.profiling.whole_step import StepRunner
 
 _GRADIENT_BATCHES = 8
 LAST_LEARNING_RATE = 0.02
@@ -41,11 +43,26 @@ def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
     """Leaves ``trained.json`` and a measured timeline for each of ``task.timelines`` in the task's folder."""
     weak = WeakWorker(core, task.weakness) if rendezvous.rank else None
     try:
+        _keep_weakness(task, rendezvous, weak)
         with rendezvous.process_group():
             _train(task, rendezvous)
     finally:
         if weak:
             weak.close()
+
+
+def _keep_weakness(task: TrainTask, rendezvous: Rendezvous, weak: WeakWorker | None) -> None:
+    runner = StepRunner.start(load_workload(task.model, tiny=task.tiny).job(), torch.device("cpu"))
+
+    def measure_ratio() -> float:
+        return measure_step_ratio(runner, rendezvous, quick=task.tiny).ratio
+
+    if weak is not None:
+        weak.keep(measure_ratio, task.step_ratio)
+        return
+    for done in range(WeakWorker.KEEP_ROUNDS):
+        report(done, WeakWorker.KEEP_ROUNDS, "making the weak worker as weak as it was profiled")
+        measure_ratio()
 
 
 def _train(task: TrainTask, rendezvous: Rendezvous) -> None:

@@ -39,6 +39,9 @@ class WeakWorker:
     ROUNDS = 6
     """How often :meth:`calibrate` measures."""
 
+    KEEP_ROUNDS = 2
+    """How often :meth:`keep` measures."""
+
     def __init__(self, core: int, weakness: Weakness | None = None, *, prefer: str = "quota") -> None:
         """``weakness`` is what an earlier calibration found; without one, ``calibrate`` finds it."""
         wanted = weakness.kind if weakness else prefer
@@ -75,12 +78,22 @@ class WeakWorker:
         self._set(best)
         return tried[best]
 
+    def keep(self, measure_ratio: Callable[[], float], wanted: float) -> None:
+        """Before training, some minutes after profiling: bring a quota back to the ratio that was profiled.
+
+        The two cores of a shared host drift against each other, and the weak worker is to stay as weak as its profile says.  Every
+        rank must take part in ``measure_ratio``.
+        """
+        for _ in range(self.KEEP_ROUNDS):
+            ratio = measure_ratio()
+            if self._quota:
+                self._set(_scaled(self.weakness, ratio / wanted))
+
     def _next(self, tried: dict[Weakness, float], ratio: float) -> Weakness:
         if self._quota:
             if abs(ratio - TARGET_RATIO) < 0.02:
                 return self.weakness
-            share = self.weakness.value * ratio / TARGET_RATIO
-            return Weakness("quota", round(min(0.8, max(0.5, share)), 3))
+            return _scaled(self.weakness, ratio / TARGET_RATIO)
         # Higher niceness of the other tenant makes the worker faster; without privileges there is no way back down.
         step = 1 if ratio > MOST_RATIO else 0
         return Weakness("load", min(19, self.weakness.value + step))
@@ -97,3 +110,7 @@ class WeakWorker:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _scaled(quota: Weakness, factor: float) -> Weakness:
+    return Weakness("quota", round(min(0.8, max(0.5, quota.value * factor)), 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,12 @@ from qsync_torch.profiling.linear_fit import fit_line
 
 _SHARE_MATRIX = 192
 """Side of the matrix product that stands for compute: large enough to be bound by the cores, small enough to stay in cache."""
+_CACHE_BYTES = 64 << 20
+_SHARE_PRODUCTS = 60
+"""Enough of them for several periods of a CPU quota."""
 
 
-def measure_collective(bucket_bytes: Sequence[int], device: torch.device, *, repeats: int = 7) -> CollectiveModel | None:
+def measure_collective(bucket_bytes: Sequence[int], device: torch.device, *, repeats: int = 15) -> CollectiveModel | None:
     """Measure all-reduces of the given sizes on the default process group; every rank gets the slowest rank's times.
 
     Args:
@@ -56,6 +59,7 @@ def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int) -> int:
     tensor = torch.zeros(max(1, nbytes // 4), device=device)
     samples = []
     for index in range(repeats + 2):
+        _leave_caches(device)
         if device.type == "cuda":
             dist.barrier(device_ids=[device.index or 0])
             torch.cuda.synchronize(device)
@@ -70,29 +74,37 @@ def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int) -> int:
     return round(_maximum_over_ranks(statistics.median(samples), device))
 
 
+def _leave_caches(device: torch.device) -> None:
+    """On a CPU: push everything else out of the caches, as a backward pass between two all-reduces does."""
+    if device.type == "cpu":
+        torch.ones(_CACHE_BYTES // 4).add_(1)
+
+
 def _compute_share(nbytes: int, repeats: int) -> float:
-    """How much of a running all-reduce's time is taken from compute on the same cores: 1 - rate beside it / rate alone."""
+    """Share of a running all-reduce's time that its own threads take from compute on this rank's core.
+
+    By CPU time: what the process uses while it only waits for the all-reduce, over what a computing process would have been given
+    in that time (less than the time itself where the rank has a share of a core).
+    """
     tensor = torch.zeros(max(1, nbytes // 4))
     a = torch.rand(_SHARE_MATRIX, _SHARE_MATRIX)
     shares = []
     for _ in range(repeats):
         dist.barrier()
-        start = time.perf_counter_ns()
-        for _ in range(10):
-            a @ a
-        alone_ns = (time.perf_counter_ns() - start) / 10
+        given = _core_share(lambda: [a @ a for _ in range(_SHARE_PRODUCTS)])
+        _leave_caches(tensor.device)
         dist.barrier()
-        work = dist.all_reduce(tensor, async_op=True)
-        start, done = time.perf_counter_ns(), 0
-        while not work.is_completed():
-            a @ a
-            done += 1
-        beside_ns = time.perf_counter_ns() - start
-        work.wait()
-        if beside_ns > alone_ns and done:
-            shares.append(1.0 - done * alone_ns / beside_ns)
-    share = statistics.median(shares) if shares else 0.0
-    return min(1.0, max(0.0, _maximum_over_ranks(share, torch.device("cpu"))))
+        taken = _core_share(lambda: dist.all_reduce(tensor))
+        if given > 0:
+            shares.append(taken / given)
+    return min(1.0, statistics.median(shares)) if shares else 0.0
+
+
+def _core_share(work: Callable[[], object]) -> float:
+    """CPU time of this process, all threads, over elapsed time."""
+    cpu, start = time.process_time_ns(), time.perf_counter_ns()
+    work()
+    return (time.process_time_ns() - cpu) / (time.perf_counter_ns() - start)
 
 
 def _maximum_over_ranks(value: float, device: torch.device) -> float:

@@ -78,6 +78,7 @@ def profile(
     backend: str | None = None,
     tuning: Path | None = None,
     resume: Path | None = None,
+    with_collectives: bool = True,
     progress: Update = silent,
     operator_effort: Effort = OPERATOR_EFFORT,
     cast_effort: Effort = CAST_EFFORT,
@@ -86,7 +87,8 @@ def profile(
     """Measure a job's operators, casts, buckets and whole steps on one device.
 
     Measure under the load that training will have: several ranks that share a machine profile at the same time.  In an initialised
-    process group of two or more ranks, all-reduces of the model's gradient buckets are measured too, so all ranks must call this.
+    process group of two or more ranks, whole steps are measured under DistributedDataParallel (each rank's alone), and all-reduces
+    of the model's gradient buckets are measured too, so all ranks must call this.
 
     Args:
         job: what is trained; its model is copied to the device and not changed.
@@ -99,6 +101,7 @@ def profile(
             tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
         tuning: file of tuning records; :func:`qsync_core.tuning.default_store_path` by default.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
+        with_collectives: measure all-reduces; without, ranks need not finish at the same time.
         progress: told how far it is.
         operator_effort, cast_effort, step_effort: how long to repeat.
 
@@ -162,7 +165,7 @@ def profile(
             runner.train_step(0)
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
         advance("all-reduce")
-        collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target)
+        collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
     finally:
         store.flush()
     progress(total, total, "")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
@@ -96,19 +100,42 @@ def measure_step(
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
         applied = apply_(runner.model, entries)
     try:
-        return _measure(runner, variant, stopwatch, effort, base)
+        if not runner.optimizer.state:
+            runner.train_step(0)
+        # The step that is watched for its memory also warms up.
+        peak_bytes = _peak_bytes(runner, stopwatch.device)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+            return _measure(runner, variant, stopwatch, effort, base, peak_bytes)
+        with _group_of_one() as group:
+            # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
+            return _measure(_wrapped(runner, group), variant, stopwatch, effort, base, peak_bytes)
     finally:
         if applied is not None:
             applied.remove()
 
 
+@contextmanager
+def _group_of_one() -> Iterator[dist.ProcessGroup]:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        gc.collect()
+        dist.destroy_process_group(group)
+
+
+def _wrapped(runner: StepRunner, group: dist.ProcessGroup) -> StepRunner:
+    """The runner as training will have it among several ranks: in DistributedDataParallel, whose hooks and copies of gradients are
+    part of the step; alone in its group, because waiting for other ranks is not."""
+    runner.forward(0).backward()
+    unused = any(p.requires_grad and p.grad is None for p in runner.model.parameters())
+    runner.optimizer.zero_grad(set_to_none=True)
+    return attrs.evolve(runner, model=DistributedDataParallel(runner.model, process_group=group, find_unused_parameters=unused))
+
+
 def _measure(
-    runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, base: StepMeasurement | None
+    runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, base: StepMeasurement | None, peak_bytes: int
 ) -> StepMeasurement:
-    if not runner.optimizer.state:
-        runner.train_step(0)
-    # The step that is watched for its memory also warms up.
-    peak_bytes = _peak_bytes(runner, stopwatch.device)
     if stopwatch.device.type == "cpu":
         known = base.optimizer_compute_ns if base is not None and base.iteration_ns > _LONG_STEP_NS else None
         return _measure_synchronous(runner, variant, effort, peak_bytes, known)

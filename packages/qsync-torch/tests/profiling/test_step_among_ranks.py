@@ -1,0 +1,84 @@
+"""A whole step among ranks is measured inside DistributedDataParallel, which leaves no trace afterwards."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.profiling import whole_step
+from qsync_torch.profiling.stopwatch import make_stopwatch
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.profiling.whole_step import StepRunner, measure_step
+from qsync_torch.trace import trace
+
+QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0, warmup=0)
+
+
+class TwoHeads(nn.Module):
+    """The second head is never used: its parameters have no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def job_of(model):
+    return Job(
+        "two-heads",
+        model,
+        lambda step, size: Batch((torch.randn(size, 8, generator=torch.Generator().manual_seed(step)),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        4,
+    )
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """A process group in which this process believes to be one of two ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(whole_step.dist, "get_world_size", lambda *group: 2 if not group else 1)
+    try:
+        yield
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
+def test_steps_run_in_ddp_and_the_model_is_itself_again(one_of_two, monkeypatch, precision):
+    wrapped = []
+    original = whole_step.DistributedDataParallel
+
+    class Watched(original):
+        def forward(self, *args, **kwargs):
+            wrapped.append(self.find_unused_parameters)
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(whole_step, "DistributedDataParallel", Watched)
+    job = job_of(TwoHeads())
+    runner = StepRunner.start(job, torch.device("cpu"))
+    measured = measure_step(runner, Variant.of(precision), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
+    assert wrapped == [True] * 2
+    assert measured.iteration_ns == measured.forward_compute_ns + measured.backward_compute_ns + measured.optimizer_compute_ns
+
+    assert type(runner.model) is TwoHeads
+    before = {name: value.clone() for name, value in runner.model.named_parameters()}
+    runner.train_step(0)
+    moved = {name for name, value in runner.model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {"used.weight", "used.bias"}
+
+
+def test_alone_there_is_no_ddp(monkeypatch):
+    monkeypatch.setattr(whole_step, "DistributedDataParallel", None)
+    job = job_of(TwoHeads())
+    runner = StepRunner.start(job, torch.device("cpu"))
+    measure_step(runner, Variant.of(Precision.FLOAT32), trace(job), make_stopwatch(torch.device("cpu")), QUICK)
