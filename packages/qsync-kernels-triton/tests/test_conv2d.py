@@ -117,5 +117,5 @@ def test_operands_that_do_not_fit_are_refused_by_name():
     kernel = build_conv2d_output(CUT, *GEOMETRIES[0][5:])
     with pytest.raises(BackendError, match=r"conv2d.output: the first operand must be torch.int8 or .*, got torch.float32"):
         kernel(x.float(), ONE, w, ONE, None, last(torch.empty(exact.shape)))
-    with pytest.raises(BackendError, match="out must be .* and channels-last, got torch.float32 with strides"):
+    with pytest.raises(BackendError, match=r"out must be .* and channels-last, got torch.float32 with strides"):
         kernel(x, ONE, w, ONE, None, torch.empty(exact.shape))

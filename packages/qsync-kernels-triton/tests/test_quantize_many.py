@@ -43,7 +43,7 @@ def test_every_tensor_gets_the_bits_of_a_call_of_its_own(dtype, form, granularit
 
 
 def test_a_longer_list_than_a_table_takes_several(monkeypatch):
-    monkeypatch.setattr(quantize_many, "MAX_TABLE", 3)
+    monkeypatch.setattr(quantize_many, "MAX_TENSORS", 3)
     xs, qs, scales = tensors()
     build_quantize_many(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
     for x, q, scale in zip(xs, qs, scales, strict=True):

@@ -18,7 +18,8 @@ def quantize_twice_from_partials(
     x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, partials: tl.int32, row_units: tl.int32, units: tl.int32,
     channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Round a (ROWS, BLOCK) tile, the last tiles first; grid (tiles,)."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT

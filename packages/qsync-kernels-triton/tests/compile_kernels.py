@@ -1,0 +1,89 @@
+"""Compiles kernels for chips that are not there, and prints what the compiler made of them as JSON; run without the interpreter."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qsync_kernels_triton.conv2d import implicit_gemm
+from qsync_kernels_triton.gemm import gemm, mixed_gemm
+from qsync_kernels_triton.quantize_rows import quantize_rows
+from qsync_kernels_triton.quantize_split import partial_absmax, quantize_from_partials
+from qsync_kernels_triton.quantize_table import partials_of_many, round_many, rows_of_many
+from qsync_kernels_triton.quantize_transposed import quantize_twice_from_partials
+
+POINTERS = {"x_like": "*fp32", "q_like": "*i8", "table_ptr": "*i64", "q_ptr": "*i8", "transposed_ptr": "*i8", "w_ptr": "*i8"}
+WIDE = {"units": "i64"}
+QUANTIZE = {"FORMAT": 0, "ROUNDING": 1}
+SPLIT = {"UNIT": 8, "BLOCK": 4096, "TAIL": True, "MULTIPLIER": 0}
+PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
+FILTER = {"KERNEL_H": 3, "KERNEL_W": 3, "GROUPS": 1, "X_SCALE": True, "W_SCALES": 2, "WIDEN": False}
+
+
+def cases(capability):
+    overlap = {"OVERLAP": capability >= 90}
+    yield "partial_absmax", partial_absmax, SPLIT | overlap, {}
+    rounding = QUANTIZE | SPLIT | {"PARTIALS": 1024, "ALIGNED": True} | overlap
+    yield "quantize_from_partials", quantize_from_partials, rounding, {}
+    yield "quantize_from_partials bf16 e5m2", quantize_from_partials, rounding | {"FORMAT": 2}, {"x_ptr": "*bf16"}
+    rows = QUANTIZE | {"UNIT": 8, "ROWS": 1, "BLOCK": 4096, "ALIGNED": True, "FULL": False, "SINGLE": True, "MULTIPLIER": 1}
+    yield "quantize_rows", quantize_rows, rows, {}
+    tile = {"ROW_UNIT": 16, "ROWS": 64, "BLOCK": 128, "PARTIALS": 1024, "FULL": True}
+    yield (
+        "quantize_twice",
+        quantize_twice_from_partials,
+        QUANTIZE | {"UNIT": 8, "ALIGNED": True, "MULTIPLIER": 0} | tile | overlap,
+        {},
+    )
+    many = {"BLOCK": 2048, "TENSORS": 128}
+    yield "rows_of_many", rows_of_many, QUANTIZE | many | {"ROWS": 1, "UNIT": 8, "SINGLE": False}, {}
+    yield "partials_of_many", partials_of_many, many | {"MOST": 64}, {}
+    yield "round_many", round_many, QUANTIZE | many | {"MOST": 64}, {}
+    scaled = {"ACCUMULATOR": tl.int32, "A_SCALES": 1, "B_SCALES": 2, "BIAS": True, "EVEN_K": True}
+    operands = {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": "*bf16"}
+    yield "gemm", gemm, PRODUCT | scaled, operands
+    unit = {"a_inner": 1, "b_column": 1, "INNER_SCALES": True, "SCALE_FIRST": False, "EVEN_K": True, "WIDEN": False}
+    yield "mixed_gemm", mixed_gemm, PRODUCT | unit, operands | {"a_ptr": "*bf16"}
+    convolution = {"ACCUMULATOR": tl.int32, "BIAS": False, "EVEN_K": True, **FILTER}
+    yield "implicit_gemm", implicit_gemm, PRODUCT | convolution, {"x_ptr": "*i8", "out_ptr": "*bf16"}
+
+
+def compiled(function, constants, types, capability):
+    names = function.arg_names
+    signature, divisible = {}, {}
+    for position, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        pointer = name.endswith(("_ptr", "_like"))
+        signature[name] = types.get(name) or POINTERS.get(name) or (("*fp32") if pointer else WIDE.get(name, "i32"))
+        if pointer or function in (gemm, mixed_gemm, implicit_gemm):
+            divisible[(position,)] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, values, divisible)
+    options = {"num_warps": 4 if "TENSORS" in constants else 8, "num_stages": 3, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    found = {}
+    for capability in map(int, sys.argv[1:]):
+        for name, function, constants, types in cases(capability):
+            kernel = compiled(function, constants, types, capability)
+            ptx = kernel.asm["ptx"]
+            found[f"{name} sm_{capability}"] = {
+                "shared": kernel.metadata.shared,
+                "conversions": kernel.asm["ttgir"].count("ttg.convert_layout"),
+                "wide_loads": ptx.count(".v4.b32"),
+                "mma": ptx.count("mma.sync"),
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "contracted": ptx.count("fma.rn"),
+            }
+    print(json.dumps(found))

@@ -1,0 +1,48 @@
+"""The kernels compile for chips that are not there, and the compiled code has what makes them fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def kernels(request, tmp_path_factory):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    command = [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(request.param)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = {name.rsplit(" ", 1)[0]: facts for name, facts in json.loads(done.stdout.splitlines()[-1]).items()}
+    return request.param, found
+
+
+def test_every_kernel_fits_the_shared_memory_of_its_chip(kernels):
+    capability, found = kernels
+    assert {name: facts["shared"] for name, facts in found.items() if facts["shared"] > SHARED_MEMORY[capability]} == {}
+
+
+def test_the_passes_over_long_rows_read_wide_and_move_nothing_between_threads(kernels):
+    _, found = kernels
+    for name in ("partial_absmax", "quantize_from_partials", "round_many", "partials_of_many"):
+        assert found[name]["wide_loads"] > 0, name
+        assert found[name]["conversions"] == 0, name
+
+
+def test_rounding_is_not_contracted_to_fused_multiply_adds(kernels):
+    """The quotient of a scale is an IEEE division, which the compiler builds of fused steps; nothing else may fuse."""
+    _, found = kernels
+    assert found["quantize_from_partials"]["contracted"] == 0
+
+
+def test_the_products_run_on_tensor_cores(kernels):
+    capability, found = kernels
+    instruction = "wgmma" if capability == 90 else "mma"
+    assert {name for name in ("gemm", "mixed_gemm", "implicit_gemm") if not found[name][instruction]} == set()
