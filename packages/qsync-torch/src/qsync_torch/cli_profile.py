@@ -103,6 +103,7 @@ def profile(
             tuning=tuning,
             resume=partial,
             progress=update,
+            note=lambda text: click.echo(f"note: {text}", err=True),
         )
         if rank == 0:
             artifact.save(found, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,7 +102,7 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
     """Build a kernel with the backend that is to run the request.
 
     A pinned configuration that its backend refuses for shapes other than those it was chosen for (a smaller last batch) gives way
-    to the same backend's first candidate; another backend is never taken.
+    to the same backend's first candidate, with a warning; another backend is never taken.
 
     Args:
         request, names, config: as in :func:`reasons_against`.
@@ -120,10 +121,11 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
             if pinned is not None and pinned.config:
                 try:
                     return backend.build(request, KernelConfig(pinned.config))
-                except BackendError:
+                except BackendError as error:
                     first = backend.candidate_configs(request)[0]
                     if first.text == pinned.config:
                         raise
+                    warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
                     return backend.build(request, first)
             return backend.build(request, backend.candidate_configs(request)[0])
     shapes = " and ".join(str(list(shape)) for shape in request.shapes)

@@ -186,8 +186,11 @@ def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeyp
     install(one)
     result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8", "--backend", "one", "--json"))
     one.ran.clear()
-    result_of(qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8,bfloat16", "--json"))
+    done = qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8,bfloat16", "--json")
+    result_of(done)
+    assert "never tuned" not in done.stderr
     found = artifact.load(own_store.parent / "p.qsync", Profile)
+    assert found.software["backend one"] == "unknown"  # it comes from no distribution
     for op_id, by_variant in found.cost_index.items():
         for variant in by_variant:
             cost = found.cost(op_id, variant)
@@ -220,3 +223,13 @@ def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, 
     refused = qsync("profile", "job.py:tiny", "-o", "q.qsync", "--rungs", "int8", "--backend", "one")
     assert refused.exit_code == 1
     assert "can not run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
+
+
+def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, monkeypatch):
+    quick = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+    defaults = profiling.profile.__kwdefaults__ | dict.fromkeys(("operator_effort", "cast_effort", "step_effort"), quick)
+    monkeypatch.setattr(profiling.profile, "__kwdefaults__", defaults)
+    install(NamedBackend("one"))
+    done = qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8", "--json")
+    assert done.exit_code == 0
+    assert "kernels were never tuned here and take a default; run 'qsync tune' first" in done.stderr

@@ -14,6 +14,7 @@ import torch
 
 from qsync_core.artifact import digest
 from qsync_core.dag import OpClass, Operator, PrecisionDag
+from qsync_core.kernel_choice import AUTO_BACKEND
 from qsync_core.op_id import OpId
 from qsync_core.operator_requests import CallShapes
 from qsync_core.precision import Precision
@@ -80,6 +81,7 @@ def profile(
     resume: Path | None = None,
     with_collectives: bool = True,
     progress: Update = silent,
+    note: Callable[[str], None] = lambda text: None,
     operator_effort: Effort = OPERATOR_EFFORT,
     cast_effort: Effort = CAST_EFFORT,
     step_effort: Effort = STEP_EFFORT,
@@ -103,6 +105,7 @@ def profile(
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
         progress: told how far it is.
+        note: told in a sentence what a reader of the profile should know.
         operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
@@ -120,6 +123,8 @@ def profile(
 
     items = distinct_items(dag, variants)
     kernels = {item: _chosen(chooser, item) for item in items}
+    if chooser.backend == AUTO_BACKEND and chooser.untuned:
+        note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
     layouts = dict(job.model.named_parameters())
     cast_sites = possible_casts(variants)
     total = len(items) + len(cast_sites) + len(variants) + 1
@@ -171,7 +176,7 @@ def profile(
     progress(total, total, "")
     return Profile(
         device=type_,
-        software=software,
+        software=software | chooser.versions(kernels.values()),
         model=dag.model,
         dag_digest=dag_digest,
         costs=tuple(costs),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
@@ -99,6 +99,12 @@ class KernelChooser:
         variant = quantization_variant(key.target, key.granularity, key.rounding)
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), {}, kind, capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
+
+    def versions(self, chosen: Iterable[Chosen]) -> dict[str, str]:
+        """Versions of the backends that were chosen, other than PyTorch's own kernels, as a profile records them."""
+        used = {name for kernels in chosen for name in split_chain(kernels.backend)} - {DEFAULT_BACKEND}
+        versions = installed().backend_versions() if used else {}
+        return {f"backend {name}": versions.get(name, "unknown") for name in sorted(used)}
 
     def answer(self, request: KernelRequest) -> Answer:
         """Who runs one request, with which configuration.
