@@ -202,10 +202,3 @@ class ForgetsToFlip(Mutant):
 
 
 ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value is not Mutant]
-
-
-def installed_plugins():
-    """Modules of pytest's installed plugins; an environment made before the suite was does not have it."""
-    from importlib.metadata import entry_points
-
-    return [found.value for found in entry_points(group="pytest11")]

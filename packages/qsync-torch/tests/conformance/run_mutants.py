@@ -27,18 +27,8 @@ class Failures:
 found = {}
 for mutant in mutants.ALL:
     failures = Failures()
-    arguments = [
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "qsync_torch.conformance",
-        "--backend",
-        f"mutants:{mutant.__name__}",
-    ]
-    if not any(name.endswith("conformance.plugin") for name in mutants.installed_plugins()):
-        arguments[:0] = ["-p", "qsync_torch.conformance.plugin"]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "qsync_torch.conformance.plugin"]
+    arguments += ["--pyargs", "qsync_torch.conformance", "--backend", f"mutants:{mutant.__name__}"]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = pytest.main(arguments, plugins=[failures])
     found[mutant.__name__] = [int(code), "\n".join(failures.texts), output.getvalue()[-2000:]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .mutants import ALL, installed_plugins
+from .mutants import ALL
 
 HERE = Path(__file__).parent
 PLUGIN = "qsync_torch.conformance.plugin"
@@ -24,8 +24,7 @@ def run(*command, cwd):
 
 
 def run_suite(backend, cwd):
-    plugin = () if PLUGIN in installed_plugins() else ("-p", PLUGIN)
-    return run("-m", "pytest", "-q", *plugin, "--pyargs", "qsync_torch.conformance", "--backend", backend, cwd=cwd)
+    return run("-m", "pytest", "-q", "-p", PLUGIN, "--pyargs", "qsync_torch.conformance", "--backend", backend, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
