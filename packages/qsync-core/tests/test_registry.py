@@ -15,8 +15,8 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 
 from qsync_core.doctor import DoctorLine
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
-from qsync_core.hooks import hookimpl
-from qsync_core.registry import Registry
+from qsync_core.hooks import DeviceFacts, hookimpl
+from qsync_core.registry import Answer, Registry
 from qsync_core.tuning import TuningStore, tune
 
 
@@ -223,3 +223,36 @@ def test_a_request_that_nobody_takes_is_answered_with_every_reason() -> None:
         found.select(LINEAR_INT8)
     with pytest.raises(BackendError, match=r"no kernel backend is installed that could run .*; install qsync-torch"):
         registry().select(LINEAR_INT8)
+
+
+# What core's commands ask
+
+
+def test_jobs_and_devices_are_answered_by_the_first_plugin_that_knows() -> None:
+    facts = DeviceFacts("cuda", "T4", "7.5", {"torch": "2"})
+    silent = plugin(qsync_trace_job=lambda job: None, qsync_describe_device=lambda device: None)
+    knowing = plugin(qsync_trace_job=lambda job: f"graph of {job}", qsync_describe_device=lambda device: facts)
+    found = registry(a=knowing, b=silent)
+    assert found.trace_job("resnet50") == "graph of resnet50"
+    assert found.describe_device("cuda") == facts
+    assert registry(b=silent).trace_job("resnet50") is None
+    assert registry().describe_device("cuda") is None
+
+
+def test_answers_say_what_each_backend_would_do(tmp_path: Path) -> None:
+    tuned, refusing, untuned = FakeBackend("a", latencies_ns={"x": 9, "y": 8}), FakeBackend("b", reasons=("no",)), FakeBackend("c")
+    store = TuningStore(tmp_path / "tuning.jsonl", "T4", {})
+    tune(tuned, LINEAR_INT8, lambda kernel, request, samples: kernel(), store)
+    found = registry(one=offering(tuned, refusing, untuned))
+    assert found.answers(LINEAR_INT8, store=store) == [Answer("a", (), "y", 8, True), Answer("b", ("no",)), Answer("c")]
+    near = attrs.evolve(LINEAR_INT8, shapes=((256, 64), (32, 64)))
+    assert found.answers(near, ["a"], store=store) == [Answer("a", (), "y", 16, False)]
+    assert found.answers(LINEAR_INT8, ["a"]) == [Answer("a", (), "x")]
+    assert found.choose(LINEAR_INT8, found.answers(LINEAR_INT8, store=store)).backend == "a"
+
+
+def test_backends_have_the_version_of_their_distribution(write_plugin: Callable[[str, str], EntryPoint]) -> None:
+    found = registry(one=offering(FakeBackend("a")))
+    assert found.backend_versions() == {}
+    found._distributions["one"] = "pytest"
+    assert found.backend_versions() == {"a": pytest.__version__}
