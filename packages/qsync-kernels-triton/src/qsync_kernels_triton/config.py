@@ -28,7 +28,7 @@ class QuantizeConfig:
     warps: int = 8
     programs: int = 528
     keep: int = 24 << 20
-    sweep: int = 0
+    sweep: int = 528
 
     def __attrs_post_init__(self) -> None:
         if not 64 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
@@ -45,7 +45,7 @@ class QuantizeConfig:
 
     @classmethod
     def parse(cls, text: str) -> QuantizeConfig:
-        """Read ``block=4096;warps=8;programs=528;keep=25165824;sweep=0``; knobs that are left out have their default.
+        """Read ``block=4096;warps=8;programs=528;keep=25165824;sweep=528``; knobs that are left out have their default.
 
         Raises:
             BackendError: when the text is not of that form.
