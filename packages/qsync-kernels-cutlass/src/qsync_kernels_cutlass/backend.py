@@ -23,7 +23,7 @@ class CutlassBackend:
         eight_bit = ("int8", "float8_e4m3fn")
         all_formats = (*eight_bit, "float16", "bfloat16")
         return (
-            KernelSpec(Op.LINEAR_OUTPUT, eight_bit, ("cuda",), "7.5"),
+            KernelSpec(Op.LINEAR_OUTPUT, eight_bit, ("cuda",), "7.0"),
             KernelSpec(Op.LINEAR_GRAD_INPUT, all_formats, ("cuda",), "7.0"),
             KernelSpec(Op.LINEAR_GRAD_WEIGHT, all_formats, ("cuda",), "7.0"),
             KernelSpec(Op.CONV2D_OUTPUT, ("int8",), ("cuda",), "7.5", ("channels_last",)),

@@ -132,7 +132,7 @@ def _bytes(problem: Problem) -> int:
 def resident_blocks(config: Config, problem: Problem, arch: Architecture) -> int:
     """Blocks of a 2.x kernel that one multiprocessor holds at a time."""
     threads = validity.threads(config)
-    registers = min(255, config.warp[0] * config.warp[1] // 32 + 64)
+    registers = min(255, config.tile[0] * config.tile[1] // threads + 64)
     return min(
         arch.shared_bytes_per_sm // (validity.shared_bytes(config, arch, problem) + 1024),
         arch.threads_per_sm // threads,

@@ -88,7 +88,8 @@ def _formats(request: KernelRequest, arch: Architecture) -> list[str]:
         found.append(f"it computes outputs from int8 and float8; {asked} products are cuBLAS's and cuDNN's (backend aten)")
     if asked in _SIXTEEN_BIT and request.op == Op.CONV2D_GRAD_INPUT:
         found.append("it computes a convolution's gradient in int8 only; cuDNN has 16 bit (backend aten)")
-    if asked is Precision.INT8 and not arch.int8_mma:
+    # Products run without tensor cores (dp4a) where there are none for int8; convolutions do not.
+    if asked is Precision.INT8 and not arch.int8_mma and _is_conv(request):
         found.append(f"int8 tensor cores came with compute capability 7.5, and this device's is {request.compute_capability}")
     if asked is Precision.FLOAT8_E4M3FN:
         if _is_conv(request):

@@ -14,6 +14,11 @@ WARP_GROUP = 128
 """Threads of a warp group, which executes wgmma."""
 MAX_ACCUMULATORS = 128
 """Accumulator registers of a thread; with more, operands' addresses and the epilogue spill into memory (255 is the hard limit)."""
+SIMT_SIDE = 16
+"""A block without tensor cores has 16 x 16 threads."""
+MAX_SIMT_ACCUMULATORS = 64
+STATIC_SHARED_BYTES = 48 << 10
+"""What a kernel may have without opting in."""
 ALIGNMENT_BYTES = 16
 """What TMA and cp.async move at a time; rows start at multiples of it (front-ends pad)."""
 
@@ -80,6 +85,8 @@ def threads(config: Config) -> int:
     """Threads of a block, the TMA path's producer warp group included."""
     if config.path is Path.TMA:
         return 3 * WARP_GROUP
+    if config.path is Path.SIMT:
+        return SIMT_SIDE**2
     return 32 * (config.tile[0] // config.warp[0]) * (config.tile[1] // config.warp[1])
 
 
@@ -179,21 +186,21 @@ def _simt(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     if isinstance(config, ConvConfig):
         return ["there is no convolution without tensor cores"]
     found = _two_point_x(config)
-    if config.instruction != (1, 1, 4 if problem.a_format == "int8" else 1):
+    integers = problem.a_format == "int8"
+    if config.instruction != (1, 1, 4 if integers else 1):
         found.append("instructions without tensor cores are 1x1x4 for int8 (dp4a) and 1x1x1 for floats")
-    if problem.a_format.startswith("float8"):
-        found.append("there is no float8 arithmetic without tensor cores")
     (tile_m, tile_n, tile_k), (warp_m, warp_n, warp_k) = config.tile, config.warp
     if not all(config.warp) or tile_m % warp_m or tile_n % warp_n or tile_k != warp_k:
         found.append(f"warps of {_text(config.warp)} do not cover the tile {_text(config.tile)} (with the whole of its depth)")
-        return found
-    warps = (tile_m // warp_m) * (tile_n // warp_n)
-    if not 1 <= warps <= 8:
-        found.append(f"a block has 1 to 8 warps, not {warps}")
+    if tile_m % SIMT_SIDE or tile_n % SIMT_SIDE or tile_k % 4:
+        found.append(f"a tile of {SIMT_SIDE} x {SIMT_SIDE} threads has sides in steps of {SIMT_SIDE} and a depth in steps of 4")
+    elif tile_m * tile_n // SIMT_SIDE**2 > MAX_SIMT_ACCUMULATORS:
+        found.append(f"{tile_m * tile_n // SIMT_SIDE**2} accumulators a thread spill; at most {MAX_SIMT_ACCUMULATORS} fit")
+    words = tile_k // 4 if integers else tile_k
+    if words * (tile_m + tile_n + 2) * 4 > STATIC_SHARED_BYTES:
+        found.append(f"operands of {_text(config.tile)} do not fit into the {STATIC_SHARED_BYTES} bytes of static shared memory")
     if config.stages != 2:
         found.append(f"kernels without tensor cores have 2 stages, not {config.stages}")
-    if shared_bytes(config, arch, problem) > arch.shared_bytes_per_block:
-        found.append(_too_little_memory(config, arch, max_stages(config, arch, problem)))
     return found
 
 
