@@ -50,7 +50,7 @@ class Problem:
 class RowsPlan:
     """Rows short enough for one program: one launch, one read."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, config: QuantizeConfig) -> None:
         p = problem
         block = max(16, triton.next_power_of_2(p.length))
         per_program = max(1, min(2048 // block, triton.next_power_of_2(p.rows)))
@@ -65,8 +65,11 @@ class RowsPlan:
             "SINGLE": True,
             "MULTIPLIER": p.by_channel,
         }
-        self._launch = Launch(quantize_rows, constants, num_warps=max(1, min(16, per_program * block // 512)))
-        self._grid = (triton.cdiv(p.rows, per_program), 1, 1)
+        warps = max(1, min(16, per_program * block // 512))
+        self._launch = Launch(quantize_rows, constants, num_warps=warps)
+        groups = triton.cdiv(p.rows, per_program)
+        # As many warps as the sweep over long rows has with the default of eight to a program.
+        self._grid = (groups if config.sweep == 0 else min(groups, max(1, config.sweep * 8 // warps)), 1, 1)
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
     def __call__(self, x: Tensor, q: Tensor, scale: Tensor, words: Words, multiplier: Tensor | None) -> None:
@@ -142,7 +145,8 @@ class TwicePlan:
         }
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
-        self._grid = (triton.cdiv(rows, TILE_ROWS) * triton.cdiv(length, TILE_COLUMNS), 1, 1)
+        tiles = triton.cdiv(rows, TILE_ROWS) * triton.cdiv(length, TILE_COLUMNS)
+        self._grid = (tiles if config.sweep == 0 else min(tiles, config.sweep), 1, 1)
         self._numbers = (count, rows // row_unit, length // unit, p.channels)
 
     def __call__(
@@ -162,4 +166,4 @@ class TwicePlan:
 
 def plan_for(problem: Problem, config: QuantizeConfig) -> Any:
     """The plan for a tensor that is written once."""
-    return RowsPlan(problem) if problem.length <= ONE_READ else SplitPlan(problem, config)
+    return RowsPlan(problem, config) if problem.length <= ONE_READ else SplitPlan(problem, config)

@@ -113,8 +113,12 @@ def quantize_rows(
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows / ROWS,).  A row has units * UNIT elements: a constant factor lets loads be wide."""
-    quantize_row_block(
-        x_ptr, q_ptr, scale_ptr, multiplier_ptr, tl.program_id(0), rows, units * UNIT, inner, channels,
-        seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED, FULL, SINGLE, MULTIPLIER,
-    )  # fmt: skip
+    """Grid (programs,): each takes every programs-th group of ROWS rows, so that what the random generator needs is made once.
+
+    A row has units * UNIT elements: a constant factor lets loads be wide.
+    """
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        quantize_row_block(
+            x_ptr, q_ptr, scale_ptr, multiplier_ptr, block, rows, units * UNIT, inner, channels,
+            seed_low, seed_high, stream_low, stream_high, FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED, FULL, SINGLE, MULTIPLIER,
+        )  # fmt: skip
