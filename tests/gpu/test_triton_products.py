@@ -46,7 +46,7 @@ ONE = torch.ones(1)
 
 
 @pytest.mark.parametrize("m, n, k", SHAPES)
-def test_int8_sums_are_exact_in_every_configuration(m, n, k):
+def test_int8_sums_are_exact(m, n, k):
     one = ONE.cuda()
     x, w, grad = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
     for op, shapes, operands, exact in (
@@ -54,7 +54,7 @@ def test_int8_sums_are_exact_in_every_configuration(m, n, k):
         (Op.LINEAR_GRAD_INPUT, ((m, n), (n, k)), (grad, w, one), grad.double() @ w.double()),
         (Op.LINEAR_GRAD_WEIGHT, ((m, n), (m, k)), (grad, x, one), grad.double().t() @ x.double()),
     ):
-        for kernel in build(op, INT8_GRADIENTS, shapes, configs=20):
+        for kernel in build(op, INT8_GRADIENTS, shapes, configs=8 if k == 1024 else 2):
             out = torch.full(exact.shape, float("nan"), device="cuda")
             kernel(*operands, out)
             assert torch.equal(out, exact.float())
@@ -79,12 +79,12 @@ def test_float_gradients_dequantize_the_saved_operand(m, n, k, dtype):
     x, w = integers(m, k), integers(n, k, seed=1)
     for count in (1, n):
         scale, out = scales(count), torch.empty(m, k, dtype=dtype, device="cuda")
-        for kernel in build(Op.LINEAR_GRAD_INPUT, INT8, ((m, n), (n, k)), configs=20):
+        for kernel in build(Op.LINEAR_GRAD_INPUT, INT8, ((m, n), (n, k)), configs=2):
             kernel(grad, w, scale, out)
             assert_close_to_product(out, grad, w.double() * scale.double().view(-1, 1), dtype)
     for count in (1, m):
         scale, out = scales(count), torch.empty(n, k, device="cuda")
-        for kernel in build(Op.LINEAR_GRAD_WEIGHT, INT8, ((m, n), (m, k)), configs=20):
+        for kernel in build(Op.LINEAR_GRAD_WEIGHT, INT8, ((m, n), (m, k)), configs=2):
             kernel(grad, x, scale, out)
             assert_close_to_product(out, grad.t(), x.double() * scale.double().view(-1, 1), dtype)
 
@@ -133,12 +133,12 @@ GEOMETRIES = [
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_convolutions_are_exact_in_every_configuration(geometry):
+def test_convolutions_are_exact(geometry):
     batch, channels, size, outputs, kernel, stride, padding, dilation, groups = geometry
     x, w, one = last(integers(batch, channels, size, size)), last(integers(outputs, channels // groups, kernel, kernel)), ONE.cuda()
     exact = torch.nn.functional.conv2d(x.double(), w.double(), None, stride, padding, dilation, groups)
     texts = {"stride": f"{stride},{stride}", "padding": f"{padding},{padding}", "dilation": f"{dilation},{dilation}"}
-    for run in build(Op.CONV2D_OUTPUT, INT8, (tuple(x.shape), tuple(w.shape)), configs=20, **texts, groups=str(groups)):
+    for run in build(Op.CONV2D_OUTPUT, INT8, (tuple(x.shape), tuple(w.shape)), configs=3, **texts, groups=str(groups)):
         out = last(torch.full(exact.shape, float("nan"), device="cuda"))
         run(x, one, w, one, None, out)
         assert torch.equal(out, exact.float())

@@ -162,7 +162,7 @@ BAD_QUANTIZE = (
     "keep=-1",
     "warps=4;warps=4",
 )
-BAD_PRODUCT = ("m=100", "block=64", "warps=3", "stages=9", "group=0")
+BAD_PRODUCT = ("m=100", "block=64", "warps=3", "stages=9", "group=0", "tma=2")
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,35 @@ def test_float8_products(left):
     assert_close(grad_w, grad.double().t() @ x.double() * scales(50).double().view(-1, 1), torch.float32)
 
 
+def test_descriptors_give_the_same_result_and_are_used_where_the_layout_allows_it(monkeypatch):
+    from qsync_kernels_triton import linear
+
+    used = []
+    described = linear._described
+    monkeypatch.setattr(linear, "_described", lambda *arguments: used.append(1) or described(*arguments))
+    cut = ProductConfig(32, 32, 32, 1, 2, 2, tma=1)
+    for k, descriptors in ((96, 2), (70, 0)):
+        used.clear()
+        x, w, out = integers(40, k), integers(50, k, seed=1), torch.empty(40, 50)
+        build_linear_output(cut)(x, scales(1), w, scales(50), scales(50), out)
+        assert len(used) == descriptors
+        expected = torch.empty(40, 50)
+        build_linear_output(CUT)(x, scales(1), w, scales(50), scales(50), expected)
+        assert torch.equal(out, expected)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     m=st.integers(0, 70),
     n=st.integers(0, 70),
     k=st.integers(0, 100),
-    cut=st.builds(ProductConfig, st.sampled_from([16, 32, 64]), st.sampled_from([16, 64]), st.sampled_from([32, 64]), st.just(1)),
+    cut=st.builds(
+        ProductConfig,
+        m=st.sampled_from([16, 32, 64]),
+        n=st.sampled_from([16, 64]),
+        k=st.sampled_from([32, 64]),
+        tma=st.sampled_from([0, 1]),
+    ),
 )
 def test_every_shape_and_every_cut_is_exact(m, n, k, cut):
     x, w = integers(m, k), integers(n, k, seed=1)

@@ -57,7 +57,9 @@ class TritonBackend:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
         m, n, k = _product_shape(request)
         a_bytes = 1 if _is_eight_bit(request) else 2
-        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, 1 if request.op in LINEAR else a_bytes))
+        b_bytes = 1 if request.op in LINEAR else a_bytes
+        tma = request.op in LINEAR and a_bytes == 1 and request.compute_capability.startswith("9.")
+        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, b_bytes, tma))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel; ``docs/writing-a-backend.md`` has its arguments.

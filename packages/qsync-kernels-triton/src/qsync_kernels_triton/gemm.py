@@ -23,6 +23,26 @@ def _tile_of(program, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_
 
 
 @triton.jit
+def _store_dequantized(
+    total, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, row, column, m, n, out_stride,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    value = total.to(tl.float32)
+    if A_SCALES == 1:
+        value = value * tl.load(a_scale_ptr)
+    if A_SCALES == 2:
+        value = value * tl.load(a_scale_ptr + row, mask=row < m, other=0.0)[:, None]
+    if B_SCALES == 1:
+        value = value * tl.load(b_scale_ptr)
+    if B_SCALES == 2:
+        value = value * tl.load(b_scale_ptr + column, mask=column < n, other=0.0)[None, :]
+    if BIAS:
+        value = value + tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    position = row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(out_ptr + position, value.to(out_ptr.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
 def gemm(
     a_ptr, b_ptr, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, m, n, k, a_stride, b_stride, out_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, ACCUMULATOR: tl.constexpr,
@@ -49,19 +69,28 @@ def gemm(
         total = tl.dot(a, b, total, out_dtype=ACCUMULATOR)
         a_tile += BLOCK_K
         b_tile += BLOCK_K
-    value = total.to(tl.float32)
-    if A_SCALES == 1:
-        value = value * tl.load(a_scale_ptr)
-    if A_SCALES == 2:
-        value = value * tl.load(a_scale_ptr + row, mask=row < m, other=0.0)[:, None]
-    if B_SCALES == 1:
-        value = value * tl.load(b_scale_ptr)
-    if B_SCALES == 2:
-        value = value * tl.load(b_scale_ptr + column, mask=column < n, other=0.0)[None, :]
-    if BIAS:
-        value = value + tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-    position = row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(out_ptr + position, value.to(out_ptr.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+    _store_dequantized(
+        total, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, row, column, m, n, out_stride, A_SCALES, B_SCALES, BIAS
+    )  # fmt: skip
+
+
+@triton.jit
+def described_gemm(
+    out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, a_tiles, b_tiles, m, n, k, out_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """:func:`gemm` with operands read by the tensor memory accelerator, from descriptors; beyond the edges it reads zeros."""
+    tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
+    for step in range(0, k, BLOCK_K):
+        a = a_tiles.load([tile_m * BLOCK_M, step])
+        b = b_tiles.load([tile_n * BLOCK_N, step])
+        total = tl.dot(a, b.T, total, out_dtype=ACCUMULATOR)
+    row, column = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    _store_dequantized(
+        total, out_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, row, column, m, n, out_stride, A_SCALES, B_SCALES, BIAS
+    )  # fmt: skip
 
 
 @triton.jit

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qsync_core.errors import BackendError
-from qsync_kernels_triton.gemm import gemm, mixed_gemm
+from qsync_kernels_triton.gemm import described_gemm, gemm, mixed_gemm
 from qsync_kernels_triton.launching import Launch
 from qsync_kernels_triton.product_config import ProductConfig
 from qsync_kernels_triton.transpose import transposed_bytes
@@ -53,8 +54,9 @@ class EightBitProduct:
         scales = (_scale_code(a_scale, m), _scale_code(b_scale, n))
         cut = self._config
         block_m, block_n = min(cut.m, max(16, triton.next_power_of_2(m))), min(cut.n, max(16, triton.next_power_of_2(n)))
-        even = k % cut.k == 0
-        key = (block_m, block_n, scales, bias is not None, even, a_MK.dtype)
+        described = bool(cut.tma) and _can_be_described(a_MK) and _can_be_described(b_NK)
+        even = k % cut.k == 0 or described
+        key = (block_m, block_n, scales, bias is not None, even, a_MK.dtype, described)
         launch = self._launches.get(key)
         if launch is None:
             constants = {
@@ -66,17 +68,27 @@ class EightBitProduct:
                 "A_SCALES": scales[0],
                 "B_SCALES": scales[1],
                 "BIAS": bias is not None,
-                "EVEN_K": even,
-            }
-            launch = self._launches[key] = Launch(gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
-        a_scale = out_MN if a_scale is None else a_scale
-        b_scale = out_MN if b_scale is None else b_scale
-        added = out_MN if bias is None else bias
-        integers = (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
-        operands = (a_MK, b_NK, out_MN, a_scale, b_scale, added)
-        key = (a_MK.device.index, *[x.dtype for x in operands], integers)
+            } | ({} if described else {"EVEN_K": even})
+            function = described_gemm if described else gemm
+            launch = self._launches[key] = Launch(function, constants, num_warps=cut.warps, num_stages=cut.stages)
+        # The output stands for what is absent; the kernel does not read it.
+        results = (out_MN, *(out_MN if x is None else x for x in (a_scale, b_scale, bias)))
         grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
-        launch(grid, key, operands, integers)
+        key = (a_MK.device.index, *[x.dtype for x in results], m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
+        if described:
+            tiles = (_described(a_MK, block_m, cut.k), _described(b_NK, block_n, cut.k))
+            launch(grid, key, results, (*tiles, m, n, k, out_MN.stride(0)))
+        else:
+            launch(grid, key, (a_MK, b_NK, *results), (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0)))
+
+
+def _can_be_described(x: torch.Tensor) -> bool:
+    """Whether a matrix of bytes suits the tensor memory accelerator: rows and address in multiples of 16 bytes."""
+    return x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])
 
 
 class MixedProduct:

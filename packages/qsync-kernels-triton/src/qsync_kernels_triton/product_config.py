@@ -20,6 +20,7 @@ class ProductConfig:
         warps: warps of a program.
         stages: tiles of the operands in flight.
         group: rows of tiles that are walked together, so that they share columns in the cache.
+        tma: 1 where 8-bit operands are read by the tensor memory accelerator (compute capability 9.0), if their layout allows it.
     """
 
     m: int = 128
@@ -28,6 +29,7 @@ class ProductConfig:
     warps: int = 8
     stages: int = 3
     group: int = 8
+    tma: int = 0
 
     def __attrs_post_init__(self) -> None:
         for name in ("m", "n", "k"):
@@ -40,19 +42,21 @@ class ProductConfig:
             raise ValueError(f"stages must be in 1..8, got {self.stages}")
         if not 1 <= self.group <= 64:
             raise ValueError(f"group must be in 1..64, got {self.group}")
+        if self.tma not in (0, 1):
+            raise ValueError(f"tma must be 0 or 1, got {self.tma}")
 
     def __str__(self) -> str:
-        return f"m={self.m};n={self.n};k={self.k};warps={self.warps};stages={self.stages};group={self.group}"
+        return f"m={self.m};n={self.n};k={self.k};warps={self.warps};stages={self.stages};group={self.group};tma={self.tma}"
 
     @classmethod
     def parse(cls, text: str) -> ProductConfig:
-        """Read ``m=128;n=128;k=64;warps=8;stages=3;group=8``; knobs that are left out have their default.
+        """Read ``m=128;n=128;k=64;warps=8;stages=3;group=8;tma=0``; knobs that are left out have their default.
 
         Raises:
             BackendError: when the text is not of that form.
         """
         try:
-            return cls(**read_knobs(text, ("m", "n", "k", "warps", "stages", "group")))
+            return cls(**read_knobs(text, ("m", "n", "k", "warps", "stages", "group", "tma")))
         except ValueError as error:
             raise unreadable(text, error, cls()) from None
 
@@ -108,8 +112,14 @@ _MIXED = tuple(
 )
 
 
-def ranked(m: int, n: int, k: int, a_bytes: int, b_bytes: int) -> tuple[ProductConfig, ...]:
-    """Configurations for an (m, n) result over k, the most promising first, those that do not fit shared memory left out."""
+def ranked(m: int, n: int, k: int, a_bytes: int, b_bytes: int, tma: bool = False) -> tuple[ProductConfig, ...]:
+    """Configurations for an (m, n) result over k, the most promising first, those that do not fit shared memory left out.
+
+    ``tma``: also, and before its like, each with the tensor memory accelerator.
+    """
     known = _EIGHT_BIT if a_bytes == b_bytes == 1 else _MIXED
     fitting = [config for config in known if config.shared_bytes(a_bytes, b_bytes) <= SHARED_BYTES]
-    return tuple(sorted(fitting, key=lambda config: config.cost(m, n, k)))
+    ordered = sorted(fitting, key=lambda config: config.cost(m, n, k))
+    if not tma:
+        return tuple(ordered)
+    return tuple(choice for config in ordered for choice in (attrs.evolve(config, tma=1), config))
