@@ -28,9 +28,10 @@ from qsync_torch.functional_calls import CallSite, CallSites
 from qsync_torch.guarded import in_float32
 from qsync_torch.interception import Interception
 from qsync_torch.kernel_selection import default_backend
-from qsync_torch.lowered_call import LoweredCall, StepCounter
+from qsync_torch.lowered_call import LoweredCall
 from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, locate, unplanned_modules
 from qsync_torch.planned_kernels import check_backends, prebuild
+from qsync_torch.step_counter import StepCounter
 from qsync_torch.weight_batch import WeightBatch
 
 _MARK = "_qsync_applied"
@@ -264,7 +265,7 @@ def _whole_model(applied: Applied, interception: Interception, inner: Callable[.
     """A step: new random numbers, fresh counts and casts; outputs leave in float32, because the loss reads float32."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        applied._steps.step += 1
+        applied._steps.advance()
         applied.sites.start_step()
         applied._weights.prepare()
         applied.running = True

@@ -31,7 +31,7 @@ class CallSites:
 
     def enter(self, site: CallSite | None) -> None:
         """A module's forward begins; None for one that makes no planned calls itself."""
-        if site is not None and torch._C._current_graph_task_id() != -1:
+        if site is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             # Inside a backward pass this is gradient checkpointing, which runs the forward again: the calls are the same ones.
             site.counts = dict.fromkeys(site.calls, 0)
         self._running.append(site)

@@ -79,6 +79,17 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
     return TORCH_DTYPE[promote(*(PRECISION[dtype] for dtype in found))]
 
 
+def _never_overridden(func: Any) -> Function:
+    """A copy of a Python function of PyTorch that does not ask whether somebody overrides it."""
+    module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(func.__code__, module_globals, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_MULTI_HEAD_ATTENTION = _never_overridden(F.multi_head_attention_forward)
+
+
 class Interception(TorchFunctionMode):
     """Active while an applied model's forward runs; see the module's text."""
 
@@ -96,7 +107,6 @@ class Interception(TorchFunctionMode):
             torch.conv2d: self._functional_conv2d,
             F.multi_head_attention_forward: self._open,
         }
-        self._opened: dict[Function, Function] = {}
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,11 +168,5 @@ class Interception(TorchFunctionMode):
         Such a function first asks whether somebody overrides it and would call this mode for ever; a copy of it that never asks
         is run instead.
         """
-        opened = self._opened.get(func)
-        if opened is None:
-            module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
-            opened = types.FunctionType(func.__code__, module_globals, func.__name__, func.__defaults__, func.__closure__)
-            opened.__kwdefaults__ = func.__kwdefaults__
-            self._opened[func] = opened
         with self:
-            return opened(*args, **kwargs)
+            return _MULTI_HEAD_ATTENTION(*args, **kwargs)

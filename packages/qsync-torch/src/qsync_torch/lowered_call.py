@@ -13,22 +13,8 @@ from qsync_torch.operators.linear import linear_binding, linear_bound
 from qsync_torch.operators.operands import Operand, Seeds
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.random_bits import stream_key
+from qsync_torch.step_counter import StepCounter
 from qsync_torch.weight_batch import PreparedWeight
-
-STEP_STRIDE = 1 << 32
-"""Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
-
-
-class StepCounter:
-    """How many forwards an applied model has run; which random numbers a step takes follows from it."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    @property
-    def offset(self) -> int:
-        """Offset of this step's random numbers."""
-        return self.step * STEP_STRIDE
 
 
 class LoweredCall:

@@ -1,12 +1,15 @@
 """The custom operators that quantize: ``torch.ops.qsync.quantize``, ``quantize_transposed`` and ``quantize_many``.
 
+The overloads ``at`` take the offset in a tensor on the CPU: compilers make a graph with it that holds for every step.
+
 Functional, with fake implementations, so that ``torch.compile`` takes them whole.  Not differentiable: operators take the gradient
 to the float tensors themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +22,10 @@ _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 _LIBRARY.define("quantize(Tensor x, str binding, SymInt seed, SymInt offset, Tensor? multiplier=None) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "quantize_transposed(Tensor x, str binding, SymInt seed, SymInt offset, Tensor? multiplier=None) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("quantize.at(Tensor x, str binding, SymInt seed, Tensor offset, Tensor? multiplier=None) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "quantize_transposed.at(Tensor x, str binding, SymInt seed, Tensor offset, Tensor? multiplier=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("quantize_many(Tensor[] xs, str binding, SymInt[] seeds, SymInt offset) -> (Tensor[], Tensor[])")
 
@@ -99,9 +106,27 @@ def _quantize_many_fake(
     return [q for q, _ in out], [scale for _, scale in out]
 
 
+def _at(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of an overload whose offset is a tensor."""
+
+    def call(x: torch.Tensor, binding: str, seed: int, offset: torch.Tensor, multiplier: torch.Tensor | None = None) -> Any:
+        return implementation(x, binding, seed, int(offset), multiplier)
+
+    return call
+
+
+def _at_fake(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: torch.Tensor, binding: str, seed: int, offset: torch.Tensor, multiplier: torch.Tensor | None = None) -> Any:
+        return fake(x, binding, seed, 0, multiplier)
+
+    return call
+
+
 for _name, _implementation, _fake in (
     ("quantize", _quantize, _quantize_fake),
     ("quantize_transposed", _quantize_transposed, _quantize_transposed_fake),
+    ("quantize.at", _at(_quantize), _at_fake(_quantize_fake)),
+    ("quantize_transposed.at", _at(_quantize_transposed), _at_fake(_quantize_transposed_fake)),
     ("quantize_many", _quantize_many, _quantize_many_fake),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
@@ -115,5 +140,21 @@ def quantize_many(
     return torch.ops.qsync.quantize_many.default(xs, binding, seeds, offset)
 
 
-quantize = eager_or_dispatched(_quantize, torch.ops.qsync.quantize.default)
-quantize_transposed = eager_or_dispatched(_quantize_transposed, torch.ops.qsync.quantize_transposed.default)
+_quantize_eager = eager_or_dispatched(_quantize, torch.ops.qsync.quantize.default)
+_quantize_transposed_eager = eager_or_dispatched(_quantize_transposed, torch.ops.qsync.quantize_transposed.default)
+Offset = int | torch.Tensor
+"""Of a step's random numbers; a tensor while a compiler traces."""
+
+
+def quantize(x: torch.Tensor, binding: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Pair:
+    """The 8-bit copy of ``x`` and its scales."""
+    if isinstance(offset, torch.Tensor):
+        return torch.ops.qsync.quantize.at(x, binding, seed, offset, multiplier)
+    return _quantize_eager(x, binding, seed, offset, multiplier)
+
+
+def quantize_transposed(x: torch.Tensor, binding: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Triple:
+    """The 8-bit copy of ``x`` (..., K), its scales, and the copy as (K, M)."""
+    if isinstance(offset, torch.Tensor):
+        return torch.ops.qsync.quantize_transposed.at(x, binding, seed, offset, multiplier)
+    return _quantize_transposed_eager(x, binding, seed, offset, multiplier)

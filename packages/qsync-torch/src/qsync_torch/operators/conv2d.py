@@ -21,6 +21,7 @@ from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
+from qsync_torch.quantize_ops import Offset
 
 Pair = int | Sequence[int]
 IntPair = tuple[int, int]
@@ -80,7 +81,7 @@ class _QuantizedConv2d(torch.autograd.Function):
         w_scale: torch.Tensor,
         binding: OperatorBinding,
         seed: int,
-        offset: int,
+        offset: Offset,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         # The weight's copy is needed for its shape alone when only the weight has a gradient.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.quantize_ops import quantize, quantize_transposed
+from qsync_torch.quantize_ops import Offset, quantize, quantize_transposed
 
 Needs = tuple[bool, bool, bool]
 """Whether activation, weight and bias want a gradient."""
@@ -59,7 +59,7 @@ class Gradient(NamedTuple):
 
 
 def cast_gradient(
-    grad: torch.Tensor, w_scale: torch.Tensor | None, binding: OperatorBinding, needs: Needs, seed: int, offset: int
+    grad: torch.Tensor, w_scale: torch.Tensor | None, binding: OperatorBinding, needs: Needs, seed: int, offset: Offset
 ) -> Gradient:
     """Make the copies that the backward products of ``needs`` read.
 

@@ -20,6 +20,7 @@ from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
+from qsync_torch.quantize_ops import Offset
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,7 +45,7 @@ class _QuantizedLinear(torch.autograd.Function):
         w_scale: torch.Tensor,
         binding: OperatorBinding,
         seed: int,
-        offset: int,
+        offset: Offset,
     ) -> torch.Tensor:
         need_x, need_w = ctx.needs_input_grad[:2]
         kept_x = q_x if x_transposed is None else x_transposed.t()

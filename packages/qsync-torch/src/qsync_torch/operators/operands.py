@@ -10,7 +10,7 @@ from qsync_core.errors import NumericsError
 from qsync_torch.cast_cache import CastCache, float_key
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.quantize_ops import quantize, quantize_transposed
+from qsync_torch.quantize_ops import Offset, quantize, quantize_transposed
 from qsync_torch.random_bits import stream_key
 
 
@@ -27,11 +27,11 @@ class Seeds(NamedTuple):
 
     x: int = 0
     w: int = 1
-    offset: int = 0
+    offset: Offset = 0
     grad: int = 2
 
 
-def seeds_of(seed: int, offset: int = 0) -> Seeds:
+def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
     """The streams of one seed."""
     return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
 
@@ -60,7 +60,7 @@ def cast_input(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: C
     return cache.cast(x, key, seeds.x, lambda seed: _quantize_input(x, binding, transposed, seed, seeds.offset))
 
 
-def _quantize_input(x: torch.Tensor, binding: OperatorBinding, transposed: bool, seed: int, offset: int) -> Operand:
+def _quantize_input(x: torch.Tensor, binding: OperatorBinding, transposed: bool, seed: int, offset: Offset) -> Operand:
     if transposed:
         return Operand(*quantize_transposed(x.detach(), binding.x_transposed_text, seed, offset))
     return Operand(*quantize(x.detach(), binding.x_text, seed, offset))

@@ -9,6 +9,7 @@ import torch
 
 from qsync_torch.operators.gradient import Gradient, Needs, cast_gradient
 from qsync_torch.operators.operator_binding import OperatorBinding
+from qsync_torch.quantize_ops import Offset
 
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Gradients of activation, weight and bias; None where none is wanted."""
@@ -48,7 +49,7 @@ def keep_for_backward(
     copies: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     binding: OperatorBinding,
     seed: int,
-    offset: int,
+    offset: Offset,
 ) -> None:
     """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
     ctx.save_for_backward(*copies)
