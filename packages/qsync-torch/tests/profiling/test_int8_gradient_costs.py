@@ -1,0 +1,73 @@
+"""Operators with int8 gradients are timed without the casts of their gradient, which have models of their own."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.precision import Precision
+from qsync_core.profile import CastKey
+from qsync_core.semantics import CastSite, casts
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.profiling import adjustable_call
+from qsync_torch.profiling.cast_keys import possible_casts
+from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.saved_tensors import watch_saved
+from qsync_torch.profiling.timing import Effort
+from qsync_torch.trace import trace
+
+from .test_saved_tensors import _convolution
+
+QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+INPUT = attrs.evolve(Variant.of(Precision.INT8, output=Precision.BFLOAT16), grad_input=Precision.INT8)
+BOTH = attrs.evolve(INPUT, grad_weight=Precision.INT8)
+FLOAT32 = Variant.of(Precision.FLOAT32)
+
+
+def test_the_timed_backward_starts_from_copies_that_are_made_before(monkeypatch):
+    made = []
+    original = adjustable_call.cast_gradient
+    monkeypatch.setattr(adjustable_call, "cast_gradient", lambda *arguments: made.append(1) or original(*arguments))
+    layouts = {"conv.weight": torch.empty(6, 4, 3, 3).to(memory_format=torch.channels_last)}
+    prepared = adjustable_call.prepare_adjustable(_convolution(), INPUT, layouts, torch.device("cpu"), "aten")
+    armed = prepared.arm()
+    saved = watch_saved(armed.run, prepared.activations, prepared.parameters)
+    assert (saved.inputs, saved.own_bytes) == ((0,), 6 * 4 * 9 + 4 + 6 * 4)
+    assert made == [1]
+    grad_x, grad_w, grad_b = armed.backward_thunk(saved.result, [torch.ones_like(saved.result)])()
+    assert made == [1]
+    assert (grad_x.dtype, grad_w.dtype, grad_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert grad_x.shape == (2, 4, 5, 5)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("variant", [INPUT, BOTH])
+def test_a_profile_has_every_cast_that_such_a_rung_needs(variant):
+    torch.manual_seed(0)
+    job = Job(
+        "layers",
+        Layers(),
+        lambda step, size: Batch((torch.randn(size, 6),), target=torch.arange(size) % 3),
+        lambda output, batch: F.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+    dag = trace(job)
+    found = profile(job, dag, ladder=(variant, FLOAT32), operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK)
+    measured = {model.key for model in found.casts}
+    for operator in dag.adjustable:
+        assert found.cost(operator.op_id, variant).backward_compute_ns >= 0
+        needed = casts(operator, variant, [Precision.FLOAT32])
+        assert {cast.key for cast in needed} <= measured
+    quantized = CastKey(Precision.BFLOAT16, Precision.INT8, rounding=variant.rounding)
+    assert CastSite.GRAD_OUTPUT in possible_casts((variant, FLOAT32))[quantized]
