@@ -37,7 +37,7 @@ class Interpreter:
 
     def _fold(self, q: abi.Arguments) -> None:
         x = _memory(q.a, np.int8, q.images * q.in_h * q.in_w * q.in_c).reshape(q.images, q.in_h, q.in_w, q.in_c)
-        out = _memory(q.out, np.int8, q.images * q.out_h * q.out_w * 16).reshape(q.images, q.out_h, q.out_w, 16)
+        out = _memory(q.out, np.int8, q.images * q.out_h * q.out_w * q.lda).reshape(q.images, q.out_h, q.out_w, q.lda)
         out[:] = 0
         for h, w, dh, dw in np.ndindex(q.out_h, q.out_w, q.stride_h, q.stride_w):
             at_h, at_w = h * q.stride_h + dh - q.pad_h, w * q.stride_w + dw - q.pad_w
@@ -53,6 +53,7 @@ class Interpreter:
 
     def _convolve(self, q: abi.Arguments, out_type: type) -> None:
         assert [value % 16 for value in (q.in_c, q.lda, q.stride_a, q.stride_b)] == [0, 0, 0, 0]
+        assert max(q.stride_h, q.stride_w) <= 8
         assert q.out_c % (16 // np.dtype(out_type).itemsize) == 0
         assert [value % 16 for value in (q.a, q.b, q.out)] == [0, 0, 0]
         shape = (q.images, q.in_h, q.in_w, q.in_c)

@@ -101,6 +101,32 @@ def test_an_images_stem_is_folded_into_one_launch_of_64_channels():
     assert (call.in_c, call.filter_h, call.filter_w, call.stride_h, call.pad_h, call.lda) == (64, 4, 1, 1, 0, 16)
 
 
+def test_patches_of_images_become_one_product():
+    libraries = check_output(integers(2, 3, 32, 48), integers(24, 3, 16, 16, seed=1), (16, 16))
+    (convolution,) = [library for name, library in libraries.items() if "tma" in name]
+    (call,) = convolution.calls
+    assert (call.in_c, call.filter_h, call.filter_w, call.out_h, call.out_w) == (768, 1, 1, 2, 3)
+
+
+def test_long_strides_fold_many_channels_too():
+    libraries = check_output(integers(1, 16, 24, 21), integers(16, 16, 11, 3, seed=1), (9, 2), (1, 1))
+    assert "conv2d_fold_pixels" in libraries
+
+
+@pytest.mark.parametrize(
+    ("channels", "taps", "stride", "expected"),
+    [
+        (3, (7, 7), (2, 2), True),
+        (3, (11, 11), (4, 4), True),
+        (20, (3, 3), (2, 2), False),
+        (64, (3, 3), (2, 2), False),
+        (5, (1, 1), (2, 2), False),
+    ],
+)
+def test_folding_where_it_multiplies_less(channels, taps, stride, expected):
+    assert conv2d_operands.folds(channels, taps, conv2d.Geometry(stride=stride)) is expected
+
+
 def test_groups_run_one_after_the_other_on_slices_of_the_channels():
     libraries = check_output(
         integers(2, 48, 6, 5),

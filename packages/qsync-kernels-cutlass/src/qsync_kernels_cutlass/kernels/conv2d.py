@@ -4,8 +4,8 @@
 * ``conv2d.grad_input``: ``kernel(grad, w, scale, out)``, the same convolution of the gradient with turned filters (stride 1)
 
 Kernels work on channels-last memory; other layouts are copied into it, and out of it.  Channels that are no multiple of 16 are
-padded with zeros; the few channels of images are folded (:func:`~.conv2d_operands.folded`).  A 1x1 convolution with stride 1 is a
-matrix product of its pixels, and runs as one when it is given a product's configuration.
+padded with zeros, or folded where they are few or strides are long (:func:`~.conv2d_operands.folded`).  A 1x1 convolution with
+stride 1 is a matrix product of its pixels, and runs as one when it is given a product's configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
 from qsync_kernels_cutlass.conv_refusal import CHANNEL_ALIGNMENT
 from qsync_kernels_cutlass.conv_source import OUT_ALIGNMENT, conv_source, fold_source, turn_source
 from qsync_kernels_cutlass.kernels.conv2d_launch import ConvLaunch
-from qsync_kernels_cutlass.kernels.conv2d_operands import channels_last, folded, folds, padded, padded_vector, turned_filters
+from qsync_kernels_cutlass.kernels.conv2d_operands import (
+    LONGEST_STRIDE,
+    channels_last,
+    folded,
+    folds,
+    padded,
+    padded_vector,
+    turned_filters,
+)
 from qsync_kernels_cutlass.kernels.operands import round_up
 from qsync_kernels_cutlass.library import Library
 from qsync_kernels_cutlass.problem import ConvProblem, GemmProblem, Geometry, problem_of
@@ -55,7 +63,7 @@ def build(request: KernelRequest, config: ConvConfig | GemmConfig, arch: Archite
         turn = compile(turn_source(arch.name))
         return GradInput(Convolution(request.op, library, config, geometry, problem.out_format), turn, geometry.groups)
     fold = None
-    if isinstance(problem, ConvProblem) and problem.group_channels % CHANNEL_ALIGNMENT and folds(problem.in_c, geometry):
+    if isinstance(problem, ConvProblem) and folds(problem.in_c, (problem.filter_h, problem.filter_w), geometry):
         fold = compile(fold_source(arch.name))
     return Convolution(request.op, library, config, geometry, problem.out_format, fold)
 
@@ -74,13 +82,14 @@ class Convolution:
             config: its configuration, with the run-time knobs.
             geometry: stride, padding, dilation, groups.
             out_format: what the library writes.
-            fold: folds pixels of few channels; None pads their channels.
+            fold: folds blocks of pixels into one where that pays or TMA needs it; None pads channels.
         """
         self._op = op
         self._launch = ConvLaunch(op, library, config, geometry, out_format)
         self._groups = geometry.groups
         self._out_alignment = OUT_ALIGNMENT[out_format]
         self._fold, self._geometry = fold, geometry
+        self._folds_all = fold is not None and max(geometry.stride) > LONGEST_STRIDE
         self._launch_folded = ConvLaunch(op, library, config, Geometry(), out_format)
 
     def __call__(
@@ -119,7 +128,7 @@ class Convolution:
             and out.data_ptr() % 16 == 0
             and out.shape[1] // self._groups % self._out_alignment == 0
         )
-        if in_place and x.shape[1] // self._groups % CHANNEL_ALIGNMENT == 0:
+        if in_place and not self._folds_all and x.shape[1] // self._groups % CHANNEL_ALIGNMENT == 0:
             self._launch(x, x_scale, w, w_scale, bias, out)
         else:
             self._padded(x, x_scale, w, w_scale, bias, out, in_place)
@@ -143,11 +152,11 @@ class Convolution:
                 w = padded(w, filters=wide)
                 w_scale = w_scale if w_scale.numel() == 1 else padded_vector(w_scale, wide)
                 bias = None if bias is None else padded_vector(bias, wide)
-        if self._groups == 1 and x.shape[1] % CHANNEL_ALIGNMENT:
-            if self._fold is not None and folds(x.shape[1], self._geometry):
+        if self._groups == 1:
+            if self._fold is not None and folds(x.shape[1], (w.shape[2], w.shape[3]), self._geometry):
                 x, w = folded(self._fold, x, w, self._geometry, (out.shape[2], out.shape[3]))
                 launch = self._launch_folded
-            else:
+            elif x.shape[1] % CHANNEL_ALIGNMENT:
                 wide = round_up(x.shape[1], CHANNEL_ALIGNMENT)
                 x, w = padded(x, channels=wide), padded(w, channels=wide)
         launch(x, x_scale, w, w_scale, bias, target)

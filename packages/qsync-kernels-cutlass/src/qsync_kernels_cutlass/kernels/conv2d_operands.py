@@ -10,8 +10,8 @@ from qsync_kernels_cutlass.kernels.operands import current_stream, round_up
 from qsync_kernels_cutlass.library import CallContext, Library
 from qsync_kernels_cutlass.problem import Geometry
 
-FOLDED_CHANNELS = 16
-"""Channels of a folded pixel (``kFoldedChannels`` in ``templates/conv_operands.cuh``)."""
+LONGEST_STRIDE = 8
+"""Of the steps that TMA takes over pixels; longer ones fold."""
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -41,10 +41,31 @@ def padded_vector(vector: torch.Tensor, count: int) -> torch.Tensor:
     return wide
 
 
-def folds(channels: int, geometry: Geometry) -> bool:
-    """Whether a block of stride x stride pixels fits into the channels of one folded pixel."""
-    area = geometry.stride[0] * geometry.stride[1]
-    return geometry.groups == 1 and geometry.dilation == (1, 1) and channels * area <= FOLDED_CHANNELS
+def folds(channels: int, filter_size: tuple[int, int], geometry: Geometry) -> bool:
+    """Whether blocks of stride x stride pixels become one pixel: where that multiplies less than padding the channels does.
+
+    Args:
+        channels: of the activation.
+        filter_size: rows and columns of a filter.
+        geometry: of the convolution.
+    """
+    if geometry.groups != 1 or geometry.dilation != (1, 1):
+        return False
+    if max(geometry.stride) > LONGEST_STRIDE:
+        return True
+    if channels % CHANNEL_ALIGNMENT == 0:
+        return False
+    taps = _folded_taps(filter_size, geometry)
+    padded_products = filter_size[0] * filter_size[1] * round_up(channels, CHANNEL_ALIGNMENT)
+    return taps[0] * taps[1] * _folded_channels(channels, geometry) <= padded_products
+
+
+def _folded_taps(filter_size: tuple[int, int], geometry: Geometry) -> tuple[int, int]:
+    return -(-filter_size[0] // geometry.stride[0]), -(-filter_size[1] // geometry.stride[1])
+
+
+def _folded_channels(channels: int, geometry: Geometry) -> int:
+    return round_up(channels * geometry.stride[0] * geometry.stride[1], CHANNEL_ALIGNMENT)
 
 
 def folded(library: Library, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, pixels: tuple[int, int]) -> list[torch.Tensor]:
@@ -62,24 +83,25 @@ def folded(library: Library, x: torch.Tensor, w: torch.Tensor, geometry: Geometr
         pixels: rows and columns of the output.
 
     Returns:
-        x as a view (B, 16 * s, P + r - 1, Q) with overlapping pixels, and w (O, 16 * s, r, 1).
+        x as a view (B, F * s, P + r - 1, Q) with overlapping pixels, and w (O, F * s, r, 1), for r x s blocks of F channels that a
+        filter covers.
     """
-    (rows, columns), stride = pixels, geometry.stride
-    taps = [-(-size // stride[axis]) for axis, size in enumerate(w.shape[2:])]
-    folded_x = _fold(library, x, geometry, (rows + taps[0] - 1, columns + taps[1] - 1))
-    folded_w = _fold(library, w, Geometry(stride=stride), (taps[0], taps[1]))
-    window = taps[1] * FOLDED_CHANNELS
-    images, height, width, _ = folded_x.shape
-    row = width * FOLDED_CHANNELS
-    view_x = folded_x.as_strided((images, window, height, columns), (height * row, 1, row, FOLDED_CHANNELS))
-    view_w = folded_w.as_strided((w.shape[0], window, taps[0], 1), (taps[0] * window, 1, window, window))
+    (rows, columns), (height, width) = pixels, w.shape[2:]
+    taps_h, taps_w = _folded_taps((height, width), geometry)
+    channels = _folded_channels(x.shape[1], geometry)
+    folded_x = _fold(library, x, geometry, (rows + taps_h - 1, columns + taps_w - 1, channels))
+    folded_w = _fold(library, w, Geometry(stride=geometry.stride), (taps_h, taps_w, channels))
+    window, row = taps_w * channels, folded_x.shape[2] * channels
+    images, lines = folded_x.shape[:2]
+    view_x = folded_x.as_strided((images, window, lines, columns), (lines * row, 1, row, channels))
+    view_w = folded_w.as_strided((w.shape[0], window, taps_h, 1), (taps_h * window, 1, window, window))
     return [view_x, view_w]
 
 
-def _fold(library: Library, x: torch.Tensor, geometry: Geometry, size: tuple[int, int]) -> torch.Tensor:
-    """(n, height, width, 16) of ``size`` blocks of pixels; the first starts ``padding`` before the image."""
+def _fold(library: Library, x: torch.Tensor, geometry: Geometry, size: tuple[int, int, int]) -> torch.Tensor:
+    """(n, *size), size = blocks of pixels down and across and their channels; the first starts ``padding`` before the image."""
     images, channels, height, width = x.shape
-    out = torch.empty((images, *size, FOLDED_CHANNELS), dtype=torch.int8, device=x.device)
+    out = torch.empty((images, *size), dtype=torch.int8, device=x.device)
     device = x.get_device()
     arguments = abi.Arguments(
         images=images,
@@ -88,6 +110,7 @@ def _fold(library: Library, x: torch.Tensor, geometry: Geometry, size: tuple[int
         in_c=channels,
         out_h=size[0],
         out_w=size[1],
+        lda=size[2],
         pad_h=geometry.padding[0],
         pad_w=geometry.padding[1],
         stride_h=geometry.stride[0],

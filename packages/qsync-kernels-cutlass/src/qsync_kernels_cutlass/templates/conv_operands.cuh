@@ -5,16 +5,18 @@
 
 namespace qsync {
 
-// Few input channels: every block of stride_h x stride_w pixels becomes one pixel of 16 channels, padding included.
+// Few input channels, or long strides: every block of stride_h x stride_w pixels becomes one pixel of lda channels, with the
+// padding around the image.
 //
 //     out[n, h, w, (dh * stride_w + dw) * c_count + c] = x[n, h * stride_h + dh - pad_h, w * stride_w + dw - pad_w, c]
 //
 // and 0 outside x and in the remaining channels.  A strided convolution of x with padding is then one of `out` with stride 1
-// and none, whose filters are folded in the same way (without padding).
-constexpr int kFoldedChannels = 16;
+// and none, whose filters are folded in the same way (without padding).  A thread writes 16 channels.
+constexpr int kChannelsPerThread = 16;
 
 __global__ void __launch_bounds__(256) fold_pixels(QsyncArguments q) {
-  uint32_t const pixel = blockIdx.x * 256u + threadIdx.x;
+  uint32_t const thread = blockIdx.x * 256u + threadIdx.x, parts = uint32_t(q.lda) / kChannelsPerThread;
+  uint32_t const pixel = thread / parts, part = thread - pixel * parts;
   if (pixel >= uint32_t(q.images * q.out_h * q.out_w)) return;
   uint32_t const out_w = uint32_t(q.out_w), out_h = uint32_t(q.out_h);
   uint32_t const row = pixel / out_w, image = row / out_h;
@@ -23,32 +25,33 @@ __global__ void __launch_bounds__(256) fold_pixels(QsyncArguments q) {
   int const channels = int(q.in_c), in_h = int(q.in_h), in_w = int(q.in_w);
   int8_t const* const x = static_cast<int8_t const*>(q.a) + int64_t(image) * in_h * in_w * channels;
   union {
-    int8_t bytes[kFoldedChannels];
+    int8_t bytes[kChannelsPerThread];
     int4 vector;
   } folded;
   int const used = int(q.stride_h * q.stride_w) * channels, line = int(q.stride_w) * channels;
 #pragma unroll
-  for (int i = 0; i < kFoldedChannels; ++i) {
-    int const dh = i / line, rest = i - dh * line, dw = rest / channels;
+  for (int i = 0; i < kChannelsPerThread; ++i) {
+    int const channel = int(part) * kChannelsPerThread + i;
+    int const dh = channel / line, rest = channel - dh * line, dw = rest / channels;
     int const h = first_h + dh, w = first_w + dw;
-    bool const inside = i < used && h >= 0 && h < in_h && w >= 0 && w < in_w;
+    bool const inside = channel < used && h >= 0 && h < in_h && w >= 0 && w < in_w;
     folded.bytes[i] = inside ? x[(int64_t(h) * in_w + w) * channels + (rest - dw * channels)] : int8_t(0);
   }
-  static_cast<int4*>(q.out)[pixel] = folded.vector;
+  static_cast<int4*>(q.out)[thread] = folded.vector;
 }
 
 inline int32_t run_fold_pixels(QsyncArguments const& q) {
   if (q.struct_bytes != int64_t(sizeof(QsyncArguments))) return QSYNC_WRONG_ABI;
-  int64_t const pixels = q.images * q.out_h * q.out_w;
-  if (!fits_int32(pixels) || !fits_int32(q.in_h) || !fits_int32(q.in_w) ||
-      q.stride_h * q.stride_w * q.in_c > kFoldedChannels) {
+  int64_t const threads = q.images * q.out_h * q.out_w * (q.lda / kChannelsPerThread);
+  if (!fits_int32(threads) || !fits_int32(q.in_h) || !fits_int32(q.in_w) || !fits_int32(q.lda) ||
+      q.lda % kChannelsPerThread != 0 || q.stride_h * q.stride_w * q.in_c > q.lda) {
     return QSYNC_INVALID_PROBLEM;
   }
   if (!aligned(q.out, 16)) return QSYNC_MISALIGNED;
-  if (pixels == 0) return QSYNC_OK;
+  if (threads == 0) return QSYNC_OK;
   DeviceGuard guard(q.device);
   if (guard.status() != QSYNC_OK) return guard.status();
-  fold_pixels<<<unsigned((pixels + 255) / 256), 256, 0, static_cast<cudaStream_t>(q.stream)>>>(q);
+  fold_pixels<<<unsigned((threads + 255) / 256), 256, 0, static_cast<cudaStream_t>(q.stream)>>>(q);
   return cuda_status(cudaGetLastError());
 }
 
