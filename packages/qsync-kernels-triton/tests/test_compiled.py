@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: it is read there
 pytest.importorskip("triton")
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 

@@ -294,3 +294,9 @@ def test_multipliers_and_transposes_of_another_shape_are_refused_by_name():
         kernel(*cube, multiplier=torch.ones(4))
     with pytest.raises(BackendError, match=r"a transposed result needs a contiguous matrix, got shape \(2, 3, 4\)"):
         kernel(*cube, transposed_out=torch.zeros(4, 3, 2, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_a_single_number_is_its_own_scale(granularity):
+    q, scale = run(torch.tensor(-3.0), granularity, Rounding.STOCHASTIC)
+    assert (q.item(), scale.item()) == (-127, torch.tensor(3.0).div(127).item())

@@ -32,7 +32,7 @@ def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
     if granularity is Granularity.PER_TENSOR:
         return 1
     if granularity is Granularity.PER_CHANNEL:
-        return shape[0]
+        return shape[0] if shape else 1
     numel = 1
     for size in shape[:-1]:
         numel *= size

@@ -88,8 +88,8 @@ class SplitPlan:
         first = {"UNIT": p.unit, "BLOCK": block, "TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": p.overlap}
         self._absmax = Launch(partial_absmax, first, num_warps=config.warps)
         keep_from = max(0, full - config.keep // (p.bytes * p.rows) // block)
-        self._first_grid = (self._programs, p.rows, 1)
-        self._first_numbers = (p.length // p.unit, full, keep_from, p.inner, p.channels)
+        self._first_grid = (self._programs * p.rows, 1, 1)
+        self._first_numbers = (self._programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
         constants = {
             "FORMAT": p.form,
             "ROUNDING": p.rounding,
@@ -104,8 +104,8 @@ class SplitPlan:
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_from_partials, constants, num_warps=config.warps, **options)
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
-        self._second_grid = (sweep, p.rows, 1)
-        self._second_numbers = (p.length // p.unit, full, self._programs, p.inner, p.channels)
+        self._second_grid = (sweep * p.rows, 1, 1)
+        self._second_numbers = (sweep, p.length // p.unit, full, self._programs, p.inner, p.channels)
         self.partials_per_row = self._programs
         self._device, self._count = p.device, self._programs * p.rows
 

@@ -122,11 +122,12 @@ def round_chunks(
     return scale
 
 
-@triton.jit(do_not_specialize=["units", "full_chunks", "keep_from", "inner", "channels"])
+@triton.jit(do_not_specialize=["programs", "units", "full_chunks", "keep_from", "inner", "channels"])
 def partial_absmax(
     x_ptr,
     partial_ptr,
     multiplier_ptr,
+    programs: tl.int32,
     units: tl.int64,
     full_chunks: tl.int32,
     keep_from: tl.int32,
@@ -138,29 +139,33 @@ def partial_absmax(
     MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partial maxima; grid (programs, rows).  A row has units * UNIT elements: a constant factor lets loads be wide."""
+    """Partial maxima, ``programs`` for each row; grid (programs * rows,).
+
+    A row has units * UNIT elements: a constant factor lets loads be wide.
+    """
     if OVERLAP:
         gdc_launch_dependents()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    row = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0) % programs
+    row = (tl.program_id(0) // programs).to(tl.int64)
     row_length = units.to(tl.int64) * UNIT
     absmax = absmax_of_chunks(
         x_ptr, multiplier_ptr, row * row_length, row_length, program, programs, full_chunks, keep_from, inner, channels,
         BLOCK, TAIL, MULTIPLIER,
     )  # fmt: skip
-    tl.store(partial_ptr + row * programs + program, absmax)
+    tl.store(partial_ptr + tl.program_id(0), absmax)
 
 
 _SEED = ["seed_low", "seed_high", "stream_low", "stream_high"]
 
 
-@triton.jit(do_not_specialize=["units", "full_chunks", "partials", "inner", "channels", *_SEED])
+@triton.jit(do_not_specialize=["programs", "units", "full_chunks", "partials", "inner", "channels", *_SEED])
 def quantize_from_partials(
     x_ptr,
     q_ptr,
     scale_ptr,
     partial_ptr,
     multiplier_ptr,
+    programs: tl.int32,
     units: tl.int64,
     full_chunks: tl.int32,
     partials: tl.int32,
@@ -180,13 +185,14 @@ def quantize_from_partials(
     MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Round a row by chunks, the last ones first; grid (programs, rows)."""
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    """Round rows by chunks, the last ones first, with ``programs`` programs for each; grid (programs * rows,)."""
+    program = tl.program_id(0) % programs
+    row = ((tl.num_programs(0) - 1 - tl.program_id(0)) // programs).to(tl.int64)
     row_length = units.to(tl.int64) * UNIT
     scale = round_chunks(
-        x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, tl.program_id(0),
-        tl.num_programs(0), full_chunks, inner, channels, seed_low, seed_high, stream_low, stream_high,
+        x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, program,
+        programs, full_chunks, inner, channels, seed_low, seed_high, stream_low, stream_high,
         FORMAT, ROUNDING, BLOCK, PARTIALS, ALIGNED, TAIL, MULTIPLIER, OVERLAP,
     )  # fmt: skip
-    if tl.program_id(0) == 0:
+    if program == 0:
         tl.store(scale_ptr + row, scale)
