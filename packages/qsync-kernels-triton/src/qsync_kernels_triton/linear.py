@@ -84,7 +84,7 @@ class EightBitProduct:
 
 def _can_be_described(x: torch.Tensor) -> bool:
     """Whether a matrix of bytes suits the tensor memory accelerator: rows and address in multiples of 16 bytes."""
-    return x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
