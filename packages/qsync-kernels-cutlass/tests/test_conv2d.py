@@ -16,10 +16,11 @@ from qsync_core.backend import Op  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.precision import Precision  # noqa: E402
 from qsync_core.variant import Variant  # noqa: E402
-from qsync_kernels_cutlass import abi  # noqa: E402
+from qsync_kernels_cutlass import abi, candidates, conv_folding, validity  # noqa: E402
 from qsync_kernels_cutlass.architectures import SM_80, SM_90A  # noqa: E402
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path  # noqa: E402
 from qsync_kernels_cutlass.kernels import conv2d, conv2d_launch, conv2d_operands  # noqa: E402
+from qsync_kernels_cutlass.problem import problem_of  # noqa: E402
 
 FLOAT32 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
 FLOAT16 = attrs.evolve(FLOAT32, output=Precision.FLOAT16)
@@ -124,7 +125,36 @@ def test_long_strides_fold_many_channels_too():
     ],
 )
 def test_folding_where_it_multiplies_less(channels, taps, stride, expected):
-    assert conv2d_operands.folds(channels, taps, conv2d.Geometry(stride=stride)) is expected
+    assert conv_folding.folds(channels, taps, conv2d.Geometry(stride=stride)) is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "reason"),
+    [
+        (request((1, 16, 300, 8), (16, 16, 2, 1), dilation=(255, 1)), ConvConfig(), "last tap is too far away for TMA: 255 pixels"),
+        (request((1, 16, 300, 8), (16, 16, 3, 1), dilation=(100, 1)), ConvConfig(), "200 pixels from the first, 200 outside"),
+        (request((1, 16, 8, 8), (16, 16, 1, 1), padding=(0, 128)), ConvConfig(), "TMA pads by at most 127 pixels, not 128"),
+        (request((1, 32, 99, 8), (32, 16, 3, 3), (9, 1), groups=2), ConvConfig(), "TMA steps over at most 8 pixels, not 9"),
+        (request((1, 16, 99, 99), (16, 16, 33, 3)), MMA, "filters of at most 32 taps a side, not 33"),
+    ],
+)
+def test_geometries_beyond_a_paths_limits_are_not_its_candidates(asked, config, reason):
+    problem = problem_of(asked)
+    (found,) = validity.reasons(config, SM_90A, problem)
+    assert reason in found
+    assert all(candidate.path is not config.path for candidate in candidates.ranked(problem, SM_90A))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request((1, 16, 300, 8), (16, 16, 3, 1), dilation=(100, 1), padding=(100, 0)),
+        request((1, 3, 64, 64), (16, 3, 48, 48), (16, 16)),
+        request((1, 16, 99, 99), (16, 16, 33, 3), (9, 1)),
+    ],
+)
+def test_folding_and_padding_bring_geometries_within_the_limits(asked):
+    assert validity.reasons(ConvConfig(), SM_90A, problem_of(asked)) == []
 
 
 def test_groups_run_one_after_the_other_on_slices_of_the_channels():

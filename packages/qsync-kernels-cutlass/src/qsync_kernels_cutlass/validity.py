@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from qsync_kernels_cutlass import conv_folding
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler, Shape3
+from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Iterator, Path, Raster, Schedule, Scheduler, Shape3
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 
 Config = GemmConfig | ConvConfig
@@ -135,6 +136,8 @@ def _tma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
         found.append(f"{accumulators} accumulators a thread spill; at most {MAX_ACCUMULATORS} fit beside the epilogue")
     if config.cluster not in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)):
         found.append(f"clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not {_text(config.cluster)}")
+    if isinstance(problem, ConvProblem):
+        found += conv_folding.im2col_reasons(problem)
     if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K and not cooperative:
         found.append("the stream-K scheduler needs the cooperative schedule")
     fitting = max_stages(config, arch, problem)
@@ -178,6 +181,8 @@ def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
         found.append(f"a tile is 32, 64 or 128 bytes deep, not {tile_k * size}")
     elif any(side * tile_k * size % (32 * warps * ALIGNMENT_BYTES) for side in (tile_m, tile_n)):
         found.append(f"{warps} warps do not divide the loads of a {_text(config.tile)} tile, {ALIGNMENT_BYTES} bytes a thread")
+    if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and config.iterator is Iterator.OPTIMIZED:
+        found += conv_folding.mask_reasons(problem)
     found += _stages(config, arch, problem)
     return found
 

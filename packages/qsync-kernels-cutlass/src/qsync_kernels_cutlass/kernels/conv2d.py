@@ -18,18 +18,11 @@ from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compile import Compile, compiled
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
+from qsync_kernels_cutlass.conv_folding import LONGEST_STRIDE, folds
 from qsync_kernels_cutlass.conv_refusal import CHANNEL_ALIGNMENT
 from qsync_kernels_cutlass.conv_source import OUT_ALIGNMENT, conv_source, fold_source, turn_source
 from qsync_kernels_cutlass.kernels.conv2d_launch import ConvLaunch
-from qsync_kernels_cutlass.kernels.conv2d_operands import (
-    LONGEST_STRIDE,
-    channels_last,
-    folded,
-    folds,
-    padded,
-    padded_vector,
-    turned_filters,
-)
+from qsync_kernels_cutlass.kernels.conv2d_operands import channels_last, folded, padded, padded_vector, turned_filters
 from qsync_kernels_cutlass.kernels.operands import round_up
 from qsync_kernels_cutlass.library import Library
 from qsync_kernels_cutlass.problem import ConvProblem, GemmProblem, Geometry, problem_of

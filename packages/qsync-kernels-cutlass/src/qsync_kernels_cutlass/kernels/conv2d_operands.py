@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from qsync_kernels_cutlass import abi
+from qsync_kernels_cutlass.conv_folding import folded_channels, folded_taps
 from qsync_kernels_cutlass.conv_refusal import CHANNEL_ALIGNMENT
 from qsync_kernels_cutlass.kernels.operands import current_stream, round_up
 from qsync_kernels_cutlass.library import CallContext, Library
 from qsync_kernels_cutlass.problem import Geometry
-
-LONGEST_STRIDE = 8
-"""Of the steps that TMA takes over pixels; longer ones fold."""
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -41,45 +39,17 @@ def padded_vector(vector: torch.Tensor, count: int) -> torch.Tensor:
     return wide
 
 
-def folds(channels: int, filter_size: tuple[int, int], geometry: Geometry) -> bool:
-    """Whether blocks of stride x stride pixels become one pixel: where that multiplies less than padding the channels does.
-
-    Args:
-        channels: of the activation.
-        filter_size: rows and columns of a filter.
-        geometry: of the convolution.
-    """
-    if geometry.groups != 1 or geometry.dilation != (1, 1):
-        return False
-    if max(geometry.stride) > LONGEST_STRIDE:
-        return True
-    if channels % CHANNEL_ALIGNMENT == 0:
-        return False
-    taps = _folded_taps(filter_size, geometry)
-    padded_products = filter_size[0] * filter_size[1] * round_up(channels, CHANNEL_ALIGNMENT)
-    return taps[0] * taps[1] * _folded_channels(channels, geometry) <= padded_products
-
-
-def _folded_taps(filter_size: tuple[int, int], geometry: Geometry) -> tuple[int, int]:
-    return -(-filter_size[0] // geometry.stride[0]), -(-filter_size[1] // geometry.stride[1])
-
-
-def _folded_channels(channels: int, geometry: Geometry) -> int:
-    return round_up(channels * geometry.stride[0] * geometry.stride[1], CHANNEL_ALIGNMENT)
-
-
 def folded(library: Library, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, pixels: tuple[int, int]) -> list[torch.Tensor]:
     """Activation and filters of the same convolution with stride 1, no padding and many channels.
 
-    Blocks of stride x stride pixels become the channels of one; then the window of a filter's columns is read as one pixel of
-    all their channels, which overlaps with the next pixel's (a view: nothing is copied for it).  An image of 3 channels and
-    filters of 7x7 at stride 2 becomes one of 64 channels and filters of 4x1.
+    See :mod:`qsync_kernels_cutlass.conv_folding`.  Nothing is copied to read a filter's row as one pixel: that is a view.  An image
+    of 3 channels and filters of 7x7 at stride 2 becomes one of 64 channels and filters of 4x1.
 
     Args:
         library: ``conv_source.fold_source``.
         x: int8 (B, C, H, W), channels-last.
         w: int8 (O, C, R, S), channels-last.
-        geometry: which :func:`folds` accepts.
+        geometry: which :func:`~qsync_kernels_cutlass.conv_folding.folds` accepts.
         pixels: rows and columns of the output.
 
     Returns:
@@ -87,8 +57,8 @@ def folded(library: Library, x: torch.Tensor, w: torch.Tensor, geometry: Geometr
         filter covers.
     """
     (rows, columns), (height, width) = pixels, w.shape[2:]
-    taps_h, taps_w = _folded_taps((height, width), geometry)
-    channels = _folded_channels(x.shape[1], geometry)
+    taps_h, taps_w = folded_taps((height, width), geometry)
+    channels = folded_channels(x.shape[1], geometry)
     folded_x = _fold(library, x, geometry, (rows + taps_h - 1, columns + taps_w - 1, channels))
     folded_w = _fold(library, w, Geometry(stride=geometry.stride), (taps_h, taps_w, channels))
     window, row = taps_w * channels, folded_x.shape[2] * channels
