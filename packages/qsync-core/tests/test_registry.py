@@ -13,6 +13,7 @@ import click
 import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
 
+from qsync_core.backend import KernelRequest
 from qsync_core.doctor import DoctorLine
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.hooks import DeviceFacts, hookimpl
@@ -249,6 +250,16 @@ def test_answers_say_what_each_backend_would_do(tmp_path: Path) -> None:
     assert found.answers(near, ["a"], store=store) == [Answer("a", (), "y", 16, False)]
     assert found.answers(LINEAR_INT8, ["a"]) == [Answer("a", (), "x")]
     assert found.choose(LINEAR_INT8, found.answers(LINEAR_INT8, store=store)).backend == "a"
+
+
+def test_a_backend_that_fails_when_asked_leaves_the_request_to_the_others() -> None:
+    class Careless(FakeBackend):
+        def unsupported_reasons(self, request: KernelRequest) -> list[str]:
+            raise IndexError("tuple index out of range")
+
+    found = registry(one=offering(Careless("a"), FakeBackend("b")))
+    assert found.answers(LINEAR_INT8)[0].reasons == ("asking it failed with IndexError: tuple index out of range",)
+    assert found.select(LINEAR_INT8)[0].name == "b"
 
 
 def test_backends_have_the_version_of_their_distribution(write_plugin: Callable[[str, str], EntryPoint]) -> None:

@@ -290,9 +290,12 @@ class Registry:
 
 
 def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:
-    if reasons := backend.unsupported_reasons(request):
-        return Answer(backend.name, tuple(reasons))
-    configs = [config.text for config in backend.candidate_configs(request)]
+    try:
+        if reasons := backend.unsupported_reasons(request):
+            return Answer(backend.name, tuple(reasons))
+        configs = [config.text for config in backend.candidate_configs(request)]
+    except Exception as error:  # somebody else's code: a backend that fails here can not run the request, and the others may
+        return Answer(backend.name, (f"asking it failed with {_describe(error)}",))
     match = store.look_up(backend.name, request, configs) if store is not None else None
     if match is None:
         return Answer(backend.name, config=configs[0] if configs else "")
