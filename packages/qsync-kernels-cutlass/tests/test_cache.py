@@ -173,6 +173,21 @@ def test_an_entry_of_somebody_else_is_not_found(cache, monkeypatch):
     assert cache.find(KEY) is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+@pytest.mark.parametrize("part", ["", "kernel.so", "manifest.json"])
+def test_an_entry_that_really_belongs_to_somebody_else_is_not_found(cache, part):
+    os.chown(put(cache).parent / part, 12345, -1)
+    assert cache.find(KEY) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to somebody else")
+def test_a_folder_that_really_belongs_to_somebody_else_is_refused(own_cache):
+    own_cache.mkdir(mode=0o700)
+    os.chown(own_cache, 12345, -1)
+    with pytest.raises(BackendError, match=r"belongs to user 12345 and not to you"):
+        KernelCache()
+
+
 def test_a_cache_that_can_not_be_written_is_told(cache, own_cache, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 from qsync_core.backend import Op
 from qsync_kernels_cutlass import candidates, latency_model, validity
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.config import GemmConfig, Path, Schedule
+from qsync_kernels_cutlass.config import GemmConfig, Iterator, Path, Schedule
 from qsync_kernels_cutlass.problem import problem_of
 
 CHIPS = [SM_75, SM_80, SM_86, SM_89, SM_90A]
@@ -45,6 +45,19 @@ def test_an_exhaustive_search_on_hopper_has_hundreds_of_configurations(name):
     every = list(candidates.all_valid(problem_of(REQUESTS[name]), SM_90A))
     assert len(every) >= 200
     assert {config.path for config in every} == {Path.TMA}
+
+
+@pytest.mark.parametrize("arch", CHIPS, ids=lambda arch: arch.name)
+def test_every_accepted_convolution_has_a_configuration(arch):
+    long_filter = conv2d(x=(2, 32, 300, 8), w=(32, 32, 290, 1), padding="0,0")
+    long_stride = conv2d(stride="9,9", dilation="2,2")
+    for request in (long_filter, long_stride):
+        problem = problem_of(request)
+        ranked = candidates.ranked(problem, arch)
+        assert ranked
+        assert {config.path for config in ranked} == {Path.MMA}
+        assert all(validity.is_valid(config, arch, problem) for config in ranked)
+    assert {config.iterator for config in candidates.ranked(problem_of(long_filter), arch)} == {Iterator.ANALYTIC}
 
 
 def test_large_products_take_large_cooperative_tiles():

@@ -11,9 +11,10 @@ from functools import lru_cache
 
 import attrs
 
-from qsync_kernels_cutlass import validity
+from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler, Shape3
+from qsync_kernels_cutlass.config import Iterator as AddressIterator
 from qsync_kernels_cutlass.latency_model import predicted_ns
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 from qsync_kernels_cutlass.validity import Config
@@ -124,7 +125,10 @@ def _mma_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
         return
     stages = (3, 4, 5, 6) if arch.async_copies else (2,)
     for ((rows, columns), warp), depth, count in itertools.product(_WARP_TILES, (64 // size, 128 // size), stages):
-        yield cls(Path.MMA, (rows, columns, depth), (*warp, depth), instructions[0], count)
+        config = cls(Path.MMA, (rows, columns, depth), (*warp, depth), instructions[0], count)
+        if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and conv_folding.mask_reasons(problem):
+            config = attrs.evolve(config, iterator=AddressIterator.ANALYTIC)
+        yield config
 
 
 def _simt_space(problem: Problem) -> Iterator[Config]:

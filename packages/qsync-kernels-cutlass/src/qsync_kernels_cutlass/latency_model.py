@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from qsync_kernels_cutlass import validity
+from qsync_core.backend import Op
+from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import Path, Schedule, Scheduler
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
@@ -114,11 +115,15 @@ def _tiles(config: Config, problem: Problem) -> int:
 
 
 def _steps(config: Config, problem: Problem) -> int:
-    """Steps of a tile's main loop; a convolution's step stays within one tap of the filter."""
+    """Steps of a tile's main loop; a convolution's step stays within one tap of the filter, or one row of taps of a folded one."""
     depth = config.tile[2]
-    if isinstance(problem, ConvProblem):
-        return problem.filter_h * problem.filter_w * math.ceil(problem.group_channels / depth)
-    return math.ceil(problem.k / depth)
+    if not isinstance(problem, ConvProblem):
+        return math.ceil(problem.k / depth)
+    taps = problem.filter_h, problem.filter_w
+    if problem.op == Op.CONV2D_OUTPUT and conv_folding.folds(problem.in_c, taps, problem.geometry):
+        down, across = conv_folding.folded_taps(taps, problem.geometry)
+        return down * math.ceil(across * conv_folding.folded_channels(problem.in_c, problem.geometry) / depth)
+    return taps[0] * taps[1] * math.ceil(problem.group_channels / depth)
 
 
 def _bytes(problem: Problem) -> int:

@@ -247,9 +247,3 @@ def _too_little_memory(config: Config, arch: Architecture, fitting: int) -> str:
 
 def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def needs_padding(problem: Problem) -> bool:
-    """Whether a front-end has to pad the contraction to rows of whole 16 bytes."""
-    depth = problem.group_channels if isinstance(problem, ConvProblem) else problem.k
-    return depth * BYTES[problem.a_format] % ALIGNMENT_BYTES != 0
