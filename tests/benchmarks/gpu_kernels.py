@@ -29,13 +29,14 @@ COMMAND = "python tests/benchmarks/gpu_kernels.py --out OUT"
 
 def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
+    tuned = options.backend in (None, "auto")
     step = partial(
         rows_steps.step_rows,
         bench,
         backend=options.backend,
         compiled=not options.eager_only,
         profile=options.profile,
-        tune=options.backend in (None, "auto"),
+        tune=tuned,
     )
     return {
         "K1": partial(rows_products.product_rows, bench),
@@ -45,7 +46,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         "K6": partial(rows_conv.conv_rows, bench),
         "K7": partial(step, "K7"),
         "K8": partial(step, "K8"),
-        "K9": partial(rows_steps.ablation_rows, bench, options.backend, ""),
+        "K9": partial(rows_steps.ablation_rows, bench, backend=options.backend, tune=tuned),
         "K10": partial(rows_tuning.exhaustive_rows, bench),
         "K10b": partial(rows_tuning.duration_rows, bench),
     }

@@ -135,17 +135,20 @@ def _profile(bench: Bench, job: StepJob, setting: Setting, *, compiled: bool) ->
     release()
 
 
-def ablation_rows(bench: Bench, chain: str, config: str) -> Iterator[Row]:
+def ablation_rows(bench: Bench, *, backend: str | None, tune: bool) -> Iterator[Row]:
     """K9: the paper's Fig. 8: ResNet50, int8 over float16, without and with the min/max kernels and the fusion."""
     variant = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
     sixteen = attrs.evolve(variant, output=Precision.FLOAT16)
     quantize = "&".join(f"{role}={_quantizer(bench)}/" for role in ("quantize", "quantize.weight"))
-    job = attrs.evolve(JOBS[0], id="K9", title="ResNet50, batch 256", batch=256)
+    job = attrs.evolve(JOBS[0], id="K9")
+    if not bench.quick:
+        prepare = tune_job if tune else build_job
+        prepare(bench, job.text, job.batch, [variant, sixteen])
     settings = {
         "K9a": Setting("ATen quantization and separate dequantization, output float32", variant, "aten"),
         "K9b": Setting("our min/max and quantization kernels, separate dequantization, output float32", variant, "aten", quantize),
-        "K9c": Setting("our quantization, dequantization fused into the product, output float32", variant, chain, config),
-        "K9d": Setting("the same, output float16", sixteen, chain, config),
+        "K9c": Setting("our quantization, dequantization fused into the product, output float32", variant, backend),
+        "K9d": Setting("the same, output float16", sixteen, backend),
     }
     times = _measure(bench, job, [FLOAT16, *settings.values()], compiled=False)
     for id_, setting in settings.items():
