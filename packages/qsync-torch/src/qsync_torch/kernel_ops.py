@@ -32,7 +32,7 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
 
 def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
     dtype = parse_binding(binding).output
-    return torch.empty((*x.shape[:-1], w.shape[0]), dtype=dtype, device=x.device)
+    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype)
 
 
 def _linear_output(
@@ -53,7 +53,7 @@ def _linear_output_fake(
 
 def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str, dtype: torch.dtype | None) -> torch.Tensor:
     dtype = dtype or parse_binding(binding).grad_input
-    return torch.empty((*grad.shape[:-1], w.shape[1]), dtype=dtype, device=grad.device)
+    return grad.new_empty((*grad.shape[:-1], w.shape[1]), dtype=dtype)
 
 
 def _linear_grad_input(
@@ -73,7 +73,7 @@ def _linear_grad_input_fake(
 
 
 def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
-    out = torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
+    out = grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
     grad_MN, x_MK = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     kernel = kernel_for(Op.LINEAR_GRAD_WEIGHT, binding, (_shape(grad_MN), _shape(x_MK)), grad.device)
     kernel(grad_MN, x_MK, scale, out)
@@ -81,7 +81,7 @@ def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor
 
 
 def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
-    return torch.empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32, device=grad.device)
+    return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
 
 
 def _conv2d_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:

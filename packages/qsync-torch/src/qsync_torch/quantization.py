@@ -67,6 +67,8 @@ def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     """``x`` itself where its memory can be taken group by group, else a contiguous copy."""
+    if x.is_contiguous():
+        return x
     if granularity is Granularity.PER_TENSOR:
         return x if is_dense(x) else x.contiguous()
     if granularity is Granularity.PER_CHANNEL:

@@ -35,7 +35,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _out(x: torch.Tensor, binding: Binding) -> Pair:
     count = scale_count(x.shape, binding.variant.x_granularity)
-    return torch.empty_like(x, dtype=binding.compute), torch.empty(count, dtype=torch.float32, device=x.device)
+    return torch.empty_like(x, dtype=binding.compute), x.new_empty(count, dtype=torch.float32)
 
 
 def _quantize(x: torch.Tensor, binding: str, seed: int, offset: int, multiplier: torch.Tensor | None = None) -> Pair:

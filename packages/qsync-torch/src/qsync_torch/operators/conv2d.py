@@ -20,7 +20,7 @@ from qsync_torch.kernel_selection import DEFAULT_BACKEND
 from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.operators.quantized_operator import Grads, Saved, keep_for_backward, run_backward
+from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, keep_for_backward, run_backward
 from qsync_torch.quantize_ops import Offset
 
 Pair = int | Sequence[int]
@@ -145,7 +145,7 @@ def conv2d_bound(
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
     if q_x.scale is None:
         return conv2d_product(q_x.values, None, q_w.values, None, bias, binding)
-    return _QuantizedConv2d.apply(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_function(_QuantizedConv2d, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def resolve_padding(

@@ -43,6 +43,13 @@ NO_GRADIENTS = (None,) * 8
 """For the inputs of a quantized operator that have none."""
 
 
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    """``function.apply``, straight in plain eager mode: what PyTorch prepares for functorch takes longer than the rest of it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def keep_for_backward(
     ctx: Any,
     x: torch.Tensor,
