@@ -53,7 +53,7 @@ BUILDS = [
     (Op.LINEAR_OUTPUT, INT8_BFLOAT16, MMA),
     (Op.LINEAR_OUTPUT, INT8_FLOAT16, TMA),
     (Op.LINEAR_OUTPUT, INT8_FLOAT16, SIMT),
-    (Op.LINEAR_OUTPUT, FLOAT8, TMA),
+    (Op.LINEAR_OUTPUT, FLOAT8, FLOAT8_TMA),
     (Op.LINEAR_OUTPUT, FLOAT8, MMA),
     (Op.LINEAR_GRAD_INPUT, FLOAT8_GRADIENTS, FLOAT8_TMA),
     (Op.LINEAR_GRAD_WEIGHT, FLOAT8_GRADIENTS, FLOAT8_TMA),
@@ -276,7 +276,7 @@ def test_16_bit_gradients(build, generator, variant, text, many_scales, size):
     assert (grad_w.double() - exact).abs().max() <= bound
 
 
-@pytest.mark.parametrize("text", [TMA, MMA])
+@pytest.mark.parametrize("text", [FLOAT8_TMA, MMA])
 @pytest.mark.parametrize("size", [(128, 64, 192), (100, 77, 43), (257, 1040, 24)], ids=str)
 def test_float8_output(build, generator, text, size):
     if torch.cuda.get_device_capability() < (8, 9):

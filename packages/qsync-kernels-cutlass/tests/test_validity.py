@@ -60,6 +60,7 @@ def test_usual_configurations_are_valid(config, arch, problem):
         (attrs.evolve(TMA, tile=(128, 128, 48)), SM_90A, INT8_GEMM, "64, 128 or 256 bytes deep, not 48"),
         (attrs.evolve(TMA, cluster=(3, 1)), SM_90A, INT8_GEMM, "clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not 3x1"),
         (attrs.evolve(TMA, warp=(64, 64, 64)), SM_90A, INT8_GEMM, "warp and instruction tiles belong to the 2.x paths"),
+        (attrs.evolve(TMA, tile=(128, 256, 128)), SM_90A, FLOAT8_GEMM, "128 accumulators a thread spill; at most 96 fit"),
         (attrs.evolve(TMA, splits=2), SM_90A, INT8_GEMM, "only the stream-K scheduler splits k"),
         (attrs.evolve(TMA, scheduler=Scheduler.STREAM_K, splits=7), SM_90A, INT8_GEMM, "7 parts are more than k has tiles"),
         (

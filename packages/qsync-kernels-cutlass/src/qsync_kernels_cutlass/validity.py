@@ -15,6 +15,9 @@ WARP_GROUP = 128
 """Threads of a warp group, which executes wgmma."""
 MAX_ACCUMULATORS = 128
 """Accumulator registers of a thread; with more, operands' addresses and the epilogue spill into memory (255 is the hard limit)."""
+MAX_FLOAT8_ACCUMULATORS = 96
+"""The same for float8 on the TMA path, which keeps two sets: tensor cores add float8 products in fewer bits than float32, so sums are
+promoted into a second set every few steps."""
 SIMT_SIDE = 16
 """A block without tensor cores has 16 x 16 threads."""
 MAX_SIMT_ACCUMULATORS = 64
@@ -132,8 +135,9 @@ def _tma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     if tile_k * bytes_a not in (64, 128, 256):
         found.append(f"a tile is 64, 128 or 256 bytes deep, not {tile_k * bytes_a}")
     accumulators = tile_m * tile_n // (WARP_GROUP * (2 if cooperative else 1))
-    if accumulators > MAX_ACCUMULATORS:
-        found.append(f"{accumulators} accumulators a thread spill; at most {MAX_ACCUMULATORS} fit beside the epilogue")
+    most = MAX_FLOAT8_ACCUMULATORS if problem.a_format.startswith("float8") else MAX_ACCUMULATORS
+    if accumulators > most:
+        found.append(f"{accumulators} accumulators a thread spill; at most {most} fit beside the epilogue")
     if config.cluster not in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)):
         found.append(f"clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not {_text(config.cluster)}")
     if isinstance(problem, ConvProblem):
