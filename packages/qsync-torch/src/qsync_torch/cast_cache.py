@@ -38,7 +38,10 @@ class CastCache:
         self._entries: dict[tuple[int, Hashable], _Entry] = {}
 
     def applies_to(self, x: torch.Tensor) -> bool:
-        """False under ``torch.compile``, which shares equal casts itself, and in inference mode, where changes go unnoticed."""
+        """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
+
+        A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.
+        """
         return not torch.compiler.is_compiling() and not x.is_inference()
 
     def cast(self, x: torch.Tensor, key: Hashable, seed: int, make: Callable[[int], Any]) -> Any:
