@@ -16,7 +16,7 @@ WARP_GROUP = 128
 MAX_ACCUMULATORS = 128
 """Accumulator registers of a thread; with more, operands' addresses and the epilogue spill into memory (255 is the hard limit)."""
 MAX_FLOAT8_ACCUMULATORS = 96
-"""The same for float8 on the TMA path, which keeps two sets: tensor cores add float8 products in fewer bits than float32, so sums are
+"""The same for float8 on the TMA path, which keeps two sets: tensor cores add float8 in fewer bits than float32, so sums are
 promoted into a second set every few steps."""
 SIMT_SIDE = 16
 """A block without tensor cores has 16 x 16 threads."""
