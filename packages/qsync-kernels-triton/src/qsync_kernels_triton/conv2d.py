@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 
 from qsync_core.errors import BackendError
-from qsync_kernels_triton.launching import Launch
+from qsync_kernels_triton.launching import Launch, Planned
 from qsync_kernels_triton.linear import EIGHT_BITS, FLOATS, EightBitProduct
 from qsync_kernels_triton.product_config import ProductConfig
 
@@ -164,41 +163,40 @@ def dense_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.permute(0, 2, 3, 1).is_contiguous() else x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Callable[..., None]:
+def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Planned:
     """``kernel(x, x_scale, w, w_scale, bias, out)``."""
     convolution = Convolution(config, stride, padding, dilation, groups)
 
-    def kernel(x: Any, x_scale: Any, w: Any, w_scale: Any, bias: Any, out: Any) -> None:
+    def plan(x: Any, x_scale: Any, w: Any, w_scale: Any, bias: Any, out: Any) -> Any:
         _check("conv2d.output", x, w, out, EIGHT_BITS)
-        with torch.cuda.device_of(x):
-            convolution(x, x_scale, w, w_scale, bias, out)
+        return convolution
 
-    return kernel
+    return Planned(plan)
 
 
-def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair, eight_bit: bool) -> Callable[..., None]:
+def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair, eight_bit: bool) -> Planned:
     """``kernel(grad, w, scale, out)`` for stride 1 and one group.
 
     The gradient is the convolution of ``grad`` with the filters turned around and transposed, padded by what the forward left out.
     8-bit ``grad``: one scale of the product.  Otherwise w's scales are applied to the filters, in grad's format.
     """
-    convolutions: dict[Pair, Convolution] = {}
 
-    def kernel(grad: Any, w: Any, scale: Any, out: Any) -> None:
+    def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
         _check("conv2d.grad_input", grad, w, out, EIGHT_BITS if eight_bit else FLOATS)
-        with torch.cuda.device_of(grad):
-            around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
-            convolution = convolutions.get(around)
-            if convolution is None:
-                convolution = convolutions[around] = Convolution(config, (1, 1), around, dilation, 1)
-            if eight_bit:
-                turned = w.view(torch.int8).flip(2, 3).transpose(0, 1)
-                convolution(grad, scale, dense_channels_last(turned).view(w.dtype), None, None, out)
-                return
+        around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
+        convolution = Convolution(config, (1, 1), around, dilation, 1)
+
+        def run_eight_bit(grad: Any, w: Any, scale: Any, out: Any) -> None:
+            turned = w.view(torch.int8).flip(2, 3).transpose(0, 1)
+            convolution(grad, scale, dense_channels_last(turned).view(w.dtype), None, None, out)
+
+        def run_float(grad: Any, w: Any, scale: Any, out: Any) -> None:
             scaled = (w.to(torch.float32) * (scale if scale.numel() == 1 else scale.view(-1, 1, 1, 1))).to(grad.dtype)
             convolution(grad, None, dense_channels_last(scaled.flip(2, 3).transpose(0, 1)), None, None, out)
 
-    return kernel
+        return run_eight_bit if eight_bit else run_float
+
+    return Planned(plan)
 
 
 def _check(op: str, left: torch.Tensor, w: torch.Tensor, out: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

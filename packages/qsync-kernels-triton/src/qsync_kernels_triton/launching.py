@@ -7,7 +7,7 @@ values of specialised integers, the device; whether addresses are multiples of 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,30 @@ class Launch:
         compiled = self._function[grid](*tensors, *numbers, **self._constants, **self._options)
         if hasattr(compiled, "run"):  # Triton's interpreter returns nothing.
             self._compiled[key] = compiled
+
+
+class Planned:
+    """A kernel that checks its operands, and decides how to treat them, once for all operands of the same types and layouts.
+
+    Args:
+        plan: takes the operands and returns what a call with operands like these does; raises where they do not fit.
+    """
+
+    def __init__(self, plan: Callable[..., Callable[..., None]]) -> None:
+        self._plan = plan
+        self._plans: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, first: torch.Tensor, *others: torch.Tensor | None) -> None:
+        """Run on the device of the first operand."""
+        key = tuple([None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in (first, *others)])
+        run = self._plans.get(key)
+        if run is None:
+            run = self._plans[key] = self._plan(first, *others)
+        if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                run(first, *others)
+        else:
+            run(first, *others)
 
 
 def signed_words(value: int) -> tuple[int, int]:

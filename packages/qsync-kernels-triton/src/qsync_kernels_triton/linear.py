@@ -6,7 +6,6 @@ transposed by a kernel of bytes first (tensor cores take 8-bit operands only so)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qsync_core.errors import BackendError
 from qsync_kernels_triton.gemm import described_gemm, gemm, mixed_gemm
-from qsync_kernels_triton.launching import Launch
+from qsync_kernels_triton.launching import Launch, Planned
 from qsync_kernels_triton.product_config import ProductConfig
 from qsync_kernels_triton.transpose import transposed_bytes
 
@@ -32,7 +31,7 @@ class EightBitProduct:
 
     def __init__(self, config: ProductConfig) -> None:
         self._config = config
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, tuple[Launch, tuple[int, int, int], tuple[int, int]]] = {}
 
     def __call__(
         self,
@@ -47,39 +46,44 @@ class EightBitProduct:
         (m, k), n = a_MK.shape, b_NK.shape[0]
         if m == 0 or n == 0:
             return
-        a_MK, b_NK = contiguous_inside(a_MK), contiguous_inside(b_NK)
         if k == 0:
             out_MN.copy_(torch.zeros_like(out_MN) if bias is None else bias)
             return
+        a_MK, b_NK = contiguous_inside(a_MK), contiguous_inside(b_NK)
         scales = (_scale_code(a_scale, m), _scale_code(b_scale, n))
+        described = bool(self._config.tma) and _can_be_described(a_MK) and _can_be_described(b_NK)
+        numbers = (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
+        # The output stands for what is absent; the kernel does not read it.
+        results = (out_MN, *[out_MN if x is None else x for x in (a_scale, b_scale, bias)])
+        key = (a_MK.device, a_MK.dtype, b_NK.dtype, *[x.dtype for x in results], *numbers, *scales, bias is None, described)
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = self._cut(m, n, k, a_MK.dtype, scales, bias is not None, described)
+        launch, grid, (block_m, block_n) = found
+        if described:
+            tiles = (_described(a_MK, block_m, self._config.k), _described(b_NK, block_n, self._config.k))
+            launch(grid, None, results, (*tiles, m, n, k, out_MN.stride(0)))
+        else:
+            launch(grid, None, (a_MK, b_NK, *results), numbers)
+
+    def _cut(
+        self, m: int, n: int, k: int, form: torch.dtype, scales: tuple[int, int], has_bias: bool, described: bool
+    ) -> tuple[Launch, tuple[int, int, int], tuple[int, int]]:
+        """The launch for a shape, its grid, and rows and columns of a tile of the result, which is no larger than the result."""
         cut = self._config
         block_m, block_n = min(cut.m, max(16, triton.next_power_of_2(m))), min(cut.n, max(16, triton.next_power_of_2(n)))
-        described = bool(cut.tma) and _can_be_described(a_MK) and _can_be_described(b_NK)
-        even = k % cut.k == 0 or described
-        key = (block_m, block_n, scales, bias is not None, even, a_MK.dtype, described)
-        launch = self._launches.get(key)
-        if launch is None:
-            constants = {
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": cut.k,
-                "GROUP_M": cut.group,
-                "ACCUMULATOR": tl.int32 if a_MK.dtype is torch.int8 else tl.float32,
-                "A_SCALES": scales[0],
-                "B_SCALES": scales[1],
-                "BIAS": bias is not None,
-            } | ({} if described else {"EVEN_K": even})
-            function = described_gemm if described else gemm
-            launch = self._launches[key] = Launch(function, constants, num_warps=cut.warps, num_stages=cut.stages)
-        # The output stands for what is absent; the kernel does not read it.
-        results = (out_MN, *(out_MN if x is None else x for x in (a_scale, b_scale, bias)))
-        grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
-        key = (a_MK.device.index, *[x.dtype for x in results], m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
-        if described:
-            tiles = (_described(a_MK, block_m, cut.k), _described(b_NK, block_n, cut.k))
-            launch(grid, key, results, (*tiles, m, n, k, out_MN.stride(0)))
-        else:
-            launch(grid, key, (a_MK, b_NK, *results), (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0)))
+        constants = {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": cut.k,
+            "GROUP_M": cut.group,
+            "ACCUMULATOR": tl.int32 if form is torch.int8 else tl.float32,
+            "A_SCALES": scales[0],
+            "B_SCALES": scales[1],
+            "BIAS": has_bias,
+        } | ({} if described else {"EVEN_K": k % cut.k == 0})
+        launch = Launch(described_gemm if described else gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
+        return launch, (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1), (block_m, block_n)
 
 
 def _can_be_described(x: torch.Tensor) -> bool:
@@ -100,7 +104,7 @@ class MixedProduct:
 
     def __init__(self, config: ProductConfig) -> None:
         self._config = config
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, tuple[Launch, tuple[int, int, int]]] = {}
 
     def __call__(self, a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, out_MN: torch.Tensor) -> None:
         """Write ``out_MN``; ``scale`` has one element or K."""
@@ -110,28 +114,32 @@ class MixedProduct:
         if k == 0:
             out_MN.zero_()
             return
+        numbers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
+        by_inner = _scale_code(scale, k) == 2
+        key = (a_MK.device, a_MK.dtype, b_KN.dtype, out_MN.dtype, by_inner, numbers)
+        found = self._launches.get(key)
+        if found is None:
+            widen = a_MK.device.type == "cpu" and a_MK.dtype is torch.bfloat16
+            found = self._launches[key] = self._cut(m, n, k, by_inner, a_MK.dtype is torch.float16, widen)
+        launch, grid = found
+        launch(grid, None, (a_MK, b_KN, out_MN, scale), numbers)
+
+    def _cut(self, m: int, n: int, k: int, by_inner: bool, scale_first: bool, widen: bool) -> tuple[Launch, tuple[int, int, int]]:
+        """The launch for a shape, and its grid."""
         cut = self._config
         block_m, block_n = min(cut.m, max(16, triton.next_power_of_2(m))), min(cut.n, max(16, triton.next_power_of_2(n)))
-        even, by_inner, scale_first = k % cut.k == 0, _scale_code(scale, k) == 2, a_MK.dtype is torch.float16
-        key = (block_m, block_n, even, by_inner, a_MK.dtype)
-        launch = self._launches.get(key)
-        if launch is None:
-            constants = {
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": cut.k,
-                "GROUP_M": cut.group,
-                "INNER_SCALES": by_inner,
-                "SCALE_FIRST": scale_first,
-                "EVEN_K": even,
-                "WIDEN": a_MK.device.type == "cpu" and a_MK.dtype is torch.bfloat16,
-            }
-            launch = self._launches[key] = Launch(mixed_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
-        integers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
-        operands = (a_MK, b_KN, out_MN, scale)
-        key = (a_MK.device.index, *[x.dtype for x in operands], integers)
-        grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
-        launch(grid, key, operands, integers)
+        constants = {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": cut.k,
+            "GROUP_M": cut.group,
+            "INNER_SCALES": by_inner,
+            "SCALE_FIRST": scale_first,
+            "EVEN_K": k % cut.k == 0,
+            "WIDEN": widen,
+        }
+        launch = Launch(mixed_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
+        return launch, (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
 
 
 def contiguous_inside(x: torch.Tensor) -> torch.Tensor:
@@ -149,73 +157,52 @@ def _scale_code(scale: torch.Tensor | None, rows: int) -> int:
     return 1 if scale.numel() == 1 and rows != 1 else 2
 
 
-def build_linear_output(config: ProductConfig) -> Callable[..., None]:
+def build_linear_output(config: ProductConfig) -> Planned:
     """``kernel(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)``."""
     product = EightBitProduct(config)
 
-    def kernel(x_MK: Any, x_scale: Any, w_NK: Any, w_scale: Any, bias_N: Any, out_MN: Any) -> None:
+    def plan(x_MK: Any, x_scale: Any, w_NK: Any, w_scale: Any, bias_N: Any, out_MN: Any) -> Any:
         _check("linear.output", x_MK, w_NK, out_MN, (x_MK.shape[0], w_NK.shape[0]), x_MK.shape[1], w_NK.shape[1], EIGHT_BITS)
         _check_scale("x_scale", x_scale, x_MK.shape[0])
         _check_scale("w_scale", w_scale, w_NK.shape[0])
-        with _on(x_MK):
-            product(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)
+        return product
 
-    return kernel
+    return Planned(plan)
 
 
-def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Callable[..., None]:
+def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, w_NK, scale, out_MK)``: 8-bit grad and one scale of the product, or 16-bit grad and w's scales."""
-    if not eight_bit:
-        mixed = MixedProduct(config)
+    mixed, product = MixedProduct(config), EightBitProduct(config)
 
-        def kernel(grad_MN: Any, w_NK: Any, w_scale: Any, out_MK: Any) -> None:
-            shape = (grad_MN.shape[0], w_NK.shape[1])
-            _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], FLOATS)
-            _check_scale("w_scale", w_scale, w_NK.shape[0])
-            with _on(grad_MN):
-                mixed(grad_MN, w_NK, w_scale, out_MK)
+    def multiply(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
+        product(grad_MN, scale, w_NK.t(), None, None, out_MK)
 
-        return kernel
-    product = EightBitProduct(config)
+    def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
+        shape, dtypes = (grad_MN.shape[0], w_NK.shape[1]), EIGHT_BITS if eight_bit else FLOATS
+        _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], dtypes)
+        _check_scale("scale", scale, 1 if eight_bit else w_NK.shape[0])
+        return multiply if eight_bit else mixed
 
-    def eight_bit_kernel(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
-        shape = (grad_MN.shape[0], w_NK.shape[1])
-        _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], EIGHT_BITS)
-        _check_scale("scale", scale, 1)
-        with _on(grad_MN):
-            product(grad_MN, scale, w_NK.t(), None, None, out_MK)
-
-    return eight_bit_kernel
+    return Planned(plan)
 
 
-def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Callable[..., None]:
+def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, x_MK, scale, out_NK)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and x's scales."""
-    if not eight_bit:
-        mixed = MixedProduct(config)
+    mixed, product = MixedProduct(config), EightBitProduct(config)
 
-        def kernel(grad_MN: Any, x_MK: Any, x_scale: Any, out_NK: Any) -> None:
-            shape = (grad_MN.shape[1], x_MK.shape[1])
-            _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], FLOATS)
-            _check_scale("x_scale", x_scale, x_MK.shape[0])
-            with _on(grad_MN):
-                mixed(grad_MN.t(), x_MK, x_scale, out_NK)
+    def multiply(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
+        product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
 
-        return kernel
-    product = EightBitProduct(config)
+    def multiply_mixed(grad_MN: Any, x_MK: Any, x_scale: Any, out_NK: Any) -> None:
+        mixed(grad_MN.t(), x_MK, x_scale, out_NK)
 
-    def eight_bit_kernel(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
-        shape = (grad_MN.shape[1], x_MK.shape[1])
-        _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], EIGHT_BITS)
-        _check_scale("scale", scale, grad_MN.shape[1])
-        with _on(grad_MN):
-            product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
+    def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
+        shape, dtypes = (grad_MN.shape[1], x_MK.shape[1]), EIGHT_BITS if eight_bit else FLOATS
+        _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], dtypes)
+        _check_scale("scale", scale, grad_MN.shape[1] if eight_bit else x_MK.shape[0])
+        return multiply if eight_bit else multiply_mixed
 
-    return eight_bit_kernel
-
-
-def _on(x: torch.Tensor) -> Any:
-    """Makes the device of ``x`` current."""
-    return torch.cuda.device_of(x)
+    return Planned(plan)
 
 
 def _check(
