@@ -73,6 +73,12 @@ def test_usual_configurations_are_valid(config, arch, problem):
         (attrs.evolve(TMA, splits=0), SM_90A, INT8_GEMM, "k is split into 1 to 32 parts, not 0"),
         (attrs.evolve(TMA, tile=(0, 256, 128)), SM_90A, INT8_GEMM, "the tile 0x256x128 has a side of 0"),
         (AMPERE, SM_75, INT8_GEMM, "sm_75 multiplies int8 by 8x8x16 instructions, not 16x8x32"),
+        (
+            attrs.evolve(AMPERE, tile=(64, 32, 64), warp=(32, 16, 64)),
+            SM_80,
+            attrs.evolve(INT8_GEMM, out_format="bfloat16"),
+            "16 columns is too narrow for stores of bfloat16",
+        ),
         (attrs.evolve(AMPERE, stages=2), SM_70, INT8_GEMM, "sm_70 has no tensor cores for int8"),
         (
             attrs.evolve(TURING, stages=3),

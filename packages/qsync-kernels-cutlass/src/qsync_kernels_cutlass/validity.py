@@ -26,6 +26,9 @@ STATIC_SHARED_BYTES = 48 << 10
 ALIGNMENT_BYTES = 16
 """What TMA and cp.async move at a time; rows start at multiples of it (front-ends pad)."""
 
+STORED_ROW_BYTES = 64
+"""What a warp stores of an output row at least: its 32 threads store 16 bytes each to 8 rows."""
+
 _INSTRUCTIONS: dict[str, dict[int, tuple[Shape3, ...]]] = {
     # Architecture: {bytes of an operand's element: shapes}.  PTX ISA, "matrix multiply-accumulate instructions".
     "sm_70": {2: ((8, 8, 4),)},
@@ -176,6 +179,8 @@ def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
         return found
     if any(side % least for side, least in zip(config.warp, config.instruction, strict=True) if least):
         found.append(f"a warp's tile {_text(config.warp)} is not made of whole instructions {_text(config.instruction)}")
+    if warp_n * BYTES[problem.out_format] < STORED_ROW_BYTES:
+        found.append(f"a warp's tile of {warp_n} columns is too narrow for stores of {problem.out_format}")
     warps = (tile_m // warp_m) * (tile_n // warp_n)
     if not 2 <= warps <= 8:
         found.append(f"a block has 2 to 8 warps, not {warps}")
