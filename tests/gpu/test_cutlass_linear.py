@@ -77,7 +77,7 @@ SIZES = [
 ]
 
 
-def request(op: str, variant: Variant, m: int = 256, k: int = 256, n: int = 256) -> KernelRequest:
+def request(op: str, variant: Variant, m: int = 1024, k: int = 1024, n: int = 1024) -> KernelRequest:
     shapes = {
         Op.LINEAR_OUTPUT: ((m, k), (n, k)),
         Op.LINEAR_GRAD_INPUT: ((m, n), (n, k)),
