@@ -5,7 +5,7 @@ Weights are (O, C / groups, KH, KW); the outputs of the product and of ``conv2d.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -67,12 +67,17 @@ def build_conv2d_grad_input(geometry: Geometry, variant: Variant) -> Callable[..
     if variant.grad_input.needs_scale:
         return _build_int8_grad_input(geometry)
 
-    def kernel(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+    def make(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         weight = dequantized(w, w_scale, variant.w_granularity, grad.dtype)
         # Only shape, dtype and layout of the activation are looked at.
-        like_x = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
-        out.copy_(convolution_backward(grad, like_x, weight, geometry, (True, False, False))[0])
+        like_x = torch.empty(tuple(shape), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+        return convolution_backward(grad, like_x, weight, geometry, (True, False, False))[0]
 
+    def kernel(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(make(grad, w, w_scale, out.shape))
+
+    # ATen allocates this gradient itself; whoever can take it as it is saves a copy of an activation.
+    kernel.make = make  # type: ignore[attr-defined]
     return kernel
 
 

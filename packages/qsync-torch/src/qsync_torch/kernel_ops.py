@@ -128,8 +128,14 @@ def _conv2d_grad_input(
     binding: str,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    kernel = kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)
+    make = getattr(kernel, "make", None)
+    if make is not None:
+        made = make(grad, w, scale, x_shape)
+        if made.dtype is (dtype or parse_binding(binding).grad_input):
+            return _in_layout_of(made.contiguous(memory_format=torch.channels_last), grad)
     out = _conv2d_grad_input_out(grad, x_shape, binding, dtype)
-    kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)(grad, w, scale, out)
+    kernel(grad, w, scale, out)
     return _in_layout_of(out, grad)
 
 

@@ -35,6 +35,8 @@ class LoweredCall:
         self._linear = linear_binding(variant, backend, config)
         self.weight_text = self._linear.w_text
         self.prepared_weight: PreparedWeight | None = None
+        self._prepared_geometry: tuple[object, ...] = ()
+        self._prepared_convolution: OperatorBinding = self._linear
         self._convolutions: dict[tuple[object, ...], OperatorBinding] = {}
 
     @property
@@ -65,7 +67,8 @@ class LoweredCall:
     def prepare_conv2d(self, stride: Pair, padding: Pair | str, dilation: Pair, groups: int) -> None:
         """Work out the binding of a geometry beforehand, which ``torch.compile`` can not follow."""
         if not isinstance(padding, str):
-            self._convolution(pair(stride), pair(padding), pair(dilation), groups)
+            self._prepared_geometry = (stride, padding, dilation, groups)
+            self._prepared_convolution = self._convolution(pair(stride), pair(padding), pair(dilation), groups)
 
     def _convolution(self, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int) -> OperatorBinding:
         key = (stride, padding, dilation, groups)
@@ -106,7 +109,11 @@ class LoweredCall:
         groups: int,
         copy: Operand | None,
     ) -> torch.Tensor:
-        spread = pair(dilation)
-        padded, sides = resolve_padding(x, weight, padding, spread)
-        binding = self._convolution(pair(stride), sides, spread, groups)
-        return conv2d_padded(padded, weight, bias, binding, self.seeds, self._cache, copy)
+        geometry = (stride, padding, dilation, groups)
+        if geometry == self._prepared_geometry:
+            binding = self._prepared_convolution
+        else:
+            spread = pair(dilation)
+            x, sides = resolve_padding(x, weight, padding, spread)
+            binding = self._convolution(pair(stride), sides, spread, groups)
+        return conv2d_padded(x, weight, bias, binding, self.seeds, self._cache, copy)
