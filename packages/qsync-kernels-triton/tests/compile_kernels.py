@@ -28,7 +28,7 @@ FILTER = {"KERNEL_H": 3, "KERNEL_W": 3, "GROUPS": 1, "X_SCALE": True, "W_SCALES"
 
 def cases(capability):
     overlap = {"OVERLAP": capability >= 90}
-    yield "partial_absmax", partial_absmax, SPLIT | overlap, {}
+    yield "partial_absmax", partial_absmax, SPLIT | overlap | {"KEEP": "evict_last"}, {}
     rounding = QUANTIZE | SPLIT | {"PARTIALS": 1024, "ALIGNED": True} | overlap
     yield "quantize_from_partials", quantize_from_partials, rounding, {}
     yield "quantize_from_partials bf16 e5m2", quantize_from_partials, rounding | {"FORMAT": 2}, {"x_ptr": "*bf16"}

@@ -13,17 +13,17 @@ from qsync_kernels_triton.reasons import EIGHT_BIT, LINEAR, MIN_COMPUTE_CAPABILI
 
 QUANTIZE_CANDIDATES = (
     QuantizeConfig(),
-    QuantizeConfig(sweep=1056),
-    QuantizeConfig(sweep=660),
-    QuantizeConfig(block=2048, warps=8, sweep=1056),
-    QuantizeConfig(block=2048, warps=4, programs=1056, sweep=1056),
-    QuantizeConfig(block=8192, warps=16),
-    QuantizeConfig(keep=32 << 20),
-    QuantizeConfig(keep=12 << 20),
-    QuantizeConfig(programs=1056, sweep=2112),
     QuantizeConfig(sweep=0),
     QuantizeConfig(block=8192, warps=8, sweep=0),
-    QuantizeConfig(block=2048, warps=4, sweep=0),
+    QuantizeConfig(block=8192, warps=8, programs=1056, sweep=0),
+    QuantizeConfig(keep=32 << 20, hold=0),
+    QuantizeConfig(keep=32 << 20, sweep=0, hold=0),
+    QuantizeConfig(block=8192, warps=8, sweep=2112),
+    QuantizeConfig(sweep=2112),
+    QuantizeConfig(block=8192, warps=16, sweep=0),
+    QuantizeConfig(keep=32 << 20),
+    QuantizeConfig(block=2048, warps=4, programs=1056, sweep=2112),
+    QuantizeConfig(block=8192, warps=8, keep=64 << 20, sweep=0, hold=0),
 )
 
 

@@ -86,8 +86,10 @@ class SplitPlan:
         full, tail = p.length // block, p.length % block != 0
         self._programs = max(1, min(full + tail, config.programs // p.rows))
         first = {"UNIT": p.unit, "BLOCK": block, "TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": p.overlap}
+        first["KEEP"] = "evict_last" if config.hold else ""
         self._absmax = Launch(partial_absmax, first, num_warps=config.warps)
-        keep_from = max(0, full - config.keep // (p.bytes * p.rows) // block)
+        kept = config.kept_of(p.bytes * p.rows * p.length)
+        keep_from = max(0, full - kept // (p.bytes * p.rows) // block)
         self._first_grid = (self._programs * p.rows, 1, 1)
         self._first_numbers = (self._programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
         constants = {

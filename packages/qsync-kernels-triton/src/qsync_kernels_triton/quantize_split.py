@@ -33,8 +33,12 @@ def absmax_of_chunks(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """Largest magnitude of chunks program, program + programs, ... of the row that begins at position ``first``."""
+    """Largest magnitude of chunks program, program + programs, ... of the row that begins at position ``first``.
+
+    KEEP: the cache's policy for chunks from ``keep_from`` on.
+    """
     offsets = eights(BLOCK)
     largest = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
     start = first + program.to(tl.int64) * BLOCK
@@ -44,7 +48,7 @@ def absmax_of_chunks(
         largest = larger(largest, multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER))
         start += programs.to(tl.int64) * BLOCK
     for _ in range(passing, (tl.maximum(full_chunks - program, 0) + programs - 1) // programs):
-        x = tl.load(x_ptr + start + offsets, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, eviction_policy=KEEP).to(tl.float32)
         largest = larger(largest, multiplied(x, multiplier_ptr, start, inner, channels, BLOCK, MULTIPLIER))
         start += programs.to(tl.int64) * BLOCK
     if TAIL:
@@ -138,6 +142,7 @@ def partial_absmax(
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Partial maxima, ``programs`` for each row; grid (programs * rows,).
 
@@ -150,7 +155,7 @@ def partial_absmax(
     row_length = units.to(tl.int64) * UNIT
     absmax = absmax_of_chunks(
         x_ptr, multiplier_ptr, row * row_length, row_length, program, programs, full_chunks, keep_from, inner, channels,
-        BLOCK, TAIL, MULTIPLIER,
+        BLOCK, TAIL, MULTIPLIER, KEEP,
     )  # fmt: skip
     tl.store(partial_ptr + tl.program_id(0), absmax)
 

@@ -72,7 +72,7 @@ def partials_of_many(
     zero = tensor.to(tl.int64) * 0
     absmax = absmax_of_chunks(
         _pointer(table_ptr, X, tensor, tensors, x_like), partial_ptr, zero, length, mine, programs, full, full, 1, 1,
-        BLOCK, True, 0,
+        BLOCK, True, 0, "",
     )  # fmt: skip
     tl.store(partial_ptr + program, absmax)
 
