@@ -50,6 +50,17 @@ def test_a_longer_list_than_a_table_takes_several(monkeypatch):
         assert torch.equal(q, (x / scale).round().to(torch.int8))
 
 
+@pytest.mark.parametrize("granularity", [Granularity.PER_CHANNEL, Granularity.PER_ROW])
+def test_programs_that_take_several_groups_of_rows_take_each_once(granularity, monkeypatch):
+    monkeypatch.setattr(quantize_many, "ENOUGH_PROGRAMS", 2)
+    xs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((150, 40), (3, 40), (61, 300), (5, 5000))]
+    qs, scales = [torch.empty_like(x, dtype=torch.int8) for x in xs], [torch.empty(x.shape[0]) for x in xs]
+    build_quantize_many(granularity, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
+    for x, q, scale in zip(xs, qs, scales, strict=True):
+        assert torch.equal(scale, x.abs().amax(1) / 127)
+        assert torch.equal(q, (x / scale[:, None]).round().to(torch.int8))
+
+
 def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch):
     launched = []
     monkeypatch.setattr(quantize_many.Launch, "__call__", lambda self, grid, *_: launched.append(grid))

@@ -9,8 +9,8 @@ from qsync_core.errors import BackendError
 MAX_BLOCK = 1 << 16
 """Triton refuses tensors of more than 2**20 elements in one program; beyond 2**16 nothing was ever gained."""
 LARGE = 128 << 20
-"""Bytes of a tensor from which on nothing is held in the cache: on an H200, (512, 64, 56, 56) float32 took 5% longer with 24 MiB held
-than with none, and (64, 64, 56, 56) 4% less with 40 MiB."""
+"""Bytes of a tensor beyond which nothing is held in the cache: on an H200, (512, 64, 56, 56) float32 took 5% longer with 24 MiB
+held than with none, and (64, 64, 56, 56) 4% less with 40 MiB."""
 MAX_PROGRAMS = 4096
 """Every program of the second pass reads all partial maxima of its row."""
 

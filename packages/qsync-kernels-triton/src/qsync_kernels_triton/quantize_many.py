@@ -1,7 +1,7 @@
 """Quantization of many tensors, such as all weights of a model, in a few launches.
 
 The arithmetic is that of :mod:`~qsync_kernels_triton.quantize`, on the same positions, so every tensor gets the same bits.
-Tensors with a scale per row or channel take one launch for short rows and one for long ones; a single scale takes two.
+Tensors with a scale per row or channel take a launch for each of four ranges of row lengths; a single scale takes two launches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from qsync_kernels_triton.quantize_plan import FORMAT_CODE
 from qsync_kernels_triton.quantize_table import partials_of_many, round_many, rows_of_many
 from qsync_kernels_triton.rounding import ROUNDING_CODE
 
-SHORT_ROW, LONG_BLOCK = 256, 1024
-"""Longest row of those that are taken eight to a program; elements of a longer row that are loaded at a time."""
+ROW_KINDS = {256: (8, 4), 1024: (2, 4), 4096: (1, 8)}
+"""Elements that a program loads at a time: rows it takes at a time, and warps.  Rows that fit are read once; longer ones twice."""
+MOST_WALK, ENOUGH_PROGRAMS = 8, 1056
+"""A program takes up to that many groups of rows one after another, as long as that many programs remain."""
 SPLIT_BLOCK = 2048
 """Elements of a program where a tensor has one scale."""
 MAX_PARTIALS = 64
@@ -36,35 +38,36 @@ MAX_LENGTH = 2**31 - 1 - 2**16
 class _Batch:
     """Tensors that one launch (or pair of launches) takes: their places in the caller's lists, and what does not change."""
 
-    def __init__(self, kind: str, unit: int, rounding: int, places: list[int], lengths: list[int], rows: list[int]) -> None:
-        self.places, self._kind, self._rounding = places, kind, rounding
-        per_program = 8 if kind == "short" else 1
-        if kind == "split":
+    def __init__(self, block: int, unit: int, rounding: int, places: list[int], lengths: list[int], rows: list[int]) -> None:
+        self.places, self._is_split, self._rounding, self._walk = places, block == 0, rounding, 1
+        self._tensors = {"TENSORS": triton.next_power_of_2(len(places))}
+        if self._is_split:
             second = [triton.cdiv(length, SPLIT_BLOCK) for length in lengths]
             first = [min(count, MAX_PARTIALS) for count in second]
         else:
-            second = first = [triton.cdiv(count, per_program) for count in rows]
+            at_a_time, self._warps = ROW_KINDS[block]
+            groups = [triton.cdiv(count, at_a_time) for count in rows]
+            self._walk = max(1, min(MOST_WALK, sum(groups) // ENOUGH_PROGRAMS))
+            second = first = [triton.cdiv(count, self._walk) for count in groups]
+            single = max(lengths) <= block
+            self._cut = {"ROWS": at_a_time, "BLOCK": block, "UNIT": unit, "SINGLE": single, **self._tensors}
         self.fixed = [*lengths, *rows, *_begins(first), *_begins(second)]
         self._programs = (sum(first), sum(second))
-        self._tensors = {"TENSORS": triton.next_power_of_2(len(places))}
-        block = SHORT_ROW if kind == "short" else LONG_BLOCK
-        self._cut = {"ROWS": per_program, "BLOCK": block, "UNIT": unit, "SINGLE": kind == "short", **self._tensors}
         self._launches: list[Launch] = []
 
     def run(self, table: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, stream: tuple[int, int]) -> None:
         """Launch; ``x``, ``q`` and ``scale`` are one tensor's, for their types."""
         if not self._launches:
             rounding = {"FORMAT": FORMAT_CODE[q.dtype], "ROUNDING": self._rounding}
-            if self._kind == "split":
+            if self._is_split:
                 shape = {"BLOCK": SPLIT_BLOCK, "MOST": MAX_PARTIALS, **self._tensors}
-                functions: Any = ((partials_of_many, shape), (round_many, rounding | shape))
+                self._launches = [Launch(partials_of_many, shape, num_warps=4), Launch(round_many, rounding | shape, num_warps=4)]
             else:
-                functions = ((rows_of_many, rounding | self._cut),)
-            self._launches = [Launch(function, constants, num_warps=4) for function, constants in functions]
+                self._launches = [Launch(rows_of_many, rounding | self._cut, num_warps=self._warps)]
         count, (first, second) = len(self.places), self._programs
         like = (x, q.view(torch.int8), scale)
-        if self._kind != "split":
-            self._launches[0]((first, 1, 1), None, (table, *like), (count, *stream))
+        if not self._is_split:
+            self._launches[0]((first, 1, 1), None, (table, *like), (count, self._walk, *stream))
             return
         partial = torch.empty(first, dtype=torch.float32, device=x.device)
         self._launches[0]((first, 1, 1), None, (table, x, partial), (count,))
@@ -139,14 +142,15 @@ class QuantizeMany:
                 alone.append(i)
                 continue
             length = numel // rows
-            kind = "split" if self._granularity is Granularity.PER_TENSOR else ("short" if length <= SHORT_ROW else "long")
+            is_split = self._granularity is Granularity.PER_TENSOR
+            block = 0 if is_split else next((block for block in ROW_KINDS if length <= block), max(ROW_KINDS))
             unit = 8 if length % 8 == 0 else 1
-            groups.setdefault((kind, unit, x.device, x.dtype, q.dtype), []).append((i, length, rows))
+            groups.setdefault((block, length > block, unit, x.device, x.dtype, q.dtype), []).append((i, length, rows))
         batches = []
-        for (kind, unit, *_), entries in groups.items():
+        for (block, _, unit, *_), entries in groups.items():
             for begin in range(0, len(entries), MAX_TENSORS):
                 places, lengths, rows_of = zip(*entries[begin : begin + MAX_TENSORS], strict=True)
-                batches.append(_Batch(kind, unit, self._rounding, list(places), list(lengths), list(rows_of)))
+                batches.append(_Batch(block, unit, self._rounding, list(places), list(lengths), list(rows_of)))
         return batches, alone
 
     def _table(self, values: list[int], device: torch.device) -> torch.Tensor:

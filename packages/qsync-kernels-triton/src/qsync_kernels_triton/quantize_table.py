@@ -37,25 +37,27 @@ def _pointer(table_ptr, field: tl.constexpr, tensor, tensors, like_ptr):
     return tl.multiple_of(tl.load(table_ptr + field * tensors + tensor).to(like_ptr.dtype), 16)
 
 
-@triton.jit(do_not_specialize=["tensors", "stream_low", "stream_high"])
+@triton.jit(do_not_specialize=["tensors", "walk", "stream_low", "stream_high"])
 def rows_of_many(
-    table_ptr, x_like, q_like, scale_like, tensors: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    table_ptr, x_like, q_like, scale_like, tensors: tl.int32, walk: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     SINGLE: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize ROWS rows of one tensor; grid (the sum over tensors of rows / ROWS,)."""
+    """Quantize ``walk`` groups of ROWS rows of one tensor; grid (the sum over tensors of groups / walk,)."""
     program = tl.program_id(0)
     tensor = _tensor_of(table_ptr, FIRST, program, tensors, TENSORS)
     length = (tl.load(table_ptr + LENGTH * tensors + tensor) // UNIT).to(tl.int32) * UNIT
     rows = tl.load(table_ptr + ROW_COUNT * tensors + tensor).to(tl.int32)
     seed = tl.load(table_ptr + SEED * tensors + tensor)
-    block = (program - tl.load(table_ptr + FIRST * tensors + tensor)).to(tl.int32)
-    quantize_row_block(
-        _pointer(table_ptr, X, tensor, tensors, x_like), _pointer(table_ptr, Q, tensor, tensors, q_like),
-        tl.load(table_ptr + SCALE * tensors + tensor).to(scale_like.dtype), scale_like, block, rows, length, 1, 1,
-        seed.to(tl.int32), (seed >> 32).to(tl.int32), stream_low, stream_high,
-        FORMAT, ROUNDING, ROWS, BLOCK, UNIT == 8, False, SINGLE, 0,
-    )  # fmt: skip
+    x_ptr, q_ptr = _pointer(table_ptr, X, tensor, tensors, x_like), _pointer(table_ptr, Q, tensor, tensors, q_like)
+    scale_ptr = tl.load(table_ptr + SCALE * tensors + tensor).to(scale_like.dtype)
+    begin = (program - tl.load(table_ptr + FIRST * tensors + tensor)).to(tl.int32) * walk
+    for block in range(begin, tl.minimum(begin + walk, tl.cdiv(rows, ROWS))):
+        quantize_row_block(
+            x_ptr, q_ptr, scale_ptr, scale_like, block, rows, length, 1, 1,
+            seed.to(tl.int32), (seed >> 32).to(tl.int32), stream_low, stream_high,
+            FORMAT, ROUNDING, ROWS, BLOCK, UNIT == 8, False, SINGLE, 0,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tensors"])
