@@ -14,30 +14,50 @@ namespace qsync {
 // and none, whose filters are folded in the same way (without padding).  A thread writes 16 channels.
 constexpr int kChannelsPerThread = 16;
 
+// The 16 channels from `first_channel` of the block of pixels that starts at (first_h, first_w).  Sizes that are known when the
+// kernel is compiled (others are 0) leave nothing to compute but addresses.
+template <int kChannels, int kStride>
+__host__ __device__ inline int4 folded_channels(int8_t const* x, int in_h, int in_w, int first_h, int first_w, int channels,
+                                                int stride_h, int stride_w, int first_channel) {
+  if constexpr (kChannels > 0) channels = kChannels;
+  if constexpr (kStride > 0) stride_h = stride_w = kStride;
+  union {
+    int8_t bytes[kChannelsPerThread];
+    int4 vector;
+  } folded;
+  int const line = stride_w * channels;
+  int dh = first_channel / line, dw = (first_channel - dh * line) / channels;
+  int channel = first_channel - dh * line - dw * channels;
+#pragma unroll
+  for (int i = 0; i < kChannelsPerThread; ++i) {
+    int const h = first_h + dh, w = first_w + dw;
+    bool const inside = dh < stride_h && h >= 0 && h < in_h && w >= 0 && w < in_w;
+    folded.bytes[i] = inside ? x[(int64_t(h) * in_w + w) * channels + channel] : int8_t(0);
+    if (++channel == channels) {
+      channel = 0;
+      if (++dw == stride_w) {
+        dw = 0;
+        ++dh;
+      }
+    }
+  }
+  return folded.vector;
+}
+
+template <int kChannels, int kStride>
 __global__ void __launch_bounds__(256) fold_pixels(QsyncArguments q) {
-  uint32_t const thread = blockIdx.x * 256u + threadIdx.x, parts = uint32_t(q.lda) / kChannelsPerThread;
+  uint32_t const thread = blockIdx.x * 256u + threadIdx.x;
+  uint32_t const parts = kChannels > 0 ? 1u : uint32_t(q.lda) / kChannelsPerThread;
   uint32_t const pixel = thread / parts, part = thread - pixel * parts;
   if (pixel >= uint32_t(q.images * q.out_h * q.out_w)) return;
   uint32_t const out_w = uint32_t(q.out_w), out_h = uint32_t(q.out_h);
   uint32_t const row = pixel / out_w, image = row / out_h;
   int const first_h = int(row - image * out_h) * int(q.stride_h) - int(q.pad_h);
   int const first_w = int(pixel - row * out_w) * int(q.stride_w) - int(q.pad_w);
-  int const channels = int(q.in_c), in_h = int(q.in_h), in_w = int(q.in_w);
-  int8_t const* const x = static_cast<int8_t const*>(q.a) + int64_t(image) * in_h * in_w * channels;
-  union {
-    int8_t bytes[kChannelsPerThread];
-    int4 vector;
-  } folded;
-  int const used = int(q.stride_h * q.stride_w) * channels, line = int(q.stride_w) * channels;
-#pragma unroll
-  for (int i = 0; i < kChannelsPerThread; ++i) {
-    int const channel = int(part) * kChannelsPerThread + i;
-    int const dh = channel / line, rest = channel - dh * line, dw = rest / channels;
-    int const h = first_h + dh, w = first_w + dw;
-    bool const inside = channel < used && h >= 0 && h < in_h && w >= 0 && w < in_w;
-    folded.bytes[i] = inside ? x[(int64_t(h) * in_w + w) * channels + (rest - dw * channels)] : int8_t(0);
-  }
-  static_cast<int4*>(q.out)[thread] = folded.vector;
+  int8_t const* const x = static_cast<int8_t const*>(q.a) + int64_t(image) * q.in_h * q.in_w * q.in_c;
+  static_cast<int4*>(q.out)[thread] =
+      folded_channels<kChannels, kStride>(x, int(q.in_h), int(q.in_w), first_h, first_w, int(q.in_c), int(q.stride_h),
+                                          int(q.stride_w), int(part) * kChannelsPerThread);
 }
 
 inline int32_t run_fold_pixels(QsyncArguments const& q) {
@@ -51,7 +71,12 @@ inline int32_t run_fold_pixels(QsyncArguments const& q) {
   if (threads == 0) return QSYNC_OK;
   DeviceGuard guard(q.device);
   if (guard.status() != QSYNC_OK) return guard.status();
-  fold_pixels<<<unsigned((threads + 255) / 256), 256, 0, static_cast<cudaStream_t>(q.stream)>>>(q);
+  // The first layers of image networks have kernels of their own.
+  bool const square = q.stride_h == q.stride_w, one_part = q.lda == kChannelsPerThread;
+  auto const kernel = one_part && q.in_c == 3 && square && q.stride_h == 2   ? fold_pixels<3, 2>
+                      : one_part && q.in_c == 3 && square && q.stride_h == 1 ? fold_pixels<3, 1>
+                                                                             : fold_pixels<0, 0>;
+  kernel<<<unsigned((threads + 255) / 256), 256, 0, static_cast<cudaStream_t>(q.stream)>>>(q);
   return cuda_status(cudaGetLastError());
 }
 

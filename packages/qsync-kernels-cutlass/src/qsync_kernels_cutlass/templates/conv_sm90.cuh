@@ -133,10 +133,16 @@ struct ConvSm90 {
       cutlass::epilogue::fusion::Sm90AccFetch, Bias>;
 
   static constexpr int AlignmentD = 128 / cutlass::sizeof_bits<ElementD>::value;
+  // Tiles are stored by parts, with a barrier each; parts of 128 bytes a row fill whole cache lines.  (CUTLASS's choice for
+  // 16-bit outputs is half of that, and convolutions with few input channels wait for their stores.)
+  static constexpr int LineD = 128 / int(sizeof(ElementD));
+  using EpilogueTile = cute::conditional_t<TileN % LineD == 0,
+                                           cute::Shape<cute::Int<Cooperative ? 128 : 64>, cute::Int<TileN % LineD == 0 ? LineD : 16>>,
+                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, cutlass::epilogue::collective::EpilogueTileAuto,
-      Accumulator, float, void, cutlass::layout::RowMajor, AlignmentD, ElementD, cutlass::layout::RowMajor, AlignmentD,
-      EpilogueSchedule, Dequantize>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, Accumulator, float, void,
+      cutlass::layout::RowMajor, AlignmentD, ElementD, cutlass::layout::RowMajor, AlignmentD, EpilogueSchedule,
+      Dequantize>::CollectiveOp;
 
   static constexpr int StageBytes = (TileM + TileN) * TileK + int(sizeof(typename cutlass::PipelineTmaAsync<1>::SharedStorage));
   static constexpr int MostStages =
