@@ -55,7 +55,11 @@ class DeviceLostError(BackendError):
 
 @runtime_checkable
 class CompilingBackend(Protocol):
-    """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU."""
+    """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU.
+
+    Knobs that are passed to a compiled kernel when it is launched are called ``raster``, ``splits`` and ``swizzle`` in the texts of
+    its configurations (``tile=128x64x64;swizzle=4``): configurations that differ in these alone are one kernel.
+    """
 
     def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Update) -> object:
         """Compile the candidates of requests that the backend supports, into its cache.
@@ -79,10 +83,12 @@ class Effort:
         budget: configurations that are tried for a request, from the head of the backend's list.
         samples: runs per configuration in each round; survivors go on to the next.
         keep: share of the configurations that survives a round, at least two.
+        kernels: how many kernels are compiled for requests that can share them, where a backend compiles and a whole job is tuned.
         near: a latency within this factor of the lower bound ends the search.
     """
 
     budget: int = 24
+    kernels: int = 4
     samples: tuple[int, ...] = (3, 9, 25)
     keep: float = 1 / 3
     near: float = 1.05

@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 @click.option(
     "--budget", type=click.IntRange(min=1), default=24, show_default=True, help="Configurations tried per kernel and backend."
 )
+@click.option(
+    "--kernels",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Kernels that a backend compiles for operators that can share them.",
+)
 @click.option("--compile-only", is_flag=True, help="Compile the candidates and measure nothing; needs no GPU.")
 @click.option("--arch", default=None, help="With --compile-only: the chip, for example sm_75 or sm_90a.")
 @click.option(
@@ -51,6 +58,7 @@ def tune(
     backend: str | None,
     output: Path | None,
     budget: int,
+    kernels: int,
     compile_only: bool,
     arch: str | None,
     merged: tuple[Path, ...],
@@ -87,7 +95,7 @@ def tune(
     requests = distinct_requests(dag, ladder, *device_facts(target))
     store = open_store(target, output)
     with progress_bar("tune") as update:
-        found = tune_requests(requests, backends, store, target, effort=Effort(budget=budget), progress=update)
+        found = tune_requests(requests, backends, store, target, effort=Effort(budget=budget, kernels=kernels), progress=update)
     emit(json_flag, _facts(found, store.path), lambda console: _render(found, store.path, console))
 
 

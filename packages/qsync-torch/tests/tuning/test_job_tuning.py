@@ -1,10 +1,14 @@
 """Tuning a graph's kernels: each distinct one once, for every backend that takes it; interrupted runs continue."""
 
+import threading
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from qsync_core.backend import Op
+from qsync_core.backend import KernelConfig, Op
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.operator_requests import CallShapes, OperatorRequest
 from qsync_core.precision import Precision
@@ -13,13 +17,13 @@ from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.trace import trace
 from qsync_torch.tuning.job_tuning import (
-    arch_of,
     capability_of,
     compile_requests,
     describe,
     distinct_requests,
     tune_requests,
 )
+from qsync_torch.tuning.kernel_library import _greedy
 from qsync_torch.tuning.peaks import device_peaks
 from qsync_torch.tuning.tuned_store import describe_device, open_store, store_of_request
 
@@ -140,10 +144,88 @@ def test_backends_compile_ahead_what_they_take(dag, install):
     assert compile_requests(requests, [one, two], "sm_75", lambda *update: told.append(update)) == {"one": len(requests)}
     assert one.compiled == [("sm_75", len(requests))]
     assert told == [(len(requests), len(requests), "one: all")]
-    assert compile_requests(requests, [one], "", lambda *update: None) == {}
 
 
-def test_a_compiler_that_fails_stops_only_those_who_need_it(dag, install):
+def test_tuning_compiles_few_kernels_that_serve_many_and_measures_their_knobs(dag, install):
+    class Ranked(CompilingNamedBackend):
+        def candidate_configs(self, request):
+            wide = request.shapes[-1][0] >= 6
+            texts = ["t1", "t2", "t3", "t1;swizzle=4"] if wide else ["t2", "t4", "t2;swizzle=4"]
+            return [KernelConfig(text) for text in texts]
+
+        def unsupported_reasons(self, request):
+            return [] if request.op == Op.LINEAR_OUTPUT else ["it multiplies only"]
+
+    one = Ranked("one", configs=("t1", "t2", "t3", "t4", "t1;swizzle=4", "t2;swizzle=4"))
+    install(one)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    store = open_store(CPU)
+    found = tune_requests(requests, [one], store, CPU, effort=Effort(budget=9, kernels=1, samples=(1, 1)))
+    products = [entry for entry in found.requests if entry.asked.request.op == Op.LINEAR_OUTPUT]
+    assert len(products) == 2
+    # t2 is the first of one and the second of the other: 1 + 1/2 against 1 for t1.
+    assert [set(store.measured("one", entry.asked.request)) for entry in products] == [{"t2"}, {"t2", "t2;swizzle=4"}]
+    more = tune_requests(requests, [one], store, CPU, effort=Effort(budget=9, kernels=2, samples=(1, 1)))
+    assert more.reused == 1
+    assert set(store.measured("one", products[0].asked.request)) == {"t1", "t2", "t1;swizzle=4"}
+
+
+def test_requests_are_measured_as_their_kernels_become_ready(dag, install):
+    gate = threading.Event()
+    measured = []
+
+    class Slow(CompilingNamedBackend):
+        def unsupported_reasons(self, request):
+            return [] if request.op == Op.LINEAR_OUTPUT else ["it multiplies only"]
+
+        def build(self, request, config):
+            gate.wait(60)
+            return super().build(request, config)
+
+    one, two = Slow("one", configs=("a",)), NamedBackend("two", configs=("a",))
+    install(one, two)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+
+    def progress(done, total, what):
+        measured.append(what)
+        if what.startswith("compiling"):
+            gate.set()
+
+    found = tune_requests(requests, [one, two], open_store(CPU), CPU, effort=QUICK, progress=progress)
+    assert [entry.asked for entry in found.requests] == requests
+    waited = next(i for i, what in enumerate(measured) if what.startswith("compiling, 0 of "))
+    assert waited == sum(2 for asked in requests if asked.request.op != Op.LINEAR_OUTPUT)
+    assert not any("linear.output" in what for what in measured[:waited])
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_the_others(dag, install):
+    class Broken(CompilingNamedBackend):
+        def build(self, request, config):
+            raise BackendError("no nvcc")
+
+        def unsupported_reasons(self, request):
+            return []
+
+    broken, two = Broken("one"), NamedBackend("two")
+    install(broken, two)
+    found = tune_requests(distinct_requests(dag, (INT8,), "cpu", ""), [broken, two], open_store(CPU), CPU, effort=QUICK)
+    assert all("a: no nvcc" in entry.refusals["one"][0] and entry.best is not None for entry in found.requests)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6, unique=True), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_every_request_gets_a_kernel_of_its_own_list(lists, kernels):
+    chosen = _greedy([{text: rank for rank, text in enumerate(texts)} for texts in lists], kernels)
+    assert len(set(chosen)) == len(chosen)
+    assert all(set(chosen) & set(texts) for texts in lists)
+    assert len(chosen) <= kernels + len(lists)
+    if kernels >= 6:
+        assert set(chosen) == {text for texts in lists for text in texts}
+
+
+def test_a_compiler_that_fails_stops_compiling_ahead(dag):
     class Broken(CompilingNamedBackend):
         def compile_ahead(self, requests, arch, progress):
             raise BackendError("no nvcc")
@@ -151,11 +233,9 @@ def test_a_compiler_that_fails_stops_only_those_who_need_it(dag, install):
     requests = distinct_requests(dag, (INT8,), "cuda", "7.5")
     with pytest.raises(BackendError, match="no nvcc"):
         compile_requests(requests, [Broken("one")], "sm_75", lambda *update: None)
-    compile_requests(requests, [Broken("one")], "sm_75", lambda *update: None, required=False)
 
 
 def test_names_of_architectures():
-    assert [arch_of(capability) for capability in ("7.5", "8.6", "9.0", "")] == ["sm_75", "sm_86", "sm_90a", ""]
     assert [capability_of(arch) for arch in ("sm_75", "sm_90a", "sm_100a")] == ["7.5", "9.0", "10.0"]
     for nonsense in ("75", "sm_", "sm_x5", "compute_75", "sm_7"):
         with pytest.raises(QSyncError, match="--arch names a chip as compilers do, for example sm_75 or sm_90a, got"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -17,6 +18,7 @@ from qsync_core.roofline import lower_bound_ns
 from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
 from qsync_core.tuning_record import formats_of
 from qsync_core.variant import Variant
+from qsync_torch.tuning.compiling import BackgroundCompiler
 from qsync_torch.tuning.operands import rotating_sets
 from qsync_torch.tuning.peaks import device_peaks
 from qsync_torch.tuning.timer import KernelTimer
@@ -93,37 +95,47 @@ def tune_requests(
         DeviceLostError: when a kernel broke the device for this process; run again to continue.
     """
     start = time.monotonic()
-    compile_requests(requests, backends, _arch(requests), progress, required=False)
     peaks = device_peaks(device)
+    reused, done = 0, 0
+    tuned: dict[int, TunedRequest] = {}
+    left = list(range(len(requests)))
     total = len(requests) * len(backends)
-    reused = 0
-    tuned = []
-    for number, asked in enumerate(requests):
-        records: list[TuningRecord] = []
-        refusals: dict[str, tuple[str, ...]] = {}
-        timer: KernelTimer | None = None
-        for position, backend in enumerate(backends):
-            progress(number * len(backends) + position, total, f"{describe(asked)} {backend.name}")
-            if reasons := backend.unsupported_reasons(asked.request):
-                refusals[backend.name] = tuple(reasons)
-                continue
-            known = store.find(backend.name, asked.request)
-            try:
-                if timer is None and not _is_done(known, backend, asked.request, effort):
-                    timer = KernelTimer(rotating_sets(asked, device), device)
-                measure = timer or _never
-                bound = lower_bound_ns(asked, peaks)
-                record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound)
-            except DeviceLostError:
-                raise
-            except (BackendError, torch.OutOfMemoryError) as error:
-                refusals[backend.name] = (" ".join(str(error).split()),)
-                continue
-            reused += record is known
-            records.append(record)
-        tuned.append(TunedRequest(asked, tuple(records), refusals))
+    with BackgroundCompiler(backends, requests, effort.kernels) as compiler:
+        while left:
+            waiting = partial(_compiling, progress, done, total)
+            index = compiler.ready(left, waiting)
+            left.remove(index)
+            asked = requests[index]
+            records: list[TuningRecord] = []
+            refusals: dict[str, tuple[str, ...]] = {}
+            timer: KernelTimer | None = None
+            for backend in compiler.backends:
+                progress(done, total, f"{describe(asked)} {backend.name}")
+                done += 1
+                if reasons := backend.unsupported_reasons(asked.request):
+                    refusals[backend.name] = tuple(reasons)
+                    continue
+                known = store.find(backend.name, asked.request)
+                try:
+                    if timer is None and not _is_done(known, backend, asked.request, effort):
+                        timer = KernelTimer(rotating_sets(asked, device), device)
+                    measure = timer or _never
+                    bound = lower_bound_ns(asked, peaks)
+                    record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound)
+                except DeviceLostError:
+                    raise
+                except (BackendError, torch.OutOfMemoryError) as error:
+                    refusals[backend.name] = (" ".join(str(error).split()),)
+                    continue
+                reused += record is known
+                records.append(record)
+            tuned[index] = TunedRequest(asked, tuple(records), refusals)
     progress(total, total, "")
-    return JobTuning(tuple(tuned), reused, time.monotonic() - start)
+    return JobTuning(tuple(tuned[index] for index in range(len(requests))), reused, time.monotonic() - start)
+
+
+def _compiling(progress: Update, done: int, total: int, built: int, every: int) -> None:
+    progress(done, total, f"compiling, {built} of {every} kernels")
 
 
 def _is_done(known: TuningRecord | None, backend: KernelBackend, request: KernelRequest, effort: Effort) -> bool:
@@ -135,48 +147,33 @@ def _never(kernel: object, request: KernelRequest, samples: int) -> int:
 
 
 def compile_requests(
-    requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: Update, *, required: bool = True
+    requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: Update
 ) -> dict[str, int]:
     """Let every backend that can compile ahead do so for the requests it takes.
 
     Args:
         requests: what is going to run.
         backends: who is asked.
-        arch: the chip (``sm_90a``); empty where there is none to compile for.
+        arch: the chip (``sm_90a``).
         progress: told how many kernels of a backend are done.
-        required: raise where a backend can not compile; else leave it to the search, which records the reason.
 
     Returns:
         How many requests each backend compiled kernels for.
 
     Raises:
-        BackendError: see ``required``.
+        BackendError: when a compiler is missing, or a kernel does not compile.
     """
     done: dict[str, int] = {}
     asked = [entry.request for entry in requests]
     for backend in backends:
-        if not arch or not isinstance(backend, CompilingBackend):
+        if not isinstance(backend, CompilingBackend):
             continue
         taken = [request for request in asked if not backend.unsupported_reasons(request)]
         if not taken:
             continue
-        try:
-            backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
-        except BackendError:
-            if required:
-                raise
+        backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
         done[backend.name] = len(taken)
     return done
-
-
-ARCH_SUFFIX = {"9.0": "a", "10.0": "a"}
-"""Chips whose newest instructions are available under an architecture-specific name only."""
-
-
-def arch_of(compute_capability: str) -> str:
-    """The name by which compilers know a chip: ``sm_75`` for 7.5, ``sm_90a`` for 9.0; empty for a CPU."""
-    suffix = ARCH_SUFFIX.get(compute_capability, "")
-    return f"sm_{compute_capability.replace('.', '')}{suffix}" if compute_capability else ""
 
 
 def capability_of(arch: str) -> str:
@@ -189,10 +186,6 @@ def capability_of(arch: str) -> str:
     if not arch.startswith("sm_") or not digits.isdecimal() or len(digits) < 2:
         raise QSyncError(f"--arch names a chip as compilers do, for example sm_75 or sm_90a, got {arch!r}")
     return f"{digits[:-1]}.{digits[-1]}"
-
-
-def _arch(requests: Sequence[OperatorRequest]) -> str:
-    return arch_of(requests[0].request.compute_capability) if requests else ""
 
 
 def describe(asked: OperatorRequest) -> str:

@@ -1,0 +1,73 @@
+"""Which compiled kernels to try for a whole job: few that serve many requests, because compiling one takes tens of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.tuning_record import formats_of
+
+Group = tuple[object, ...]
+RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})
+"""Names of knobs in configurations (``tile=128x64x64;swizzle=4``) that are passed to a compiled kernel when it is launched."""
+
+
+def group_of(request: KernelRequest) -> Group:
+    """Requests of one group can share compiled kernels: one operator, formats, geometry and filter size."""
+    filter_size = request.shapes[1][2:] if len(request.shapes) > 1 else ()
+    return request.op, formats_of(request), filter_size, tuple(sorted(request.attributes.items()))
+
+
+def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], kernels: int) -> dict[Group, tuple[str, ...]]:
+    """The configurations to compile for each group of requests, in the order of their use.
+
+    Greedily, each adds the most to what the group's requests gain, where a request gains 1/(1 + rank) from the best-ranked of its
+    candidates that is there.  Every request gets at least one.
+
+    Args:
+        backend: whose candidates.
+        requests: what is to run; those that the backend takes.
+        kernels: how many configurations a group compiles.
+    """
+    ranks: dict[Group, list[dict[str, int]]] = {}
+    for request in requests:
+        texts = dict.fromkeys(kernel_of(config.text) for config in backend.candidate_configs(request))
+        ranks.setdefault(group_of(request), []).append({text: rank for rank, text in enumerate(texts)})
+    return {group: _greedy(by_request, kernels) for group, by_request in ranks.items()}
+
+
+def kernel_of(text: str) -> str:
+    """The configuration without its run-time knobs: equal ones are one compiled kernel."""
+    return ";".join(knob for knob in text.split(";") if knob.partition("=")[0] not in RUN_TIME_KNOBS)
+
+
+def _greedy(by_request: Sequence[Mapping[str, int]], kernels: int) -> tuple[str, ...]:
+    chosen: list[str] = []
+    gained = [0.0] * len(by_request)
+    texts = list(dict.fromkeys(text for ranks in by_request for text in ranks))
+
+    def more(text: str) -> float:
+        return sum(max(0.0, 1 / (1 + ranks[text]) - had) for ranks, had in zip(by_request, gained, strict=True) if text in ranks)
+
+    while len(chosen) < kernels and (best := max(texts, key=more, default=None)) is not None and more(best) > 0:
+        chosen.append(best)
+        gained = [max(had, 1 / (1 + ranks[best])) if best in ranks else had for ranks, had in zip(by_request, gained, strict=True)]
+    # What is left of the limit goes to second guesses, the most popular first.
+    spare = sorted((text for text in texts if text not in chosen), key=lambda t: -sum(1 / (1 + r[t]) for r in by_request if t in r))
+    chosen += spare[: max(0, kernels - len(chosen))]
+    chosen += [next(iter(ranks)) for ranks, had in zip(by_request, gained, strict=True) if not had and ranks]
+    return tuple(dict.fromkeys(chosen))
+
+
+class LimitedBackend:
+    """A backend whose candidates are those of a library, knobs included; everything else is its own."""
+
+    def __init__(self, backend: KernelBackend, library: Mapping[Group, Sequence[str]]) -> None:
+        self._backend, self._library = backend, library
+        self.name, self.api_version = backend.name, backend.api_version
+        self.kernel_specs, self.unsupported_reasons, self.build = backend.kernel_specs, backend.unsupported_reasons, backend.build
+
+    def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """The library's, in the backend's order."""
+        kernels = self._library.get(group_of(request), ())
+        return [config for config in self._backend.candidate_configs(request) if kernel_of(config.text) in kernels]
