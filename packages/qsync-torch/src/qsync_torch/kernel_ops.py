@@ -86,11 +86,12 @@ def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.T
 
 def _conv2d_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
     parsed = parse_binding(binding)
-    g = parsed.geometry
-    height, width = (conv_output_size(x.shape[2 + i], w.shape[2 + i], g.stride[i], g.padding[i], g.dilation[i]) for i in range(2))
-    shape = (x.shape[0], w.shape[0], height, width)
-    dtype = parsed.output
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+    (sh, sw), (ph, pw), (dh, dw) = parsed.geometry.stride, parsed.geometry.padding, parsed.geometry.dilation
+    batch, _, height, width = x.shape
+    out_channels, _, kernel_h, kernel_w = w.shape
+    size = conv_output_size(height, kernel_h, sh, ph, dh), conv_output_size(width, kernel_w, sw, pw, dw)
+    dtype, layout = parsed.output, torch.channels_last
+    return torch.empty((batch, out_channels, *size), dtype=dtype, device=x.device, memory_format=layout)
 
 
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,8 @@ def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     """``x`` itself where its memory can be taken group by group, else a contiguous copy."""
     if x.is_contiguous():
         return x
+    if x.ndim == 4 and granularity is not Granularity.PER_ROW and x.is_contiguous(memory_format=torch.channels_last):
+        return x
     if granularity is Granularity.PER_TENSOR:
         return x if is_dense(x) else x.contiguous()
     if granularity is Granularity.PER_CHANNEL:
