@@ -21,22 +21,24 @@ from pathlib import Path
 import torch
 from kernels import rows_conv, rows_products, rows_quantize, rows_steps, rows_tuning
 from kernels.bench import Bench, Row
-from kernels.whole_model import release
+from kernels.whole_model import Mode, release
 from results import write_rows
+
+from qsync_core.precision import Precision
 
 COMMAND = "python tests/benchmarks/gpu_kernels.py --out OUT"
 
 
 def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """What measures rows, by the name that ``--only`` takes."""
-    tuned = options.backend in (None, "auto")
+    backend = None if options.backend in (None, "auto") else options.backend
     step = partial(
         rows_steps.step_rows,
         bench,
-        backend=options.backend,
-        compiled=not options.eager_only,
+        backend=backend,
+        outputs=[Precision(name) for name in options.outputs.split(",")],
+        modes=[Mode[name.upper()] for name in options.modes.split(",")],
         profile=options.profile,
-        tune=tuned,
     )
     return {
         "K1": partial(rows_products.product_rows, bench),
@@ -46,7 +48,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         "K6": partial(rows_conv.conv_rows, bench),
         "K7": partial(step, "K7"),
         "K8": partial(step, "K8"),
-        "K9": partial(rows_steps.ablation_rows, bench, backend=options.backend, tune=tuned),
+        "K9": partial(rows_steps.ablation_rows, bench, backend=backend),
         "K10": partial(rows_tuning.exhaustive_rows, bench),
         "K10b": partial(rows_tuning.duration_rows, bench),
     }
@@ -58,14 +60,23 @@ def main() -> None:
     parser.add_argument("--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b")
     parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default the fastest, tuned first")
     parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")
-    parser.add_argument("--eager-only", action="store_true", help="leave K7c and K8c out")
+    parser.add_argument("--modes", default="eager,graph,compiled", help="of K7 and K8, in this order")
+    parser.add_argument("--outputs", default="float16,bfloat16", help="formats of int8 operators' outputs that K7 and K8 try")
+    parser.add_argument("--libraries", type=int, default=2, help="kernels that a request may have compiled")
+    parser.add_argument("--just-in-time", type=int, default=3, help="configurations of a product from backends that do not compile")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     parser.add_argument("--quick", action="store_true", help="small shapes, nothing written")
     options = parser.parse_args()
     if not torch.cuda.is_available() and not options.quick:
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none; --quick tries it on a CPU")
     faulthandler.dump_traceback_later(240, repeat=True)  # a hang on a machine that is far away should say where
-    bench = Bench(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), options.out, quick=options.quick)
+    bench = Bench(
+        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        options.out,
+        quick=options.quick,
+        libraries=options.libraries,
+        just_in_time=options.just_in_time,
+    )
     known = groups(bench, options)
     wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
     if unknown := [name for name in wanted if name not in known]:

@@ -27,11 +27,14 @@ class Bench:
     Attributes:
         out: folder for what is not a row (profiles), None to write none.
         quick: few samples and small shapes, to try the script on a CPU.
+        backends: with as many candidates as ``libraries`` and ``just_in_time`` allow (:mod:`kernels.limited_backend`).
     """
 
-    def __init__(self, device: torch.device, out: Path | None = None, *, quick: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, out: Path | None = None, *, quick: bool = False, libraries: int = 2, just_in_time: int = 3
+    ) -> None:
         self.device, self.out, self.quick = device, out, quick
-        self.backends = Backends()
+        self.backends = Backends(libraries, just_in_time)
         self.timer = Timer(device)
         self._start = time.monotonic()
         for name, reason in self.backends.disabled.items():
@@ -53,9 +56,9 @@ class Bench:
         return row | ({"spread": spread} if spread else {})
 
     def race_problem(
-        self, problem: Problem, names: Iterable[str] = (), *, rounds: int = 15, configs: int = 6
+        self, problem: Problem, names: Iterable[str] = (), *, rounds: int = 15
     ) -> tuple[dict[str, Measured], dict[str, str]]:
-        """Every accepting backend (its best of ``configs`` configurations) and the named baselines on one problem, in turns.
+        """Every accepting backend (its best candidate) and the named baselines on one problem, in turns.
 
         Returns:
             What was measured by name, and the configuration of each backend.
@@ -64,7 +67,7 @@ class Bench:
             RuntimeError: when no backend could run it, with every reason.
         """
         operands = rotating_operands(problem, self.device)
-        contenders = {runner.name: runner for runner in self.accepting(problem, operands, configs)}
+        contenders = {runner.name: runner for runner in self.accepting(problem, operands)}
         thunks = {name: runner.thunks for name, runner in contenders.items()}
         for name in names:
             if baselines.why_not(name, problem, self.device) is None:
@@ -74,7 +77,7 @@ class Bench:
             print(f"{problem.label}: {name}: {why}", file=sys.stderr)
         return measured, {name: runner.config for name, runner in contenders.items() if name in measured}
 
-    def accepting(self, problem: Problem, operands: Sequence[Any], configs: int = 6) -> list[Contender]:
+    def accepting(self, problem: Problem, operands: Sequence[Any]) -> list[Contender]:
         """Contenders of every backend that runs a problem.
 
         Raises:
@@ -87,7 +90,7 @@ class Bench:
                 reasons.append(f"{name}: {'; '.join(why)}")
                 continue
             try:
-                found.append(build_best(backend, request, operands, self.device, configs))
+                found.append(build_best(backend, request, operands, self.device))
             except Exception as error:  # what one backend can not build another may
                 reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         for why in reasons:
@@ -96,12 +99,12 @@ class Bench:
             raise RuntimeError(f"no backend runs {problem.label}: {' | '.join(reasons)}")
         return found
 
-    def choose(self, roles: Mapping[str, Problem], *, without: Sequence[str] = (), configs: int = 6) -> KernelChoice:
+    def choose(self, roles: Mapping[str, Problem], *, without: Sequence[str] = ()) -> KernelChoice:
         """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernel_choice`)."""
-        compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()], configs)
+        compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
         ops = {}
         for role, problem in roles.items():
-            measured, used = self.race_problem(problem, rounds=7, configs=configs)
+            measured, used = self.race_problem(problem, rounds=7)
             usable = [name for name in used if name not in without]
             if usable:
                 best = min(usable, key=lambda name: measured[name].median_ns)

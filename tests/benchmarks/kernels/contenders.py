@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,15 +14,10 @@ import torch
 
 from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.registry import Registry
-from qsync_core.tuning import CompilingBackend
 
+from .limited_backend import LimitedBackend
 from .problems import Operands, Problem
 from .timing import Thunk, race, rotation_count, tensor_bytes
-
-_CONFIGS = 6
-"""Configurations of a backend that are tried, best guesses first."""
-ALL_CANDIDATES = 10_000
-"""For figures that are to show what tuning finds: everything that a backend thinks worth trying."""
 
 
 @attrs.frozen
@@ -41,11 +36,11 @@ class Contender:
 
 
 class Backends:
-    """Every installed kernel backend by name."""
+    """Every installed kernel backend by name, each with its best guesses only (see :class:`LimitedBackend`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: int = 2, just_in_time: int = 3) -> None:
         registry = Registry.load()
-        self.by_name: dict[str, KernelBackend] = {backend.name: backend for backend in registry.backends()}
+        self.by_name = {backend.name: LimitedBackend(backend, libraries, just_in_time) for backend in registry.backends()}
         self.disabled = dict(registry.disabled)
 
     def reasons(self, name: str, request: KernelRequest) -> list[str]:
@@ -63,10 +58,8 @@ def rotating_operands(problem: Problem, device: torch.device) -> list[Operands]:
     return [first, *(problem.operands(device, seed) for seed in range(1, rotation_count(tensor_bytes(first), device)))]
 
 
-def build_best(
-    backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands], device: torch.device, most: int = _CONFIGS
-) -> Contender:
-    """The backend's fastest configuration among its first few, by a short race.
+def build_best(backend: KernelBackend, request: KernelRequest, operands: Sequence[Operands], device: torch.device) -> Contender:
+    """The backend's fastest candidate, by a short race.
 
     Raises:
         BackendError: what building raised, when no configuration could be built.
@@ -74,7 +67,7 @@ def build_best(
     """
     built: dict[str, tuple[Thunk, ...]] = {}
     problem_with: Exception | None = None
-    for config in backend.candidate_configs(request)[:most]:
+    for config in backend.candidate_configs(request):
         try:
             built[config.text] = calls_of(backend, request, config, operands)
         except Exception as error:
@@ -99,21 +92,18 @@ def calls_of(
     return tuple(partial(kernel, *arguments) for arguments in operands)
 
 
-def compile_ahead(backends: Backends, requests: Sequence[KernelRequest], most: int = _CONFIGS) -> None:
-    """Build what requests are going to need side by side, because a backend may have to compile it first.
-
-    What can not be built is left to whoever builds it again and needs it.
-    """
-    todo = [
-        (backend, request, config)
-        for name, backend in backends.by_name.items()
-        if isinstance(backend, CompilingBackend)
-        for request in requests
-        if not backends.reasons(name, request)
-        for config in backend.candidate_configs(request)[:most]
-    ]
-
-    build_side_by_side(todo)
+def compile_ahead(backends: Backends, requests: Iterable[KernelRequest]) -> None:
+    """Build the candidates of backends that compile, for all requests at once."""
+    compiling = {name: backend for name, backend in backends.by_name.items() if backend.compiles}
+    build_side_by_side(
+        [
+            (backend, request, config)
+            for request in requests
+            for name, backend in compiling.items()
+            if not backends.reasons(name, request)
+            for config in backend.candidate_configs(request)
+        ]
+    )
 
 
 def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, KernelConfig]]) -> None:

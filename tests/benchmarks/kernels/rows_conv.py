@@ -12,18 +12,16 @@ from .contenders import compile_ahead
 from .problems import INT8_CONV, Problem
 from .shapes import shape_set
 
-_CONFIGS = 12
-
 
 def conv_rows(bench: Bench) -> Iterator[Row]:
     """K6, and K6t: the time of all of them together."""
     shapes = shape_set("smoke" if bench.quick else "resnet50").conv
     problems = [Problem(Op.CONV2D_OUTPUT, shape, INT8_CONV) for shape in shapes]
-    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems], _CONFIGS)
+    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems])
     ratios, own_ns, cudnn_ns, details, missing = [], 0.0, 0.0, [], []
     for problem, shape in zip(problems, shapes, strict=True):
         try:
-            measured, used = bench.race_problem(problem, ("float16",), rounds=9, configs=_CONFIGS)
+            measured, used = bench.race_problem(problem, ("float16",), rounds=9)
         except RuntimeError as error:
             print(f"K6: {error}", file=sys.stderr)
             missing.append(shape.label)

@@ -15,7 +15,7 @@ from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio, ratio_spread
-from .contenders import ALL_CANDIDATES, compile_ahead
+from .contenders import compile_ahead
 from .problems import INT8, Problem, quantization
 from .shapes import LinearShape
 from .timing import Measured, Thunk, race
@@ -40,8 +40,8 @@ def product_rows(bench: Bench) -> Iterator[Row]:
     flops = 2 * shape.m * shape.k * shape.n
     for id_, bell_shaped in (("K1", False), ("K1-bell", True)):
         problem = Problem(Op.LINEAR_OUTPUT, shape, INT8, bell_shaped=bell_shaped)
-        compile_ahead(bench.backends, [problem.request(bench.device)], ALL_CANDIDATES)
-        measured, used = bench.race_problem(problem, _PYTORCH, rounds=21, configs=ALL_CANDIDATES)
+        compile_ahead(bench.backends, [problem.request(bench.device)])
+        measured, used = bench.race_problem(problem, _PYTORCH, rounds=21)
         best = best_of(measured, used)
         own, who = measured[best], f"{best} {used[best]}".strip()
         values = "bell-shaped values" if bell_shaped else "uniform values"
@@ -62,7 +62,7 @@ def small_product_rows(bench: Bench) -> Iterator[Row]:
     """K2, K2b."""
     shapes = (_QUICK,) if bench.quick else SMALL
     problems = [Problem(Op.LINEAR_OUTPUT, shape, INT8) for shape in shapes]
-    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems], ALL_CANDIDATES)
+    compile_ahead(bench.backends, [problem.request(bench.device) for problem in problems])
     ratios, details = [], []
     for shape in shapes:
         measured, used = _race(bench, shape)
@@ -79,7 +79,7 @@ def small_product_rows(bench: Bench) -> Iterator[Row]:
 
 def _race(bench: Bench, shape: LinearShape) -> tuple[dict[str, Measured], dict[str, str]]:
     problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
-    return bench.race_problem(problem, _PYTORCH, rounds=21, configs=ALL_CANDIDATES)
+    return bench.race_problem(problem, _PYTORCH, rounds=21)
 
 
 def _others(measured: dict[str, Measured], flops: int) -> str:
@@ -102,7 +102,7 @@ def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
         for name, (grad_input, grad_weight) in _BACKWARD.items():
             variant = attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
             try:
-                choices[name] = str(bench.choose(_roles(shape, variant, parameter), configs=12))
+                choices[name] = str(bench.choose(_roles(shape, variant, parameter)))
             except RuntimeError as error:
                 print(f"{id_}: {name}: {error}", file=sys.stderr)
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from . import baselines
 from .bench import Bench, Row, best_of, ratio, ratio_spread
-from .contenders import ALL_CANDIDATES, rotating_operands
+from .contenders import rotating_operands
 from .peaks import copy_calls
 from .problems import quantization
 from .timing import Measured, race
@@ -21,7 +21,7 @@ def quantize_rows(bench: Bench) -> Iterator[Row]:
     for id_, shape in (_QUICK if bench.quick else SHAPES).items():
         problem = quantization(shape)
         operands = rotating_operands(problem, bench.device)
-        runners = {runner.name: runner for runner in bench.accepting(problem, operands, configs=ALL_CANDIDATES)}
+        runners = {runner.name: runner for runner in bench.accepting(problem, operands)}
         contenders = {name: runner.thunks for name, runner in runners.items()}
         contenders[_COPY] = copy_calls(bench.device)
         for name in baselines.baseline_names(problem.op):

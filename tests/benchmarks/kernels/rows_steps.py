@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -13,9 +14,9 @@ from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 
 from .bench import Bench, Row
-from .job_kernels import build_job, tune_job
+from .job_kernels import JobKernels
 from .step_profile import write_profile
-from .whole_model import Setting, StepTimes, WholeModel, release, time_in_turns
+from .whole_model import Mode, Setting, StepTimes, WholeModel, release, time_in_turns
 
 FLOAT16 = Setting("float16", Variant.of(Precision.FLOAT16))
 AMP = Setting("amp-float16", autocast=torch.float16)
@@ -38,61 +39,80 @@ JOBS = (
 )
 
 
-def int8_settings(backend: str | None, *, has_linear: bool) -> list[Setting]:
+SUFFIX = {Mode.EAGER: "", Mode.GRAPH: "g", Mode.COMPILED: "c"}
+
+
+def int8_settings(backend: str | None, outputs: Sequence[Precision], *, has_linear: bool) -> list[Setting]:
     """Every int8 way that the row may choose from: formats of the output and of the backward products.
 
     No backend computes a convolution's weight gradient in int8, so that is a choice of models of linear operators only.
     """
     found = []
-    for output in (Precision.BFLOAT16, Precision.FLOAT16):
+    for output in outputs:
         sixteen = Variant.of(Precision.INT8, sixteen_bit=output, output=output)
         found.append(Setting(f"int8→{output}, {output} backward", sixteen, backend))
-        inputs = attrs.evolve(sixteen, grad_input=Precision.INT8)
-        found.append(Setting(f"int8→{output}, int8 grad_input, {output} grad_weight", inputs, backend))
-        if not has_linear:
-            continue
-        both = attrs.evolve(sixteen, grad_input=Precision.INT8, grad_weight=Precision.INT8)
-        found.append(Setting(f"int8→{output}, int8 backward", both, backend))
+        if has_linear:
+            both = attrs.evolve(sixteen, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+            found.append(Setting(f"int8→{output}, int8 backward", both, backend))
+        else:
+            inputs = attrs.evolve(sixteen, grad_input=Precision.INT8)
+            found.append(Setting(f"int8→{output}, int8 grad_input, {output} grad_weight", inputs, backend))
     return found
 
 
-def step_rows(bench: Bench, id_: str, *, backend: str | None, compiled: bool, profile: bool, tune: bool) -> Iterator[Row]:
-    """K7 or K8 and, compiled, K7c or K8c."""
-    (job,) = (entry for entry in JOBS if entry.id == id_)
-    if not bench.quick:
-        prepare = tune_job if tune else build_job
-        prepare(bench, job.text, job.batch, [setting.variant for setting in int8_settings(backend, has_linear=id_ == "K8")])
-    settings = [FLOAT16, AMP, *int8_settings(backend, has_linear=id_ == "K8")]
-    times = _measure(bench, job, settings, compiled=False)
-    yield from _rows(bench, job, times, compiled=False)
-    best = min((name for name in times if name.startswith("int8")), key=lambda name: times[name].median_ms)
-    chosen = [setting for setting in settings if setting.name in (FLOAT16.name, AMP.name, best)]
-    if profile:
-        for setting in chosen:
-            _profile(bench, job, setting, compiled=False)
-    if compiled:
-        times = _measure(bench, job, chosen, compiled=True)
-        yield from _rows(bench, job, times, compiled=True)
-        if profile:
-            for setting in chosen:
-                _profile(bench, job, setting, compiled=True)
-
-
-def _open(bench: Bench, job: StepJob, setting: Setting, *, compiled: bool) -> WholeModel:
+def prepare(bench: Bench, job: StepJob, settings: Sequence[Setting]) -> JobKernels:
+    """Trace the job, compile and (where nobody named a backend) tune the kernels of its int8 settings."""
     text, batch = (job.quick, 2) if bench.quick else (job.text, job.batch)
-    return WholeModel(text, batch, setting, bench.device, compiled=compiled)
+    kernels = JobKernels(bench, text, batch)
+    tuned = [setting.variant for setting in settings if setting.variant is not None and setting.backend is None]
+    variants = [variant for variant in tuned if variant.compute.needs_scale]
+    if variants:
+        kernels.build(variants)
+        if not bench.quick:
+            kernels.tune(variants)
+    return kernels
 
 
-def _measure(bench: Bench, job: StepJob, settings: list[Setting], *, compiled: bool) -> dict[str, StepTimes]:
+def step_rows(
+    bench: Bench, id_: str, *, backend: str | None, outputs: Sequence[Precision], modes: Sequence[Mode], profile: bool
+) -> Iterator[Row]:
+    """K7 or K8 in the given modes: K7 eager, K7c by torch.compile, K7g as a CUDA graph."""
+    (job,) = (entry for entry in JOBS if entry.id == id_)
+    settings = [FLOAT16, AMP, *int8_settings(backend, outputs, has_linear=id_ == "K8")]
+    kernels = prepare(bench, job, settings)
+    best_settings: list[Setting] = []
+    for mode in modes:
+        # Compiling takes a minute a setting: only what the earlier modes found fastest is.
+        measured = best_settings if mode is Mode.COMPILED and best_settings else settings
+        times = _measure(bench, job, kernels, measured, mode)
+        yield from _rows(bench, job, times, mode)
+        best_settings = [setting for setting in settings if setting.name in (FLOAT16.name, AMP.name, _best(times))]
+        if profile:
+            for setting in best_settings:
+                if setting is not AMP:
+                    _profile(bench, job, kernels, setting, mode)
+
+
+def _best(times: Mapping[str, StepTimes]) -> str:
+    return min((name for name in times if name.startswith("int8")), key=lambda name: times[name].median_ms)
+
+
+def _open(bench: Bench, job: StepJob, kernels: JobKernels, setting: Setting, mode: Mode) -> WholeModel:
+    text, batch = (job.quick, 2) if bench.quick else (job.text, job.batch)
+    chosen = None if setting.variant is None else kernels.assignments(setting.variant, setting.backend, setting.config)
+    return WholeModel(text, batch, setting, bench.device, mode=mode, assignments=chosen)
+
+
+def _measure(bench: Bench, job: StepJob, kernels: JobKernels, settings: Sequence[Setting], mode: Mode) -> dict[str, StepTimes]:
     """All settings in turns; one that can not run is left out, with the reason on stderr."""
-    mode = "compiled" if compiled else "eager"
     steps: dict[str, Callable[[], None]] = {}
     for setting in settings:
         try:
-            model = _open(bench, job, setting, compiled=compiled)
+            model = _open(bench, job, kernels, setting, mode)
             model.step()
         except Exception as error:  # the others still count
             print(f"{job.id} {mode}, {setting.name}: {type(error).__name__}: {' '.join(str(error).split())[:600]}", file=sys.stderr)
+            traceback.print_exc()
             release()
             continue
         steps[setting.name] = model.step
@@ -106,12 +126,12 @@ def _measure(bench: Bench, job: StepJob, settings: list[Setting], *, compiled: b
     return times
 
 
-def _rows(bench: Bench, job: StepJob, times: Mapping[str, StepTimes], *, compiled: bool) -> Iterator[Row]:
-    id_, mode = (f"{job.id}c", "torch.compile") if compiled else (job.id, "eager")
+def _rows(bench: Bench, job: StepJob, times: Mapping[str, StepTimes], mode: Mode) -> Iterator[Row]:
+    id_ = job.id + SUFFIX[mode]
     eights = [name for name in times if name.startswith("int8")]
     if not eights or FLOAT16.name not in times:
         raise RuntimeError(f"{id_} needs an int8 and a float16 run; what ran: {', '.join(times) or 'nothing'}")
-    best = min(eights, key=lambda name: times[name].median_ms)
+    best = _best(times)
     over = [a / b for a, b in zip(times[best].blocks_ms, times[FLOAT16.name].blocks_ms, strict=True)]
     every = ", ".join(f"{name} {found.median_ms:.2f} ms" for name, found in times.items())
     what = f"{job.title}, whole step with all adjustable operators int8 ({best}) over all float16, {mode}"
@@ -119,50 +139,47 @@ def _rows(bench: Bench, job: StepJob, times: Mapping[str, StepTimes], *, compile
     yield bench.row(id_, what, statistics.median(over), "ratio", "≤ 1.05", spread)
     if AMP.name in times:
         amp = statistics.median(a / b for a, b in zip(times[best].blocks_ms, times[AMP.name].blocks_ms, strict=True))
-        yield bench.row(f"{id_}-over-amp", f"the same int8 step over PyTorch's own AMP float16, {mode}", amp, "ratio")
+        yield bench.row(f"{id_}-over-amp", f"{job.title}: the same int8 step over PyTorch's own AMP float16, {mode}", amp, "ratio")
 
 
-def _profile(bench: Bench, job: StepJob, setting: Setting, *, compiled: bool) -> None:
+def _profile(bench: Bench, job: StepJob, kernels: JobKernels, setting: Setting, mode: Mode) -> None:
     if bench.out is None:
         return
-    model = _open(bench, job, setting, compiled=compiled)
+    model = _open(bench, job, kernels, setting, mode)
     for _ in range(3):
         model.step()
-    mode = "compiled" if compiled else "eager"
     name = f"profile-{job.id}-{mode}-{setting.name}".replace(" ", "-").replace(",", "").replace("→", "-to-")
     bench.say(write_profile(model.step, bench.device, bench.out / f"{name}.txt", f"{job.title}, {mode}, {setting.name}"))
     del model
     release()
 
 
-def ablation_rows(bench: Bench, *, backend: str | None, tune: bool) -> Iterator[Row]:
+def ablation_rows(bench: Bench, *, backend: str | None) -> Iterator[Row]:
     """K9: the paper's Fig. 8: ResNet50, int8 over float16, without and with the min/max kernels and the fusion."""
     variant = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
     sixteen = attrs.evolve(variant, output=Precision.FLOAT16)
     quantize = "&".join(f"{role}={_quantizer(bench)}/" for role in ("quantize", "quantize.weight"))
     job = attrs.evolve(JOBS[0], id="K9")
-    if not bench.quick:
-        prepare = tune_job if tune else build_job
-        prepare(bench, job.text, job.batch, [variant, sixteen])
     settings = {
         "K9a": Setting("ATen quantization and separate dequantization, output float32", variant, "aten"),
         "K9b": Setting("our min/max and quantization kernels, separate dequantization, output float32", variant, "aten", quantize),
         "K9c": Setting("our quantization, dequantization fused into the product, output float32", variant, backend),
         "K9d": Setting("the same, output float16", sixteen, backend),
     }
-    times = _measure(bench, job, [FLOAT16, *settings.values()], compiled=False)
-    for id_, setting in settings.items():
-        if setting.name not in times or FLOAT16.name not in times:
-            print(f"{id_}: not measured", file=sys.stderr)
+    kernels = prepare(bench, job, list(settings.values()))
+    for mode, suffix in ((Mode.EAGER, ""), (Mode.GRAPH, "-graph")):
+        if mode is Mode.GRAPH and bench.device.type != "cuda":
             continue
-        over = [a / b - 1 for a, b in zip(times[setting.name].blocks_ms, times[FLOAT16.name].blocks_ms, strict=True)]
-        what = (
-            f"{job.title}, eager: overhead of all int8 over all float16; {setting.name} (paper, T4 and A10: 10% without, 5% with)"
-        )
-        spread = (
-            f"{min(over):.3f} to {max(over):.3f}; {times[setting.name].median_ms:.2f} and {times[FLOAT16.name].median_ms:.2f} ms"
-        )
-        yield bench.row(id_, what, statistics.median(over), "fraction", "reported", spread)
+        times = _measure(bench, job, kernels, [FLOAT16, *settings.values()], mode)
+        for id_, setting in settings.items():
+            if setting.name not in times or FLOAT16.name not in times:
+                print(f"{id_}{suffix}: not measured", file=sys.stderr)
+                continue
+            over = [a / b - 1 for a, b in zip(times[setting.name].blocks_ms, times[FLOAT16.name].blocks_ms, strict=True)]
+            what = f"{job.title}, {mode}: overhead of all int8 over all float16; {setting.name} (paper: 10%, then 5%)"
+            both = f"{times[setting.name].median_ms:.2f} and {times[FLOAT16.name].median_ms:.2f} ms"
+            spread = f"{min(over):.3f} to {max(over):.3f}; {both}"
+            yield bench.row(id_ + suffix, what, statistics.median(over), "fraction", "reported", spread)
 
 
 def _quantizer(bench: Bench) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import statistics
 from collections.abc import Callable, Mapping
@@ -16,10 +17,17 @@ from qsync_core.plan import Assignment
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
 from qsync_torch.job import Batch, Job, load_job
-from qsync_torch.plan_fit import is_own_forward
 
 _LEARNING_RATE = 1e-5
 """So small that random data do not drive the weights to infinity, whose kernels might take another time."""
+
+
+class Mode(enum.StrEnum):
+    """How the CPU issues a step."""
+
+    EAGER = "eager"
+    COMPILED = "torch.compile"
+    GRAPH = "CUDA graph"
 
 
 @attrs.frozen
@@ -28,9 +36,8 @@ class Setting:
 
     Attributes:
         name: for people.
-        variant: of every adjustable operator, 8-bit gradients where they are offered (see :func:`variant_for`); None leaves the
-            model as it is.
-        backend, config: whose kernels (see :mod:`qsync_core.kernel_choice`); None for qsync-torch's own default.
+        variant: of every adjustable operator, 8-bit gradients where they are offered; None leaves the model as it is.
+        backend, config: whose kernels (see :mod:`qsync_core.kernel_choice`); None for the fastest by the tuning store.
         autocast: the format of ``torch.autocast`` around forward and loss.
     """
 
@@ -42,64 +49,76 @@ class Setting:
 
 
 class WholeModel:
-    """A model ready to train; ``step()`` is one forward, backward and optimizer step."""
+    """A model ready to train; ``step()`` is one forward, backward and optimizer step.
 
-    def __init__(self, job_text: str, batch_size: int, setting: Setting, device: torch.device, *, compiled: bool = False) -> None:
+    As a CUDA graph the eager step is captured once and replayed: one batch, and the random numbers of stochastic rounding are those
+    of the step that was captured (dropout draws new ones).  That serves a measurement, not training.
+    """
+
+    def __init__(
+        self,
+        job_text: str,
+        batch_size: int,
+        setting: Setting,
+        device: torch.device,
+        *,
+        mode: Mode = Mode.EAGER,
+        assignments: Mapping[OpId, Assignment] | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self.job: Job = load_job(job_text, batch_size)
         model = self.job.model.to(device).train()
         self.setting = setting
-        if setting.variant is not None:
-            apply_everywhere(model, setting)
+        if assignments is not None:
+            apply_(model, assignments)
         self.optimizer = self.job.optimizer([p for p in model.parameters() if p.requires_grad])
         for group in self.optimizer.param_groups:
             group["lr"] = _LEARNING_RATE
+            if mode is Mode.GRAPH and "capturable" in group:
+                group["capturable"] = True
         self._batches: list[Batch] = [self.job.batch(step, batch_size).to(device) for step in range(2)]
-        self._model: Any = torch.compile(model) if compiled else model
+        self._model: Any = torch.compile(model) if mode is Mode.COMPILED else model
         self._device, self._step = device, 0
+        self._graph = self._capture() if mode is Mode.GRAPH else None
 
     def step(self) -> None:
         """Forward, backward, optimizer."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._compute()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _compute(self) -> None:
         batch = self._batches[self._step % len(self._batches)]
         self._step += 1
         dtype = self.setting.autocast
-        context = torch.autocast(self._device.type, dtype) if dtype is not None else contextlib.nullcontext()
+        # Casts of weights that autocast keeps would be kept from outside a graph.
+        context = (
+            torch.autocast(self._device.type, dtype, cache_enabled=self._device.type != "cuda" or self._capturing is False)
+            if dtype is not None
+            else contextlib.nullcontext()
+        )
         with context:
             loss = self.job.compute_loss(batch, self._model)
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
+    _capturing = False
 
-def apply_everywhere(model: torch.nn.Module, setting: Setting) -> None:
-    """Every linear operator and convolution of the model in the setting's variant."""
-    variant = setting.variant
-    assert variant is not None
-    found = {OpId(name): variant_for(module, variant) for name, module in model.named_modules() if is_own_forward(module)}
-    if not variant.compute.needs_scale:
-        apply_(model, found)
-    elif setting.config:
-        apply_(model, {op_id: Assignment(each, setting.backend or "auto", setting.config, "") for op_id, each in found.items()})
-    else:
-        apply_(model, found, backend=setting.backend)
-
-
-def variant_for(module: torch.nn.Module, variant: Variant) -> Variant:
-    """The variant as the module can have it (see :func:`offered`)."""
-    if not isinstance(module, torch.nn.Conv2d):
-        return variant
-    return offered(variant, strided=tuple(module.stride) != (1, 1) or module.groups != 1)
-
-
-def offered(variant: Variant, *, strided: bool) -> Variant:
-    """A convolution's variant with 16-bit gradients where no backend offers 8-bit ones: of weights, and of a strided or grouped
-    one's input."""
-    sixteen = variant.output
-    if variant.grad_weight.needs_scale:
-        variant = attrs.evolve(variant, grad_weight=sixteen)
-    if variant.grad_input.needs_scale and strided:
-        variant = attrs.evolve(variant, grad_input=sixteen)
-    return variant
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        self._capturing = True
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._compute()
+                self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute()
+        return graph
 
 
 @attrs.frozen
