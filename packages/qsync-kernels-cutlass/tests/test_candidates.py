@@ -73,6 +73,13 @@ def test_shallow_tiles_are_in_the_search_space():
     assert {(128, 128, 64), (256, 128, 64)} <= tiles
 
 
+def test_operators_of_a_model_share_few_libraries():
+    shapes = [(m, k, n) for m in (512, 4608) for k in (768, 1024, 3072) for n in (768, 1024, 4096)]
+    problems = [problem_of(linear(m=m, k=k, n=n)) for m, k, n in shapes]
+    compiled = {config.compiled for problem in problems for config in candidates.ranked(problem, SM_90A)}
+    assert len(compiled) <= 14
+
+
 def test_thin_products_take_small_tiles():
     best = candidates.ranked(problem_of(REQUESTS["thin"]), SM_90A)[0]
     assert best.tile[0] == 64

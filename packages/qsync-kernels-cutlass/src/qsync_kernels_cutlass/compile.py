@@ -130,8 +130,8 @@ def cache_key(source: KernelSource) -> str:
 
 def source_key(source: KernelSource) -> str:
     """``<arch>-<digest>`` of what a kernel is made of: its text, the templates that it includes, and the compiler's flags."""
-    templates = included_templates(source.text)
-    return f"{source.arch}-{_digest(source.name, source.text, *source.defines, 'flags', *FLAGS, 'templates', *templates)[:32]}"
+    made_of = (source.name, source.text, *source.defines, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text))
+    return f"{source.arch}-{_digest(*made_of)[:32]}"
 
 
 def included_templates(text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 A step of a tile's main loop takes the longer of its products and of its loads from the L2 cache, which blocks of a cluster share in
 part.  A ping-pong tile hides its epilogue behind the next tile's main loop, a cooperative one does not.  Nothing is faster than
 memory.  The constants were fitted to the order of 42 int8 kernels on 6 products and 23 convolutions on an H200: the first guess
-was within 2% of the best measured one in the mean, and the best five held it within 4%; times are off by 15%.  For other chips the
+was within 3% of the best measured one in the mean, and the best five held it within 5%; times are off by 15%.  For other chips the
 constants are scaled by the chips' peaks.
 """
 
@@ -18,22 +18,23 @@ from qsync_kernels_cutlass.config import Path, Schedule, Scheduler
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 from qsync_kernels_cutlass.validity import Config
 
-_LAUNCH_NS = 1600.0
-_CLUSTER_NS = 240.0
+_LAUNCH_NS = 2300.0
+_CLUSTER_NS = 1200.0
 """Until the blocks of a cluster have met, at its start and at its end."""
-_PING_PONG_NS = 970.0
+_PING_PONG_NS = 860.0
 """Once a tile: handing the tensor cores from one warp group to the other, and filling the pipeline."""
-_REACHED = 0.82
+_REACHED = 0.81
 """Share of the peak that the largest tiles reach, at the clock that the chip holds under them."""
-_L2_OVER_MEMORY = 5.8
-"""Bandwidth at which multiprocessors load operands that others load too, over that of memory."""
-_SHARED_LOADS = 0.88
-_SHARED_GATHERS = 0.74
-"""Time that a load takes when two blocks share it, over that of one that they do not share: of a product, of a convolution."""
-_SMALL_TILE = 0.057
+_L2_OVER_MEMORY = 2.4
+_GATHERED_OVER_MEMORY = 3.0
+"""Bandwidth at which all multiprocessors load operands, over that of memory: of a product, and of a convolution, whose taps
+lie near each other."""
+_SHARED_LOADS = 0.75
+"""Time that a product's load takes when two blocks share it, over that of one that they do not share."""
+_SMALL_TILE = 0.02
 """What small tiles lose (at 128 rows a warp group and 64 columns): shared memory is read more often per product."""
-_COOPERATIVE_EPILOGUE = 1.7
-_LAST_EPILOGUE = 1.0
+_COOPERATIVE_EPILOGUE = 1.9
+_LAST_EPILOGUE = 1.3
 """Shares of an epilogue that nothing hides: of each cooperative tile, and of the last ping-pong tile."""
 _WIDE = 1.01
 """A cooperative tile that is wider than high is a little slower than one that is higher than wide."""
@@ -62,7 +63,7 @@ def _tma_ns(config: Config, problem: Problem, arch: Architecture, sms: int) -> f
     group_rows = rows // 2 if cooperative else rows
     small = 1 + _SMALL_TILE * (128 / min(group_rows, 128)) * (64 / columns)
     products_ns = _step_products_ns(config, problem, arch, _REACHED) * small
-    shared = _SHARED_GATHERS if isinstance(problem, ConvProblem) else _SHARED_LOADS
+    shared = 1.0 if isinstance(problem, ConvProblem) else _SHARED_LOADS
     shares = (shared if cluster_n > 1 else 1.0, shared if cluster_m > 1 else 1.0)
     loads_ns = _step_loads_ns(config, problem, arch, sms, shares)
     main_ns = _steps(config, problem) * max(products_ns, loads_ns)
@@ -105,7 +106,8 @@ def _step_loads_ns(config: Config, problem: Problem, arch: Architecture, sms: in
     """Loads of one step from the L2 cache, when all multiprocessors load."""
     rows, columns, depth = config.tile
     loaded = (rows * shares[0] + columns * shares[1]) * depth * BYTES[problem.a_format]
-    return loaded * sms / (_L2_OVER_MEMORY * arch.bandwidth_gbs)
+    over_memory = _GATHERED_OVER_MEMORY if isinstance(problem, ConvProblem) else _L2_OVER_MEMORY
+    return loaded * sms / (over_memory * arch.bandwidth_gbs)
 
 
 def _tiles(config: Config, problem: Problem) -> int:
