@@ -77,7 +77,7 @@ def build_conv2d_grad_input(geometry: Geometry, variant: Variant) -> Callable[..
         out.copy_(make(grad, w, w_scale, out.shape))
 
     # ATen allocates this gradient itself; whoever can take it as it is saves a copy of an activation.
-    kernel.make = make  # type: ignore[attr-defined]
+    kernel.make_gradient = make  # type: ignore[attr-defined]
     return kernel
 
 

@@ -130,7 +130,7 @@ def _conv2d_grad_input(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     kernel = kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)
-    make = getattr(kernel, "make", None)
+    make = getattr(kernel, "make_gradient", None)
     if make is not None:
         made = make(grad, w, scale, x_shape)
         if made.dtype is (dtype or parse_binding(binding).grad_input):
