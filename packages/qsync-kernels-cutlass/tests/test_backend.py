@@ -23,6 +23,7 @@ from qsync_kernels_cutlass.compile import compile_files
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
 from qsync_kernels_cutlass.kernel_source import KernelSource
 from qsync_kernels_cutlass.progress import Silent
+from qsync_kernels_cutlass.request_sources import request_sources
 
 BACKEND = CutlassBackend()
 FLOAT16 = Variant.of(Precision.FLOAT16)
@@ -213,6 +214,16 @@ def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc,
     compiled = len((tmp_path / "compilations").read_text().splitlines())
     BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
     assert len((tmp_path / "compilations").read_text().splitlines()) == compiled == done.kernels
+
+
+def test_compiling_ahead_starts_with_every_requests_best_guess(stand_in_nvcc, own_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_COMPILE_JOBS", "1")
+    stand_in_nvcc('cat "$source" > "$out"', archs="sm_90")
+    requests = [linear(m=8192, k=8192, n=8192), linear(m=16, k=1024, n=1000), conv2d()]
+    BACKEND.compile_ahead(requests, "sm_90a", lambda *update: None)
+    names = [line.rpartition("/")[2].removesuffix(".cu") for line in (tmp_path / "compilations").read_text().splitlines()]
+    best = [request_sources(one, parse_config(one, ""), architectures.SM_90A) for one in requests]
+    assert set(names[: len({source for found in best for source in found})]) == {source.name for found in best for source in found}
 
 
 @pytest.mark.parametrize("arch", ["sm_61", "sm_", "hopper", "sm_100"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import attrs
@@ -16,6 +17,7 @@ from qsync_kernels_cutlass.kernel_source import KernelSource
 from qsync_kernels_cutlass.problem import problem_of
 from qsync_kernels_cutlass.progress import Progress
 from qsync_kernels_cutlass.request_sources import request_sources
+from qsync_kernels_cutlass.validity import Config
 
 
 @attrs.frozen
@@ -59,7 +61,7 @@ def compile_ahead(
         BackendError: when the architecture is not known, the compiler does not have it, or a kernel does not compile.
     """
     chip = compilation_target(arch)
-    sources: dict[KernelSource, None] = {}
+    by_rank: list[dict[KernelSource, None]] = [{} for _ in range(configs_per_request)]
     served, refused = 0, []
     for request in requests:
         there = attrs.evolve(request, device_kind="cuda", compute_capability=".".join(map(str, chip.capability)))
@@ -67,14 +69,17 @@ def compile_ahead(
             refused.append((there, tuple(reasons)))
             continue
         served += 1
-        sources |= dict.fromkeys(_sources(there, chip, configs_per_request))
+        for of_rank, config in zip(by_rank, _compiled_configs(there, chip), strict=False):
+            of_rank.update(dict.fromkeys(request_sources(there, config, chip)))
+    # The best guesses of all requests first: who is interrupted has what every operator needs.
+    sources = dict.fromkeys(itertools.chain.from_iterable(by_rank))
     compile_files(list(sources), jobs, progress=progress, cache=cache)
     return CompiledAhead(len(sources), served, tuple(refused))
 
 
-def _sources(request: KernelRequest, chip: Architecture, count: int) -> list[KernelSource]:
-    ranked = candidates.ranked(problem_of(request), chip)
-    compiled = list(dict.fromkeys(config.compiled for config in ranked))[:count]
+def _compiled_configs(request: KernelRequest, chip: Architecture) -> list[Config]:
+    """What the candidates of a request need compiled, best guess first."""
+    compiled = list(dict.fromkeys(config.compiled for config in candidates.ranked(problem_of(request), chip)))
     if not compiled:
         raise BackendError(f"no configuration fits {request.op} of shapes {list(request.shapes)} on {chip.name}")
-    return [source for config in compiled for source in request_sources(request, config, chip)]
+    return compiled
