@@ -101,6 +101,21 @@ def test_a_latency_at_the_lower_bound_ends_the_search() -> None:
     assert set(watch.samples) == {200, 104}
 
 
+def test_a_backend_that_is_far_behind_another_is_not_tried_further() -> None:
+    latencies_ns: dict[str, int | None] = {"a": 150, "b": 140, "c": 160, "d": 1}
+    effort = Effort(first_guesses=3, hopeless=1.3)
+    watch, store = Watch(), MemoryStore()
+    behind = tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, watch, store, effort=effort, rival_ns=100)
+    assert (behind.config, set(watch.samples)) == ("b", {150, 140, 160})
+    # It has been searched: that is not done again.
+    assert tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, watch, store, effort=effort, rival_ns=100) == behind
+    near = tune(FakeBackend(latencies_ns=latencies_ns), LINEAR_INT8, measure, MemoryStore(), effort=effort, rival_ns=110)
+    assert near.config == "d"
+    # What does not run is no guess.
+    failing = FakeBackend(latencies_ns={"a": None, "b": None, "c": 150, "d": 1})
+    assert tune(failing, LINEAR_INT8, measure, MemoryStore(), effort=effort, rival_ns=100).config == "d"
+
+
 def test_an_interrupted_search_continues(store: TuningStore) -> None:
     backend = FakeBackend(latencies_ns={"a": 4, "b": None, "c": 2, "d": 1})
     with pytest.raises(KeyboardInterrupt):

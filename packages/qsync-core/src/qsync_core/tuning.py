@@ -84,6 +84,8 @@ class Effort:
         samples: runs per configuration in each round; survivors go on to the next.
         keep: share of the configurations that survives a round, at least two.
         kernels: how many kernels are compiled for requests that can share them, where a backend compiles and a whole job is tuned.
+        first_guesses, hopeless: a backend whose first so many candidates that run are all slower than another backend's best by more
+            than this factor is not tried further.
         near: a latency within this factor of the lower bound ends the search.
     """
 
@@ -91,6 +93,8 @@ class Effort:
     kernels: int = 4
     samples: tuple[int, ...] = (3, 9, 25)
     keep: float = 1 / 3
+    first_guesses: int = 4
+    hopeless: float = 1.3
     near: float = 1.05
 
 
@@ -102,6 +106,7 @@ def tune(
     *,
     effort: Effort = Effort(),
     lower_bound_ns: int = 0,
+    rival_ns: int = 0,
 ) -> TuningRecord:
     """Find the fastest configuration; the earlier candidate wins a tie.
 
@@ -115,6 +120,7 @@ def tune(
         store: where measurements and the record go.
         effort: how much to try.
         lower_bound_ns: no kernel is faster (:func:`qsync_core.roofline.lower_bound_ns`); 0 if unknown.
+        rival_ns: what another backend takes for the request; 0 if unknown.
 
     Raises:
         BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
@@ -133,9 +139,14 @@ def tune(
     # One candidate is compared with other backends only.
     rounds = effort.samples if len(candidates) > 1 else effort.samples[:2]
     for position, samples in enumerate(rounds):
-        for config in alive:
+        for number, config in enumerate(alive, start=1):
             found = search.result(config, samples)
-            if position == 0 and not found.failure and found.latency_ns <= enough:
+            if position:
+                continue
+            if not found.failure and found.latency_ns <= enough:
+                break
+            ran = search.ranked(alive[:number])
+            if rival_ns and len(ran) >= effort.first_guesses and search.latency_ns(ran[0]) > effort.hopeless * rival_ns:
                 break
         alive = search.ranked([config for config in candidates if config in alive])
         if position + 1 < len(rounds):
@@ -189,7 +200,11 @@ class _Search:
         self._found[config.text] = found
         self.store.add_measurement(self.key, config.text, found)
 
+    def latency_ns(self, config: KernelConfig) -> int:
+        """What a configuration takes that was measured and runs."""
+        return self._found[config.text].latency_ns
+
     def ranked(self, configs: Sequence[KernelConfig]) -> list[KernelConfig]:
         """Those that were measured and run, the fastest first; of equal ones the earlier."""
         ran = [c for c in configs if (found := self._found.get(c.text)) is not None and not found.failure]
-        return sorted(ran, key=lambda c: self._found[c.text].latency_ns)
+        return sorted(ran, key=self.latency_ns)

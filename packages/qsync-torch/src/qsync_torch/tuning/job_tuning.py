@@ -121,7 +121,8 @@ def tune_requests(
                         timer = KernelTimer(rotating_sets(asked, device), device)
                     measure = timer or _never
                     bound = lower_bound_ns(asked, peaks)
-                    record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound)
+                    rival = min((record.latency_ns for record in records), default=0)
+                    record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound, rival_ns=rival)
                 except DeviceLostError:
                     raise
                 except (BackendError, torch.OutOfMemoryError) as error:
