@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from kernels import rows_conv, rows_products, rows_quantize, rows_steps, rows_tuning
 from kernels.bench import Bench, Row
+from kernels.contenders import compile_ahead
 from kernels.whole_model import Mode, release
 from results import write_rows
 
@@ -54,6 +55,15 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
     }
 
 
+def _compile(bench: Bench, wanted: list[str]) -> None:
+    """Everything that the products and convolutions need, side by side."""
+    requests = [request for name in ("K1", "K2", "K3") if name in wanted for request in rows_products.requests(bench, name)]
+    requests += rows_conv.requests(bench) if "K6" in wanted else []
+    if requests:
+        compile_ahead(bench.backends, requests)
+        bench.say("compiled")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for profiles")
@@ -81,6 +91,8 @@ def main() -> None:
     wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(known)}")
+    if not options.quick:
+        _compile(bench, wanted)
     where = {"directory": options.directory} if options.directory else {}
     missed = []
     for name in wanted:

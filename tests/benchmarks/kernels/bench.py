@@ -37,6 +37,7 @@ class Bench:
         self.backends = Backends(libraries, just_in_time)
         self.timer = Timer(device)
         self._start = time.monotonic()
+        self._chosen: dict[Problem, OpChoice] = {}
         for name, reason in self.backends.disabled.items():
             print(f"plugin {name} is disabled: {reason}", file=sys.stderr)
 
@@ -99,17 +100,17 @@ class Bench:
             raise RuntimeError(f"no backend runs {problem.label}: {' | '.join(reasons)}")
         return found
 
-    def choose(self, roles: Mapping[str, Problem], *, without: Sequence[str] = ()) -> KernelChoice:
+    def choose(self, roles: Mapping[str, Problem]) -> KernelChoice:
         """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernel_choice`)."""
         compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
-        ops = {}
-        for role, problem in roles.items():
+        return KernelChoice({role: self._fastest(problem) for role, problem in roles.items()})
+
+    def _fastest(self, problem: Problem) -> OpChoice:
+        if problem not in self._chosen:
             measured, used = self.race_problem(problem, rounds=7)
-            usable = [name for name in used if name not in without]
-            if usable:
-                best = min(usable, key=lambda name: measured[name].median_ns)
-                ops[role] = OpChoice(best, used[best])
-        return KernelChoice(ops)
+            best = best_of(measured, used)
+            self._chosen[problem] = OpChoice(best, used[best])
+        return self._chosen[problem]
 
 
 def best_of(measured: Mapping[str, Measured], names: Iterable[str]) -> str:

@@ -53,15 +53,20 @@ class LimitedBackend:
             return configs
         if not self.compiles:
             return configs[: max(1, self._just_in_time)]
-        kept: list[KernelConfig] = []
-        libraries: set[str] = set()
-        for config in configs:
-            library = _RUN_TIME.sub("", config.text)
-            if library in libraries or len(libraries) < self._libraries:
-                libraries.add(library)
-                kept.append(config)
-        return kept[:_MOST]
+        return first_libraries(configs, self._libraries)[:_MOST]
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """The backend's kernel, whatever the configuration."""
         return self._backend.build(request, config)
+
+
+def first_libraries(configs: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
+    """The configurations of the first ``count`` compiled libraries, in their order."""
+    kept: list[KernelConfig] = []
+    libraries: set[str] = set()
+    for config in configs:
+        library = _RUN_TIME.sub("", config.text)
+        if library in libraries or len(libraries) < count:
+            libraries.add(library)
+            kept.append(config)
+    return kept

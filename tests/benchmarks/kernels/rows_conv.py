@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from qsync_core.backend import Op
+from qsync_core.backend import KernelRequest, Op
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio
 from .contenders import compile_ahead
 from .problems import INT8_CONV, Problem
 from .shapes import shape_set
+
+
+def requests(bench: Bench) -> list[KernelRequest]:
+    """What K6 asks backends for."""
+    return [Problem(Op.CONV2D_OUTPUT, shape, INT8_CONV).request(bench.device) for shape in shape_set("resnet50").conv]
 
 
 def conv_rows(bench: Bench) -> Iterator[Row]:

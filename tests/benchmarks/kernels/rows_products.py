@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from qsync_core.backend import Op
+from qsync_core.backend import KernelRequest, Op
 from qsync_core.kernel_choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
@@ -32,6 +32,26 @@ _BACKWARD = {
     "bfloat16 grad_input, int8 grad_weight": (Precision.BFLOAT16, Precision.INT8),
     "int8 backward": (Precision.INT8, Precision.INT8),
 }
+
+
+def requests(bench: Bench, group: str) -> list[KernelRequest]:
+    """What K1, K2 or K3 asks backends for, so that everything can be compiled at once."""
+    if group == "K1":
+        problems = [Problem(Op.LINEAR_OUTPUT, LARGE, INT8)]
+    elif group == "K2":
+        problems = [Problem(Op.LINEAR_OUTPUT, shape, INT8) for shape in SMALL]
+    else:
+        problems = [
+            problem
+            for shape in STEPS.values()
+            for formats in _BACKWARD.values()
+            for problem in _roles(shape, _step_variant(*formats), torch.bfloat16).values()
+        ]
+    return [problem.request(bench.device) for problem in problems]
+
+
+def _step_variant(grad_input: Precision, grad_weight: Precision) -> Variant:
+    return attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
 
 
 def product_rows(bench: Bench) -> Iterator[Row]:
@@ -99,8 +119,8 @@ def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
         operands = [_step_operands(bench, shape, parameter) for _ in range(2)]
         contenders["bf16"] = tuple(functools.partial(_plain_step, *arguments) for arguments in operands)
         choices: dict[str, str] = {}
-        for name, (grad_input, grad_weight) in _BACKWARD.items():
-            variant = attrs.evolve(INT8, grad_input=grad_input, grad_weight=grad_weight)
+        for name, formats in _BACKWARD.items():
+            variant = _step_variant(*formats)
             try:
                 choices[name] = str(bench.choose(_roles(shape, variant, parameter)))
             except RuntimeError as error:

@@ -14,10 +14,12 @@ from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelReques
 from qsync_core.precision import Precision
 from qsync_core.tuning import Effort, TuningStore, tune
 from qsync_core.variant import Variant
+from qsync_torch.kernel_selection import find_backends
 
 from .bench import Bench, Row, ratio
 from .contenders import build_side_by_side, calls_of, rotating_operands
 from .job_kernels import JobKernels
+from .limited_backend import first_libraries
 from .problems import INT8, Operands, Problem
 from .rows_products import LARGE, SMALL
 from .shapes import LinearShape
@@ -27,15 +29,13 @@ SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
 _SHOWN = 5
 
 
-def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 120.0) -> Iterator[Row]:
-    """K10: for every shape, all configurations whose kernels can be built within the budget, and what tuning chose."""
-    backend = bench.backends.by_name.get(backend_name)
-    if backend is None:
-        raise RuntimeError(f"backend {backend_name} is not installed")
+def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 120.0, libraries: int = 18) -> Iterator[Row]:
+    """K10: for every shape, all configurations of ``libraries`` kernels, and what tuning chose among the backend's candidates."""
+    (backend,) = find_backends(backend_name)
     ratios, details, counts = [], [], []
     for shape in (LinearShape(64, 64, 96),) if bench.quick else SHAPES:
         problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)
-        found = _search(bench, backend, problem, budget_s / len(SHAPES))
+        found = _search(bench, backend, problem, budget_s / len(SHAPES), libraries)
         if found is None:
             continue
         value, count, text = found
@@ -71,8 +71,9 @@ def duration_rows(bench: Bench) -> Iterator[Row]:
     yield bench.row("K10b", what, found.seconds / 60, "min", "≤ 3", spread)
 
 
-def every_config(backend: KernelBackend, request: KernelRequest) -> Sequence[KernelConfig]:
-    """Every valid configuration where the backend lists them, else its candidates."""
+def every_config(backend: KernelBackend, request: KernelRequest, libraries: int) -> list[KernelConfig]:
+    """Every valid configuration of the backend's first ``libraries`` kernels, run-time knobs included."""
+    listed = backend.candidate_configs(request)
     if backend.name == "cutlass":
         from qsync_kernels_cutlass.architectures import architecture_of
         from qsync_kernels_cutlass.candidates import all_valid
@@ -80,17 +81,19 @@ def every_config(backend: KernelBackend, request: KernelRequest) -> Sequence[Ker
 
         arch = architecture_of(request.compute_capability)
         if arch is not None:
-            return [KernelConfig(config.text) for config in all_valid(problem_of(request), arch)]
-    return backend.candidate_configs(request)
+            listed = [*listed, *(KernelConfig(config.text) for config in all_valid(problem_of(request), arch))]
+    return first_libraries(list(dict.fromkeys(listed)), libraries)
 
 
-def _search(bench: Bench, backend: KernelBackend, problem: Problem, budget_s: float) -> tuple[float, int, str] | None:
+def _search(
+    bench: Bench, backend: KernelBackend, problem: Problem, budget_s: float, libraries: int
+) -> tuple[float, int, str] | None:
     request = problem.request(bench.device)
     if reasons := backend.unsupported_reasons(request):
         print(f"K10 {problem.label}: {'; '.join(reasons)}", file=sys.stderr)
         return None
     operands = rotating_operands(problem, bench.device)
-    configs = every_config(backend, request)
+    configs = every_config(backend, request, libraries)
     build_side_by_side([(backend, request, config) for config in configs])
     bench.say(f"{problem.label}: {len(configs)} configurations built")
     times: dict[str, float] = {}
