@@ -57,6 +57,12 @@ def test_mma_source_takes_the_architecture_whose_instructions_it_uses(arch, tag)
     assert source.arch == arch.name
 
 
+def test_volta_has_a_template_of_its_own():
+    """Its instructions lay out their results otherwise than the epilogue visitors of later chips assume."""
+    assert '#include "gemm_volta.cuh"' in gemm_source(MMA, SM_70, OUTPUT).text
+    assert '#include "gemm_2x.cuh"' in gemm_source(MMA, SM_75, OUTPUT).text
+
+
 def test_float8_takes_the_instructions_of_sm_89():
     float8 = attrs.evolve(OUTPUT, a_format="float8_e5m2", b_format="float8_e4m3fn")
     found = using(gemm_source(MMA, SM_89, float8).text)

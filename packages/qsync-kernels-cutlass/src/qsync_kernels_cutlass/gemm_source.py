@@ -55,7 +55,7 @@ QSYNC_EXPORT int64_t qsync_${name}_workspace(QsyncArguments const* q) { return q
 """)
 
 _MMA = Template("""\
-#include "gemm_2x.cuh"
+#include "$header"
 
 namespace {
 struct Config {
@@ -75,8 +75,8 @@ struct Config {
 };
 }  // namespace
 
-QSYNC_EXPORT int32_t qsync_$name(QsyncArguments const* q) { return qsync::Gemm2x<Config>::run(*q); }
-QSYNC_EXPORT int64_t qsync_${name}_workspace(QsyncArguments const* q) { return qsync::Gemm2x<Config>::workspace(*q); }
+QSYNC_EXPORT int32_t qsync_$name(QsyncArguments const* q) { return qsync::$kernel<Config>::run(*q); }
+QSYNC_EXPORT int64_t qsync_${name}_workspace(QsyncArguments const* q) { return qsync::$kernel<Config>::workspace(*q); }
 """)
 
 _PLAIN = Template("""\
@@ -158,8 +158,11 @@ def _mma_text(
     float8 = problem.a_format.startswith("float8")
     # cp.async and the instructions of sm_80 are what every later chip runs; float8 came with sm_89.
     tag = "Sm70" if arch.capability < (7, 5) else "Sm75" if arch.capability < (8, 0) else "Sm89" if float8 else "Sm80"
+    volta = tag == "Sm70"
     return _MMA.substitute(
         shared,
+        header="gemm_volta.cuh" if volta else "gemm_2x.cuh",
+        kernel="GemmVolta" if volta else "Gemm2x",
         row_major_a=str(rows_a).lower(),
         column_major_b=str(rows_b).lower(),
         arch=tag,

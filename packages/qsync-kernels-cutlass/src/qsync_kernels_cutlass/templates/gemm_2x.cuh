@@ -1,4 +1,4 @@
-// Matrix products for sm_70 to sm_89 (and later chips): warp-level tensor core instructions, dequantization in the epilogue.
+// Matrix products for sm_75 to sm_89 (and later chips): warp-level tensor core instructions, dequantization in the epilogue.
 //
 // The product, its scales and its bias are those of gemm_sm90.cuh.  Scales come as pointers to one value or to a vector; the one
 // that is not used is null and counts as 1, so one kernel takes both.  A Config has
@@ -18,19 +18,19 @@
 #include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 
-#include "launch.cuh"
+#include "launch_2x.cuh"
 
 namespace qsync {
 
 template <class Config>
 struct Gemm2x {
+  static_assert(Config::Arch::kMinComputeCapability >= 75, "the visitors lie out outputs otherwise than Volta's epilogue: gemm_volta.cuh");
+
   using A = typename Config::A;
   using B = typename Config::B;
   using Output = typename Config::Output;
   using Tile = typename Config::Tile;
 
-  template <class Element>
-  static constexpr int kElements16Bytes = 128 / cutlass::sizeof_bits<Element>::value;
   static constexpr int kEpilogueStages = 1;
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 
@@ -61,18 +61,9 @@ struct Gemm2x {
       kEpilogueStages>::GemmKernel;
 
   static int32_t check(QsyncArguments const& q) {
-    if (q.struct_bytes != int64_t(sizeof(QsyncArguments))) return QSYNC_WRONG_ABI;
-    if (!fits_int32(q.m) || !fits_int32(q.n) || !fits_int32(q.k) || q.m == 0 || q.n == 0 || q.k == 0 || q.batch != 1) {
-      return QSYNC_INVALID_PROBLEM;
-    }
-    // Loads and stores are guarded 16 bytes at a time, so extents along contiguous dimensions are multiples of 16 bytes too.
-    bool const a = aligned(q.a, 16) && q.lda % kElements16Bytes<A> == 0 &&
-                   (Config::kRowMajorA ? q.k : q.m) % kElements16Bytes<A> == 0;
-    bool const b = aligned(q.b, 16) && q.ldb % kElements16Bytes<B> == 0 &&
-                   (Config::kColumnMajorB ? q.k : q.n) % kElements16Bytes<B> == 0;
-    bool const out = aligned(q.out, 16) && q.ldo % kElements16Bytes<Output> == 0 && q.n % kElements16Bytes<Output> == 0;
+    if (auto const status = check_2x<Config>(q); status != QSYNC_OK) return status;
     bool const vectors = (q.b_scale_count == 1 || aligned(q.b_scale, 16)) && aligned(q.bias, 16);
-    return a && b && out && vectors ? QSYNC_OK : QSYNC_MISALIGNED;
+    return vectors ? QSYNC_OK : QSYNC_MISALIGNED;
   }
 
   static int32_t run(QsyncArguments const& q) {
@@ -94,22 +85,7 @@ struct Gemm2x {
                                          q.a, q.b, nullptr, nullptr, 0, 0, 0, 0, q.lda, q.ldb, 0, 0);
     typename Kernel::Params params(arguments, 1, 1);
 
-    // Blocks walk bands of `swizzle` tiles; CUTLASS fixes the width at compile time, here it is an argument.
-    int log_tile = 0;
-    while (log_tile < 4 && (int64_t(2) << log_tile) <= q.swizzle && (1 << log_tile) < params.grid_tiled_shape.n()) ++log_tile;
-    params.swizzle_log_tile = log_tile;
-    int64_t const grid_x = int64_t(params.grid_tiled_shape.m()) << log_tile;
-    int64_t const grid_y = (params.grid_tiled_shape.n() + (1 << log_tile) - 1) >> log_tile;
-    if (!fits_int32(grid_x) || grid_y > 65535) return QSYNC_INVALID_PROBLEM;
-
-    constexpr int kBytes = int(sizeof(typename Kernel::SharedStorage));
-    static std::atomic<uint64_t> allowed_devices{0};
-    if (auto const status = allow_shared_memory(cutlass::Kernel2<Kernel>, kBytes, q.device, allowed_devices); status != QSYNC_OK) {
-      return status;
-    }
-    dim3 const grid{unsigned(grid_x), unsigned(grid_y), 1};
-    cutlass::Kernel2<Kernel><<<grid, Kernel::kThreadCount, kBytes, static_cast<cudaStream_t>(q.stream)>>>(params);
-    return cuda_status(cudaGetLastError());
+    return launch_2x<Kernel>(params, q);
   }
 
   static int64_t workspace(QsyncArguments const& q) {

@@ -1,0 +1,52 @@
+// What the products of the 2.x paths have in common: the checks of their arguments, and the launch.
+#pragma once
+
+#include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
+#include "cutlass/numeric_size.h"
+
+#include "launch.cuh"
+
+namespace qsync {
+
+template <class Element>
+inline constexpr int kElements16Bytes = 128 / cutlass::sizeof_bits<Element>::value;
+
+// Loads and stores are guarded 16 bytes at a time, so extents along contiguous dimensions are multiples of 16 bytes as rows are.
+template <class Config>
+int32_t check_2x(QsyncArguments const& q) {
+  using A = typename Config::A;
+  using B = typename Config::B;
+  using Output = typename Config::Output;
+  if (q.struct_bytes != int64_t(sizeof(QsyncArguments))) return QSYNC_WRONG_ABI;
+  if (!fits_int32(q.m) || !fits_int32(q.n) || !fits_int32(q.k) || q.m == 0 || q.n == 0 || q.k == 0 || q.batch != 1) {
+    return QSYNC_INVALID_PROBLEM;
+  }
+  bool const a = aligned(q.a, 16) && q.lda % kElements16Bytes<A> == 0 && (Config::kRowMajorA ? q.k : q.m) % kElements16Bytes<A> == 0;
+  bool const b =
+      aligned(q.b, 16) && q.ldb % kElements16Bytes<B> == 0 && (Config::kColumnMajorB ? q.k : q.n) % kElements16Bytes<B> == 0;
+  bool const out = aligned(q.out, 16) && q.ldo % kElements16Bytes<Output> == 0 && q.n % kElements16Bytes<Output> == 0;
+  return a && b && out ? QSYNC_OK : QSYNC_MISALIGNED;
+}
+
+template <class Kernel>
+int32_t launch_2x(typename Kernel::Params& params, QsyncArguments const& q) {
+  // Blocks walk bands of `swizzle` tiles; CUTLASS fixes the width at compile time, here it is an argument.
+  int log_tile = 0;
+  while (log_tile < 4 && (int64_t(2) << log_tile) <= q.swizzle && (1 << log_tile) < params.grid_tiled_shape.n()) ++log_tile;
+  params.swizzle_log_tile = log_tile;
+  int64_t const grid_x = int64_t(params.grid_tiled_shape.m()) << log_tile;
+  int64_t const grid_y = (params.grid_tiled_shape.n() + (1 << log_tile) - 1) >> log_tile;
+  if (!fits_int32(grid_x) || grid_y > 65535) return QSYNC_INVALID_PROBLEM;
+
+  constexpr int kBytes = int(sizeof(typename Kernel::SharedStorage));
+  static std::atomic<uint64_t> allowed_devices{0};
+  if (auto const status = allow_shared_memory(cutlass::Kernel2<Kernel>, kBytes, q.device, allowed_devices); status != QSYNC_OK) {
+    return status;
+  }
+  dim3 const grid{unsigned(grid_x), unsigned(grid_y), 1};
+  cutlass::Kernel2<Kernel><<<grid, Kernel::kThreadCount, kBytes, static_cast<cudaStream_t>(q.stream)>>>(params);
+  return cuda_status(cudaGetLastError());
+}
+
+}  // namespace qsync
