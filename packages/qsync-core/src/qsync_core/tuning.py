@@ -84,8 +84,8 @@ class Effort:
         samples: runs per configuration in each round; survivors go on to the next.
         keep: share of the configurations that survives a round, at least two.
         kernels: how many kernels are compiled for requests that can share them, where a backend compiles and a whole job is tuned.
-        first_guesses, hopeless: a backend whose first so many candidates that run are all slower than another backend's best by more
-            than this factor is not tried further.
+        first_guesses, hopeless: a backend whose first so many candidates that run are all slower than another backend's best by
+            more than this factor is not tried further.
         near: a latency within this factor of the lower bound ends the search.
     """
 
