@@ -89,7 +89,7 @@ class Convolution:
     def __init__(self, config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> None:
         self._config, self._groups = config, groups
         self._geometry = (*stride, *padding, *dilation)
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, tuple[Launch, tuple[int, int, int], tuple[int, ...]]] = {}
         self._product = EightBitProduct(config)
 
     def __call__(
@@ -105,26 +105,35 @@ class Convolution:
         if out.numel() == 0:
             return
         x, w = dense_channels_last(x), dense_channels_last(w)
+        x_shape, w_shape = x.shape, w.shape
+        if w_shape[2:] == (1, 1) and self._groups == 1 and self._geometry[:4] == (1, 1, 0, 0) and x.dtype in EIGHT_BITS:
+            channels, outputs = x_shape[1], w_shape[0]
+            x_MK, out_MN = x.permute(0, 2, 3, 1).reshape(-1, channels), out.permute(0, 2, 3, 1).view(-1, outputs)
+            self._product(x_MK, x_scale, w.view(outputs, channels), w_scale, bias, out_MN)
+            return
+        w_scales = 0 if w_scale is None else (1 if w_scale.numel() == 1 and w_shape[0] != 1 else 2)
+        # The output stands for what is absent; the kernel does not read it.
+        operands = (x, w, out, *[out if t is None else t for t in (x_scale, w_scale, bias)])
+        has = (x_scale is not None, w_scales, bias is not None)
+        key = (x.device, x_shape, w_shape, out.shape, *[t.dtype for t in operands], has)
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = self._cut(x, w, out, *has)
+        launch, grid, numbers = found
+        launch(grid, None, operands, numbers)
+
+    def _cut(
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, has_x_scale: bool, w_scales: int, has_bias: bool
+    ) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
+        """The launch for a shape, its grid, and the numbers that the kernel takes."""
         batch, channels, height, width = x.shape
         outputs, group_channels, kernel_h, kernel_w = w.shape
-        pointwise = (kernel_h, kernel_w, self._groups) == (1, 1, 1) and self._geometry[:4] == (1, 1, 0, 0)
-        if pointwise and x.dtype in EIGHT_BITS:
-            self._product(
-                x.permute(0, 2, 3, 1).reshape(-1, channels),
-                x_scale,
-                w.view(outputs, channels),
-                w_scale,
-                bias,
-                out.permute(0, 2, 3, 1).view(-1, outputs),
-            )
-            return
         out_height, out_width = out.shape[2:]
         positions, cut = batch * out_height * out_width, self._config
         block_m = min(cut.m, max(16, triton.next_power_of_2(positions)))
         block_n = min(cut.n, max(16, triton.next_power_of_2(outputs // self._groups)))
-        smallest = 32 if x.element_size() == 1 else 16
-        block_k = min(cut.k, max(smallest, triton.next_power_of_2(group_channels)))
-        w_scales = 0 if w_scale is None else (1 if w_scale.numel() == 1 and outputs != 1 else 2)
+        # Tensor cores contract at least 32 bytes at a time.
+        block_k = min(cut.k, max(32 // x.element_size(), triton.next_power_of_2(group_channels)))
         constants = {
             "KERNEL_H": kernel_h,
             "KERNEL_W": kernel_w,
@@ -134,28 +143,16 @@ class Convolution:
             "GROUP_M": cut.group,
             "GROUPS": self._groups,
             "ACCUMULATOR": tl.int32 if x.dtype is torch.int8 else tl.float32,
-            "X_SCALE": x_scale is not None,
+            "X_SCALE": has_x_scale,
             "W_SCALES": w_scales,
-            "BIAS": bias is not None,
+            "BIAS": has_bias,
             "EVEN_K": group_channels % block_k == 0,
             "WIDEN": x.device.type == "cpu" and x.dtype is torch.bfloat16,
         }
-        key = (*constants.values(), x.dtype)
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = Launch(implicit_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
-        operands = (
-            x,
-            w,
-            out,
-            out if x_scale is None else x_scale,
-            out if w_scale is None else w_scale,
-            out if bias is None else bias,
-        )
-        integers = (positions, height, width, channels, out_height, out_width, outputs, *self._geometry)
-        key = (x.device.index, *[t.dtype for t in operands], integers)
+        launch = Launch(implicit_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
         tiles = triton.cdiv(positions, block_m) * triton.cdiv(outputs // self._groups, block_n)
-        launch((tiles, self._groups, 1), key, operands, integers)
+        numbers = (positions, height, width, channels, out_height, out_width, outputs, *self._geometry)
+        return launch, (tiles, self._groups, 1), numbers
 
 
 def dense_channels_last(x: torch.Tensor) -> torch.Tensor:
