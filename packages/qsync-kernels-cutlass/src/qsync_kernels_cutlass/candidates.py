@@ -19,7 +19,7 @@ from qsync_kernels_cutlass.latency_model import predicted_ns
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 from qsync_kernels_cutlass.validity import Config
 
-KERNELS_TO_MEASURE = 5
+KERNELS_TO_MEASURE = 4
 """Libraries that tuning one problem may ask for; compiling one takes tens of seconds, though once for all shapes."""
 CONFIGS_TO_MEASURE = 24
 """Configurations that tuning one problem measures."""
@@ -49,6 +49,9 @@ _PORTFOLIO = {
 }
 """TMA kernels that tuning chooses from (schedule, tile's sides, cluster).  On an H200 one of them was within 5% of the best of all
 on each of 29 products and convolutions, and the operators of a job share the few libraries."""
+
+_STREAM_K_TILE = (128, 128)
+"""Of the portfolio's stream-K kernel, for few tiles of a long k."""
 
 _COOPERATIVE = ((256, 128), (128, 256), (128, 192), (256, 96), (128, 128), (256, 64), (128, 96), (128, 64))
 _PINGPONG = ((64, 256), (128, 128), (64, 192), (128, 96), (64, 128), (128, 64), (64, 96), (64, 64))
@@ -103,8 +106,9 @@ def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, 
 def _in_portfolio(config: Config, problem: Problem) -> bool:
     if config.path is not Path.TMA:
         return True
-    whole_depth = isinstance(config, ConvConfig) or config.tile[2] == _depth(problem)
-    return whole_depth and (config.schedule, config.tile[:2], config.cluster) in _PORTFOLIO
+    if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K:
+        return config.tile == (*_STREAM_K_TILE, _depth(problem))
+    return config.tile[2] == _depth(problem) and (config.schedule, config.tile[:2], config.cluster) in _PORTFOLIO
 
 
 def _compiled_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
@@ -134,11 +138,12 @@ def _tma_space(problem: Problem) -> Iterator[Config]:
 
 
 def _depth(problem: Problem) -> int:
-    """Elements of a tile's depth: 128 bytes, or half of that where k or a tap's channels do not fill them."""
+    """Elements of a tile's depth: 128 bytes, or half of that where the channels of a tap do not fill them.
+
+    A short k is no reason for a library of its own: such products wait for memory.
+    """
     size = BYTES[problem.a_format]
-    if isinstance(problem, ConvProblem):
-        return (64 if problem.group_channels * size % 128 else 128) // size
-    return (128 if problem.k * size > 64 else 64) // size
+    return (64 if isinstance(problem, ConvProblem) and problem.group_channels * size % 128 else 128) // size
 
 
 def _mma_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
