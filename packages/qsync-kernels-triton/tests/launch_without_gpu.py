@@ -1,0 +1,105 @@
+"""Launches kernels through Triton's real argument analysis and compiler on a driver that only writes down what it is given.
+
+Run without the interpreter; prints, as JSON, what the first launch of each case passed on and what the second one did.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from qsync_core.precision import Granularity, Rounding
+from qsync_kernels_triton.config import QuantizeConfig
+from qsync_kernels_triton.conv2d import build_conv2d_output
+from qsync_kernels_triton.linear import build_linear_grad_weight, build_linear_output
+from qsync_kernels_triton.product_config import ProductConfig
+from qsync_kernels_triton.quantize import build_quantize
+from qsync_kernels_triton.quantize_many import build_quantize_many
+
+CALLS: list[list] = []
+
+
+def plain(value):
+    if hasattr(value, "data_ptr"):
+        return value.data_ptr()
+    return value if isinstance(value, (int, str)) else str(type(value).__name__)
+
+
+class Launcher:
+    """Stands for the compiled function that starts a kernel."""
+
+    def __init__(self, source, metadata):
+        self._name, self._signature = source.fn.__name__, list(source.signature.values())
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        assert len(arguments) == len(self._signature), self._name
+        given = [plain(a) for a, kind in zip(arguments, self._signature, strict=True) if kind != "constexpr"]
+        CALLS.append([self._name, [x, y, z], stream, function, given])
+
+
+class Device:
+    """What the driver's device functions answer."""
+
+    def load_binary(self, *_):
+        return "module", "function", 32, 0, 1024
+
+    def get_device_properties(self, _):
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    def unload_module(self, _):
+        pass
+
+
+class Driver:
+    """A driver for compute capability 9.0 without a device."""
+
+    utils, launcher_cls = Device(), Launcher
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _):
+        return 77
+
+
+def cases():
+    x, q = torch.randn(96, 40_960), torch.empty(96, 40_960, dtype=torch.int8)
+    for granularity, scale in ((Granularity.PER_TENSOR, torch.empty(1)), (Granularity.PER_ROW, torch.empty(96))):
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, 2)
+        short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, 1, 1)
+        yield build_quantize(granularity, Rounding.NEAREST, QuantizeConfig()), short
+        many = ([short[0], x], [short[1], q], [scale, scale.clone()], [3, 1 << 50], 5)
+        yield build_quantize_many(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
+    extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
+    yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), 1, 2, *extras)
+    a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
+    for tma in (0, 1):
+        yield build_linear_output(ProductConfig(tma=tma)), (a, one, b, torch.ones(128), None, torch.empty(256, 128))
+    grad = torch.zeros(256, 128, dtype=torch.bfloat16)
+    yield build_linear_grad_weight(ProductConfig(), False), (grad, a, one, torch.empty(128, 512))
+    image, filters, out = (
+        torch.zeros(s).to(memory_format=torch.channels_last) for s in ((2, 64, 8, 8), (32, 64, 3, 3), (2, 32, 6, 6))
+    )
+    convolution = build_conv2d_output(ProductConfig(), (1, 1), (0, 0), (1, 1), 1)
+    yield convolution, (image.to(torch.int8), one, filters.to(torch.int8), torch.ones(32), None, out)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    driver.set_active(Driver())
+    found = []
+    for kernel, operands in cases():
+        rounds = []
+        for _ in range(2):
+            CALLS.clear()
+            kernel(*operands)
+            rounds.append(json.loads(json.dumps(CALLS)))
+        found.append(rounds)
+    print(json.dumps(found))
