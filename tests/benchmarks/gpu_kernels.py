@@ -27,6 +27,8 @@ from results import write_rows
 
 from qsync_core.precision import Precision
 
+COMPILED = ("K1", "K2", "K3", "K6")
+"""Rows whose kernels are compiled all at once, when the first of them is reached."""
 COMMAND = "python tests/benchmarks/gpu_kernels.py --out OUT"
 
 
@@ -56,7 +58,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
 
 
 def _compile(bench: Bench, wanted: list[str]) -> None:
-    """Everything that the products and convolutions need, side by side."""
+    """Everything that products and convolutions need, side by side; nothing is left to do for the second of them."""
     requests = [request for name in ("K1", "K2", "K3") if name in wanted for request in rows_products.requests(bench, name)]
     requests += rows_conv.requests(bench) if "K6" in wanted else []
     if requests:
@@ -91,13 +93,13 @@ def main() -> None:
     wanted = [name.strip() for name in options.only.split(",") if name.strip()] or list(known)
     if unknown := [name for name in wanted if name not in known]:
         raise SystemExit(f"no such rows: {', '.join(unknown)}; known are {', '.join(known)}")
-    if not options.quick:
-        _compile(bench, wanted)
     where = {"directory": options.directory} if options.directory else {}
     missed = []
     for name in wanted:
         command = f"{COMMAND} --only {name}" + (f" --backend {options.backend}" if options.backend else "")
         try:
+            if name in COMPILED and not options.quick:
+                _compile(bench, [later for later in wanted[wanted.index(name) :] if later in COMPILED])
             for row in known[name]():
                 if not options.quick:
                     write_rows("kernels", [row], command, **where)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+
+import attrs
 
 from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
@@ -21,7 +23,8 @@ from qsync_torch.tuning.tuned_store import open_store
 from .bench import Bench
 from .contenders import compile_ahead
 
-EFFORT = Effort(budget=6, samples=(3, 9))
+EFFORT = Effort(budget=5, samples=(3, 9))
+"""Enough for whole steps, where a few per cent of one kernel do not show."""
 
 
 class JobKernels:
@@ -93,8 +96,6 @@ class JobKernels:
 def offered(variant: Variant, call: CallShapes) -> Variant:
     """The variant with 16-bit gradients where no backend offers 8-bit ones: of a convolution's weight, and of a strided or grouped
     one's input."""
-    import attrs
-
     if call.kind == "linear":
         return variant
     if variant.grad_weight.needs_scale:
@@ -103,6 +104,3 @@ def offered(variant: Variant, call: CallShapes) -> Variant:
     if variant.grad_input.needs_scale and not plain:
         variant = attrs.evolve(variant, grad_input=variant.output)
     return variant
-
-
-Kernels = Mapping[OpId, Assignment]
