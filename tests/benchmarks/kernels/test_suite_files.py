@@ -12,11 +12,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kernels import compare, shapes, suite_file  # noqa: E402
+from kernels.job_kernels import offered  # noqa: E402
+from kernels.limited_backend import LimitedBackend  # noqa: E402
 from kernels.page import suite_page  # noqa: E402
 from kernels.peaks import Peaks  # noqa: E402
 from kernels.problems import INT8, Problem, problems, quantization  # noqa: E402
 from kernels.timing import Measured, race  # noqa: E402
-from qsync_core.backend import Op  # noqa: E402
+from qsync_core.backend import KernelConfig, Op  # noqa: E402
+from qsync_core.operator_requests import CallShapes  # noqa: E402
+from qsync_core.precision import Precision  # noqa: E402
 
 CPU = torch.device("cpu")
 ROW = suite_file.Row(
@@ -151,3 +155,62 @@ def test_the_page_has_every_figure_and_its_drawings_are_xml():
     (svg,) = drawings.values()
     bars = [node for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("title")]
     assert len(bars) == 4
+
+
+class _Compiling:
+    """A backend with three libraries of two run-time settings each."""
+
+    name, api_version = "stub", 1
+
+    def kernel_specs(self):
+        return ()
+
+    def unsupported_reasons(self, request):
+        return []
+
+    def candidate_configs(self, request):
+        return [KernelConfig(f"tile={tile};raster={raster}") for raster in "mn" for tile in (1, 2, 3)]
+
+    def build(self, request, config):
+        return lambda *arguments: None
+
+    def compile_ahead(self, requests, arch, progress):
+        return None
+
+
+class _JustInTime:
+    """The same without libraries."""
+
+    name, api_version = "stub", 1
+    kernel_specs, unsupported_reasons = _Compiling.kernel_specs, _Compiling.unsupported_reasons
+    candidate_configs, build = _Compiling.candidate_configs, _Compiling.build
+
+
+PRODUCT = Problem(Op.LINEAR_OUTPUT, shapes.LinearShape(4, 8, 16), INT8).request(CPU)
+
+
+def test_a_limited_backend_offers_the_first_libraries_with_all_their_run_time_knobs():
+    limited = LimitedBackend(_Compiling(), libraries=2, just_in_time=0)
+    assert limited.compiles
+    assert [config.text for config in limited.candidate_configs(PRODUCT)] == [
+        "tile=1;raster=m", "tile=2;raster=m", "tile=1;raster=n", "tile=2;raster=n",
+    ]  # fmt: skip
+
+
+def test_products_that_compile_just_in_time_are_left_out_with_the_reason_and_quantization_is_not():
+    left_out, few = (LimitedBackend(_JustInTime(), 2, count) for count in (0, 1))
+    quantize = quantization((4, 8)).request(CPU)
+    assert left_out.unsupported_reasons(PRODUCT) == ["its products are left out of this measurement"]
+    assert left_out.unsupported_reasons(quantize) == []
+    assert [config.text for config in few.candidate_configs(PRODUCT)] == ["tile=1;raster=m"]
+    assert len(few.candidate_configs(quantize)) == 6
+
+
+def test_convolutions_keep_16_bit_gradients_where_nobody_offers_8_bit_ones():
+    both = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+    plain = CallShapes("conv2d", (2, 4, 8, 8), (4, 4, 3, 3), (2, 4, 8, 8), {"stride": "1,1", "groups": "1"})
+    strided = attrs.evolve(plain, attributes={"stride": "2,2", "groups": "1"})
+    linear = CallShapes("linear", (2, 4), (4, 4), (2, 4))
+    assert offered(both, linear) == both
+    assert offered(both, plain) == attrs.evolve(both, grad_weight=Precision.BFLOAT16)
+    assert offered(both, strided) == INT8
