@@ -75,5 +75,5 @@ IMPORT_ALL
 assert not torch.cuda.is_initialized()
 assert not asked, asked[0]
 """
-    done = run_python(code.replace("IMPORT_ALL", IMPORT_ALL.format(module="qsync_torch")))
+    done = run_python(code.replace("IMPORT_ALL", IMPORT_ALL.format(module="qsync_torch", torch_only="-")))
     assert done.returncode == 0, done.stderr

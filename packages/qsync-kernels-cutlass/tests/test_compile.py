@@ -150,6 +150,8 @@ def test_two_processes_compile_a_kernel_once(stand_in_nvcc, own_cache, tmp_path)
 def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_nvcc, own_cache, tmp_path):
     stand_in_nvcc(f"echo $$ > '{tmp_path}/pid'; exec sleep 100")
     program = (
+        # A shell that starts its commands in the background has them ignore interrupts.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.kernel_source import KernelSource;"
         "compile_files([KernelSource(n, 'int x;', 'sm_80') for n in ('one', 'two')], 1)"
     )
