@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `results`, which
 torch = pytest.importorskip("torch")
 
 from kernels import baselines, compare, page, shapes, suite_file  # noqa: E402
-from kernels.contenders import Backends, Contender, build_best, rotating_operands  # noqa: E402
+from kernels.contenders import Backends, Contender, build_best, compile_ahead, rotating_operands  # noqa: E402
 from kernels.peaks import Peaks, measure_peaks  # noqa: E402
 from kernels.problems import Operands, Problem, problems  # noqa: E402
 from kernels.timing import Timer  # noqa: E402
@@ -40,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--op", default="", help="operators whose name contains this")
     group.addoption("--contender", default="", help="contenders, comma-separated; default all")
     group.addoption("--rounds", type=int, default=15, help="samples of each measurement")
+    group.addoption("--libraries", type=int, default=2, help="kernels that a request may have compiled")
+    group.addoption("--just-in-time", type=int, default=3, help="configurations of a product from backends that do not compile")
     group.addoption("--out", type=Path, help="folder for the result: JSON (merged with what is there), page and drawings")
     group.addoption("--compare", type=Path, help="a stored result to compare with")
 
@@ -108,7 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     config = metafunc.config
     if _SESSION not in config.stash:
-        config.stash[_SESSION] = Session(device_of(), Backends(), Timer(device_of()))
+        backends = Backends(config.getoption("--libraries"), config.getoption("--just-in-time"))
+        config.stash[_SESSION] = Session(device_of(), backends, Timer(device_of()))
     found = config.stash[_SESSION]
     chosen = config.getoption("--set")
     default = shapes.CUDA_SETS if found.device.type == "cuda" else ("smoke",)
@@ -123,6 +126,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not wanted or contender in wanted
     ]
     metafunc.parametrize("problem,contender", cases)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what the chosen benchmarks need, side by side, before the first of them waits for it."""
+    gathered = session.config.stash.get(_SESSION, None)
+    if gathered is None or gathered.device.type != "cuda" or session.config.option.collectonly:
+        return
+    chosen = dict.fromkeys(item.callspec.params["problem"] for item in session.items if hasattr(item, "callspec"))
+    compile_ahead(gathered.backends, [problem.request(gathered.device) for problem in chosen])
 
 
 @pytest.fixture
