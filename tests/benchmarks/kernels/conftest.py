@@ -133,7 +133,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gathered = session.config.stash.get(_SESSION, None)
     if gathered is None or gathered.device.type != "cuda" or session.config.option.collectonly:
         return
-    chosen = dict.fromkeys(item.callspec.params["problem"] for item in session.items if hasattr(item, "callspec"))
+    parameters = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
+    chosen = dict.fromkeys(found["problem"] for found in parameters if "problem" in found)
     compile_ahead(gathered.backends, [problem.request(gathered.device) for problem in chosen])
 
 
