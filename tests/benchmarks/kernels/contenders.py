@@ -15,7 +15,7 @@ import torch
 from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.registry import Registry
 
-from .limited_backend import LimitedBackend
+from .limited_backend import LimitedBackend, library_of
 from .problems import Operands, Problem
 from .timing import Thunk, race, rotation_count, tensor_bytes
 
@@ -107,7 +107,17 @@ def compile_ahead(backends: Backends, requests: Iterable[KernelRequest]) -> None
 
 
 def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, KernelConfig]]) -> None:
-    """Build kernels on all cores; what can not be built is left to whoever needs it."""
+    """Build kernels on all cores; what can not be built is left to whoever needs it.
+
+    Threads that want one library wait for each other, so that each library is built once before any is asked for again.
+    """
+    first: dict[tuple[str, str, str, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
+    by_request: dict[tuple[str, KernelRequest, str, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
+    for item in todo:
+        backend, request, config = item
+        library, attributes = library_of(config), str(sorted(request.attributes.items()))
+        first.setdefault((backend.name, request.op, str(request.variant), library), item)
+        by_request.setdefault((backend.name, request, attributes, library), item)
 
     def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> None:
         backend, request, config = item
@@ -115,4 +125,5 @@ def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, Kernel
             backend.build(request, config)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, todo))
+        list(pool.map(build, first.values()))
+        list(pool.map(build, by_request.values()))

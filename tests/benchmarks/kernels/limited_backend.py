@@ -60,12 +60,17 @@ class LimitedBackend:
         return self._backend.build(request, config)
 
 
+def library_of(config: KernelConfig) -> str:
+    """What names the compiled library of a configuration, for one operator in one variant."""
+    return _RUN_TIME.sub("", config.text)
+
+
 def first_libraries(configs: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
     """The configurations of the first ``count`` compiled libraries, in their order."""
     kept: list[KernelConfig] = []
     libraries: set[str] = set()
     for config in configs:
-        library = _RUN_TIME.sub("", config.text)
+        library = library_of(config)
         if library in libraries or len(libraries) < count:
             libraries.add(library)
             kept.append(config)

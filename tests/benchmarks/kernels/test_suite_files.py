@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kernels import compare, shapes, suite_file  # noqa: E402
+from kernels.contenders import build_side_by_side  # noqa: E402
 from kernels.job_kernels import offered  # noqa: E402
 from kernels.limited_backend import LimitedBackend  # noqa: E402
 from kernels.page import suite_page  # noqa: E402
@@ -214,3 +215,20 @@ def test_convolutions_keep_16_bit_gradients_where_nobody_offers_8_bit_ones():
     assert offered(both, linear) == both
     assert offered(both, plain) == attrs.evolve(both, grad_weight=Precision.BFLOAT16)
     assert offered(both, strided) == INT8
+
+
+def test_each_library_is_built_before_any_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr("kernels.contenders.os.cpu_count", lambda: 1)
+    built = []
+
+    class Recording(_Compiling):
+        def build(self, request, config):
+            built.append((request.shapes[0][0], config.text))
+            if config.text.startswith("tile=2"):
+                raise RuntimeError("does not compile")
+
+    requests = [Problem(Op.LINEAR_OUTPUT, shapes.LinearShape(m, 8, 16), INT8).request(CPU) for m in (4, 5)]
+    backend = Recording()
+    build_side_by_side([(backend, request, config) for request in requests for config in backend.candidate_configs(request)])
+    assert built[:3] == [(4, "tile=1;raster=m"), (4, "tile=2;raster=m"), (4, "tile=3;raster=m")]
+    assert sorted(set(built)) == [(m, f"tile={tile};raster=m") for m in (4, 5) for tile in (1, 2, 3)]
