@@ -35,7 +35,7 @@ def test_it_is_a_backend_of_this_api():
     assert isinstance(backend, KernelBackend)
     assert (backend.name, backend.api_version) == ("triton", BACKEND_API_VERSION)
     specs = {spec.op: spec for spec in backend.kernel_specs()}
-    assert set(specs) == set(Op.ALL) - {Op.CONV2D_GRAD_WEIGHT}
+    assert set(specs) == set(Op.ALL)
     assert all(spec.device_kinds == ("cuda",) and spec.min_compute_capability == "8.0" for spec in specs.values())
 
 
@@ -54,7 +54,7 @@ def test_many_tensors_at_once_and_large_ones_are_supported():
 @pytest.mark.parametrize(
     ("request_", "change", "reason"),
     [
-        (CONVOLUTION, {"op": Op.CONV2D_GRAD_WEIGHT}, "linear.output, .*conv2d.grad_input, not conv2d.grad_weight"),
+        (CONVOLUTION, {"op": "conv3d.output"}, "linear.output, .*conv2d.grad_weight, not conv3d.output"),
         (QUANTIZE, {"variant": Variant.of(Precision.FLOAT16)}, "it quantizes to int8 and float8_e4m3fn and .* only, not float16"),
         (OUTPUT, {"variant": Variant.of(Precision.BFLOAT16)}, "it multiplies int8 and float8_e4m3fn and .* only, not bfloat16"),
         (QUANTIZE, {"variant": attrs.evolve(INT8, symmetric=False)}, "zero points are in the reference alone"),

@@ -55,6 +55,8 @@ class TritonBackend:
         """Configurations worth trying, best guess first."""
         if request.op in QUANTIZATIONS:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
+        if request.op == Op.CONV2D_GRAD_WEIGHT:
+            return (KernelConfig(),)
         m, n, k = _product_shape(request)
         a_bytes = 1 if _is_eight_bit(request) else 2
         b_bytes = 1 if request.op in LINEAR else a_bytes
@@ -81,6 +83,8 @@ class TritonBackend:
             from qsync_kernels_triton.quantize_many import build_quantize_many
 
             return build_quantize_many(variant.x_granularity, variant.rounding, knobs)
+        if request.op == Op.CONV2D_GRAD_WEIGHT:
+            return _build_conv2d_grad_weight(request, config)
         cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
         eight_bit = _is_eight_bit(request)
         if request.op in LINEAR:
@@ -98,6 +102,16 @@ class TritonBackend:
             return conv2d.build_conv2d_grad_input(cut, padding, dilation, eight_bit)
         groups = int(request.attributes.get("groups", "1"))
         return conv2d.build_conv2d_output(cut, _pair(request.attributes, "stride", "1,1"), padding, dilation, groups)
+
+
+def _build_conv2d_grad_weight(request: KernelRequest, config: KernelConfig) -> Kernel:
+    if config.text:
+        raise BackendError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
+    from qsync_kernels_triton.dequantize import build_conv2d_grad_weight
+
+    attributes = request.attributes
+    stride, padding = _pair(attributes, "stride", "1,1"), _pair(attributes, "padding", "0,0")
+    return build_conv2d_grad_weight(stride, padding, _pair(attributes, "dilation", "1,1"), int(attributes.get("groups", "1")))
 
 
 def _is_eight_bit(request: KernelRequest) -> bool:

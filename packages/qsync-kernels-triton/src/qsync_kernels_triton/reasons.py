@@ -18,7 +18,7 @@ EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float32", "float16", "bfloat16")
 QUANTIZATIONS = (Op.QUANTIZE, Op.QUANTIZE_MANY)
 LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
-CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT)
+CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
 OFFERED = (*QUANTIZATIONS, *LINEAR, *CONVOLUTIONS)
 
 
@@ -103,6 +103,9 @@ def _convolution_reasons(request: KernelRequest) -> list[str]:
         reasons.append("rows of a convolution's patches overlap, so that they can not have scales of their own")
     if not request.contiguous:
         reasons.append("it needs dense channels-last operands, and these are not")
+    if request.op == Op.CONV2D_GRAD_WEIGHT and str(request.variant.grad_weight) not in FLOATS:
+        formats = ", ".join(FLOATS)
+        reasons.append(f"it computes grad_weight of convolutions in {formats}, not in {request.variant.grad_weight}")
     if request.op == Op.CONV2D_GRAD_INPUT:
         reasons.extend(_gradient_reasons("grad_input", request.variant.grad_input, request))
         if attributes.get("stride", "1,1") != "1,1":
@@ -122,6 +125,7 @@ def _sums_integers(request: KernelRequest) -> bool:
         Op.LINEAR_GRAD_INPUT: variant.grad_input,
         Op.CONV2D_GRAD_INPUT: variant.grad_input,
         Op.LINEAR_GRAD_WEIGHT: variant.grad_weight,
+        Op.CONV2D_GRAD_WEIGHT: variant.grad_weight,
     }[request.op]
     return format_of_op is Precision.INT8
 
@@ -137,6 +141,8 @@ def _contraction(request: KernelRequest) -> int:
         return second[0]
     if request.op == Op.LINEAR_GRAD_WEIGHT:
         return first[0]
+    if request.op == Op.CONV2D_GRAD_WEIGHT:
+        return 0
     outputs, inputs, height, width = second
     return height * width * (inputs if request.op == Op.CONV2D_OUTPUT else outputs)
 

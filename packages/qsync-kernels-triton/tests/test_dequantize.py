@@ -1,0 +1,84 @@
+"""Dequantization and the weight gradient of a convolution, against float64, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsync_core.backend import KernelConfig, KernelRequest, Op
+from qsync_core.errors import BackendError
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_kernels_triton.backend import TritonBackend
+from qsync_kernels_triton.dequantize import build_conv2d_grad_weight, dequantized
+
+
+def request(gradient=Precision.FLOAT16, **attributes):
+    variant = Variant.of(Precision.INT8, sixteen_bit=gradient)
+    shapes = ((2, 8, 5, 5), (2, 4, 5, 5))
+    return KernelRequest(Op.CONV2D_GRAD_WEIGHT, variant, shapes, attributes, "cuda", "9.0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 5, 9, 9), (4, 8, 33, 17)])
+def test_every_value_is_rounded_once(shape, dtype):
+    q = torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    if len(shape) == 4:
+        q = q.contiguous(memory_format=torch.channels_last)
+    scale = torch.tensor([0.0371])
+    out = dequantized(q, scale, dtype)
+    assert out.stride() == q.stride()
+    assert torch.equal(out, (q.to(torch.float32) * scale).to(dtype))
+
+
+def test_nothing_to_dequantize():
+    assert dequantized(torch.empty((0, 3), dtype=torch.int8), torch.ones(1), torch.float16).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "groups"),
+    [((1, 1), (1, 1), (1, 1), 1), ((2, 1), (0, 2), (1, 2), 1), ((1, 1), (1, 0), (1, 1), 2)],
+)
+def test_weight_gradient_is_that_of_the_dequantized_activation(stride, padding, dilation, groups):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(-127, 128, (2, 4, 9, 8), dtype=torch.int8, generator=generator).contiguous(memory_format=torch.channels_last)
+    scale = torch.tensor([0.02])
+    w = torch.zeros(6, 4 // groups, 3, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.nn.functional.conv2d(q.to(torch.float64) * scale.to(torch.float64), w, None, stride, padding, dilation, groups)
+    grad = torch.randn(y.shape, generator=generator).contiguous(memory_format=torch.channels_last)
+    (expected,) = torch.autograd.grad(y, w, grad.to(torch.float64))
+    out = torch.full(w.shape, float("nan"))
+    build_conv2d_grad_weight(stride, padding, dilation, groups)(grad, q, scale, out)
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_an_empty_batch_has_a_gradient_of_zeros():
+    out = torch.full((2, 3, 1, 1), float("nan"))
+    x, grad = torch.empty((0, 3, 4, 4), dtype=torch.int8), torch.empty((0, 2, 4, 4))
+    build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)(grad, x, torch.ones(1), out)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_the_backend_offers_it_for_float_gradients_only():
+    backend = TritonBackend()
+    assert backend.unsupported_reasons(request(stride="2,2", groups="2")) == []
+    assert backend.candidate_configs(request()) == (KernelConfig(),)
+    import attrs
+
+    int8 = attrs.evolve(request(), variant=attrs.evolve(request().variant, grad_weight=Precision.INT8))
+    assert "grad_weight of convolutions in float32, float16, bfloat16, not in int8" in " ".join(backend.unsupported_reasons(int8))
+    with pytest.raises(BackendError, match=r"no configuration 'm=64' of conv2d\.grad_weight; leave it empty"):
+        backend.build(request(), KernelConfig("m=64"))
+
+
+def test_operands_of_other_types_are_refused():
+    kernel = build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)
+    x, grad, out = (
+        torch.zeros((1, 3, 4, 4)),
+        torch.zeros((1, 2, 4, 4), dtype=torch.int8),
+        torch.zeros((2, 3, 1, 1), dtype=torch.float16),
+    )
+    with pytest.raises(
+        BackendError, match=r"grad must be a 16- or 32-bit float.*x must be 8-bit.*x_scale must be one.*out must be float32"
+    ):
+        kernel(grad, x, torch.ones(2), out)
