@@ -98,15 +98,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checked-out commit, with ``+changes`` where tracked files differ from it.
-
-    Outside a repository (a copy on a lent machine) what ``QSYNC_COMMIT`` says, else ``unknown``.
+    """What ``QSYNC_COMMIT`` says (a copy on another machine may hold an older repository), else the checked-out commit, with
+    ``+changes`` where tracked files differ from it; ``unknown`` outside a repository.
     """
+    if named := os.environ.get("QSYNC_COMMIT"):
+        return named
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "packages"], cwd=ROOT, check=False).returncode != 0
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("QSYNC_COMMIT", "unknown")
+        return "unknown"
     return head + ("+changes" if changed else "")
 
 
