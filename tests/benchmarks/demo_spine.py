@@ -28,7 +28,7 @@ from qsync_torch.demo.table import print_outcome
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--model", default="resnet", choices=["resnet", "bert"])
     parser.add_argument("--weaken-by", default="quota", choices=["quota", "load"])
     parser.add_argument("--out", type=Path, help="keep the runs' artifacts and reports here")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--model", type=click.Choice(["resnet", "bert"]), default="resnet", show_default=True, help="What to train.")
-@click.option("--steps", type=click.IntRange(min=10), default=60, show_default=True, help="Training steps of every method.")
+@click.option("--steps", type=click.IntRange(min=10), default=40, show_default=True, help="Training steps of every method.")
 @click.option(
     "--memory-budget",
     default="none",

@@ -55,6 +55,6 @@ def test_recovered_share_counts_operations(dag):
 
 
 def test_operations_of_a_convolution_by_hand(dag):
-    """16 images, 8 to 8 channels, 3×3, 16×16 positions: 2 operations a multiply-add."""
+    """32 images, 8 to 8 channels, 3×3, 16×16 positions: 2 operations a multiply-add."""
     conv = next(o for o in dag.adjustable if o.op_id.fqn == "blocks.0.conv1")
-    assert attrs.evolve(conv).flops == 2 * 16 * 8 * 8 * 9 * 256
+    assert attrs.evolve(conv).flops == 2 * 32 * 8 * 8 * 9 * 256

@@ -111,7 +111,7 @@ def digits_resnet(tiny: bool = False) -> Workload:
         take=_take,
         loss=_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=5e-4, fused=True),
-        batch_size=16,
+        batch_size=32,
         evaluate_once=_evaluate,
     )
 
