@@ -61,8 +61,33 @@ class Iterator(enum.StrEnum):
     """Slower, and right for every geometry."""
 
 
+class _Knobs:
+    """What both kinds of configuration do with their knobs."""
+
+    __slots__ = ()
+
+    @property
+    def compiled(self) -> Self:
+        """The configuration whose library runs this one: the same compile-time knobs, default run-time knobs."""
+        return attrs.evolve(self, splits=1, raster=Raster.HEURISTIC, swizzle=1)
+
+    @property
+    def text(self) -> str:
+        """Canonical text (see the module's description)."""
+        return _format(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text of a configuration.
+
+        Raises:
+            ValueError: naming the knob that is unknown, repeated or has no such value.
+        """
+        return _parse(cls, text)
+
+
 @attrs.frozen
-class GemmConfig:
+class GemmConfig(_Knobs):
     """How one matrix product out[m, n] = sum over k of a[m, k] * b[n, k] runs.
 
     Attributes:
@@ -91,28 +116,9 @@ class GemmConfig:
     raster: Raster = Raster.HEURISTIC
     swizzle: int = 1
 
-    @property
-    def compiled(self) -> Self:
-        """The configuration whose library runs this one: the same compile-time knobs, default run-time knobs."""
-        return attrs.evolve(self, splits=1, raster=Raster.HEURISTIC, swizzle=1)
-
-    @property
-    def text(self) -> str:
-        """Canonical text (see the module's description)."""
-        return _format(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read the text of a configuration.
-
-        Raises:
-            ValueError: naming the knob that is unknown, repeated or has no such value.
-        """
-        return _parse(cls, text)
-
 
 @attrs.frozen
-class ConvConfig:
+class ConvConfig(_Knobs):
     """How one NHWC convolution runs as an implicit matrix product: m = output pixels, n = output channels, k = filter taps * input
     channels of the group.
 
@@ -131,25 +137,6 @@ class ConvConfig:
     splits: int = 1
     raster: Raster = Raster.HEURISTIC
     swizzle: int = 1
-
-    @property
-    def compiled(self) -> Self:
-        """The configuration whose library runs this one: the same compile-time knobs, default run-time knobs."""
-        return attrs.evolve(self, splits=1, raster=Raster.HEURISTIC, swizzle=1)
-
-    @property
-    def text(self) -> str:
-        """Canonical text (see the module's description)."""
-        return _format(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read the text of a configuration.
-
-        Raises:
-            ValueError: naming the knob that is unknown, repeated or has no such value.
-        """
-        return _parse(cls, text)
 
 
 def _format(config: Any) -> str:
