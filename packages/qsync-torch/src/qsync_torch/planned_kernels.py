@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import torch
 from torch import nn
 
@@ -85,12 +86,22 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
 def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
     """Every planned operator with shapes that stand for those of its calls, which a plan does not know."""
     for op_id, module in addressed.modules:
-        yield op_id, addressed.entries[op_id], _nominal(module)
+        yield op_id, addressed.entries[op_id], _as_chosen(_nominal(module), addressed.entries[op_id])
     for by_name in addressed.functional.values():
         for name, op_ids in by_name.items():
             kind = "conv2d" if "conv" in name else "linear"
             for op_id in op_ids:
-                yield op_id, addressed.entries[op_id], _nominal_of_kind(kind)
+                yield op_id, addressed.entries[op_id], _as_chosen(_nominal_of_kind(kind), addressed.entries[op_id])
+
+
+def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
+    """Without the gradient of the input, where kernels were chosen for both other products and none for it.
+
+    The first operator of a model has no such gradient: its kernels were chosen without, and none of the backends need offer one.
+    """
+    chosen = parse_choice(entry.config).ops
+    others = all(f"{call.kind}.{product}" in chosen for product in ("output", "grad_weight"))
+    return attrs.evolve(call, input_gradient=not others or f"{call.kind}.grad_input" in chosen)
 
 
 def _nominal(module: nn.Module) -> CallShapes:

@@ -158,6 +158,19 @@ def test_a_smaller_last_batch_runs_the_same_backends_first_candidate(install):
     assert [config for op, config in one.ran if op == "linear.output"] == ["b", "a"]
 
 
+def test_a_product_that_kernels_were_not_chosen_for_is_not_asked_for(install):
+    """The first operator of a model has no gradient of its input, and its backends need not offer one."""
+    one = NamedBackend("one", refuses={"grad_input": "no gradients of inputs here"})
+    install(one)
+    chosen = "linear.output=one/a&linear.grad_weight=one/a&quantize=one/a&quantize.weight=one/a"
+    model = nn.Sequential(nn.Linear(6, 4))
+    apply_(model, assigned(_0=(INT8, "one", chosen)))
+    model(torch.randn(8, 6)).square().mean().backward()
+    assert ("linear.grad_weight", "a") in one.ran
+    with pytest.raises(BackendError, match="no gradients of inputs here"):
+        apply_(nn.Sequential(nn.Linear(6, 4)), assigned(_0=(INT8, "one", chosen + "&linear.grad_input=one/a")))
+
+
 def test_a_choice_that_can_not_be_read_is_refused(install):
     install(NamedBackend("one"))
     with pytest.raises(BackendError, match=r"not a choice of kernels: 'block=4'"):
