@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--model", type=click.Choice(["resnet", "bert"]), default="resnet", show_default=True, help="What to train.")
-@click.option("--steps", type=click.IntRange(min=10), default=40, show_default=True, help="Training steps of every method.")
+@click.option(
+    "--steps", type=click.IntRange(min=10), help="Training steps of every method.  [default: 40, fewer on a slow machine]"
+)
 @click.option(
     "--memory-budget",
     default="none",
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     help="Where the report and all artifacts go.",
 )
 @json_option
-def demo(model: str, steps: int, memory_budget: str, predict_check: bool, weaken_by: str, folder: Path, json_flag: bool) -> None:
+def demo(
+    model: str, steps: int | None, memory_budget: str, predict_check: bool, weaken_by: str, folder: Path, json_flag: bool
+) -> None:
     """Train a real model on two unequal workers of this machine, with and without QSync, and compare.
 
     Needs two CPU cores and no GPU, and takes a few minutes.

@@ -8,7 +8,7 @@ from qsync_core.op_id import OpId
 from qsync_core.precision import Precision, Rounding
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
-from qsync_torch.demo.gradient_error import gradient_error
+from qsync_torch.demo.gradient_error import gradient_errors
 from qsync_torch.job import Batch
 
 
@@ -18,6 +18,10 @@ class Scaled(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return y + 0.25 * (y - y.detach())
+
+
+def gradient_error(model, reference, data, loss):
+    return gradient_errors({"it": model}, reference, data, loss)["it"]
 
 
 def square(output, batch):

@@ -28,6 +28,10 @@ from qsync_torch.demo.tasks import GROUPS, INFER, Measured, MeasureTask, Method,
 from qsync_torch.demo.workload import load_workload
 from qsync_torch.trace import trace
 
+MOST_STEPS, LEAST_STEPS = 40, 20
+TRAINING_NS = 75_000_000_000
+"""How long the compared methods may train all together, so that a slow machine finishes in a few minutes too."""
+
 
 @attrs.frozen
 class Options:
@@ -35,7 +39,8 @@ class Options:
 
     Attributes:
         model: ``resnet`` or ``bert``; tiny: the same at toy size (tests).
-        steps: training steps of every method; block: steps in a row before the next method's turn.
+        steps: training steps of every method, None for what :data:`TRAINING_NS` allows; block: steps in a row before the next
+            method's turn.
         memory_budget: bytes of the weak worker, ``auto`` or ``none``.
         predict_check: also time uniform int8, uniform bfloat16 and two random mixtures.
         prefer: how to make the weak worker weak, ``quota`` or ``load``.
@@ -43,7 +48,7 @@ class Options:
     """
 
     model: str
-    steps: int
+    steps: int | None
     folder: Path
     memory_budget: str | int = "none"
     predict_check: bool = False
@@ -93,7 +98,8 @@ def run_demo(options: Options, progress: Progress) -> Result:
         replayer = Replayer(dag, plans.cluster, profiles)
         predicted = {name: replayer.timeline({INFER: infer_variants(plan)}) for name, plan in _with_timeline(plans).items()}
         _save_plans(folder, plans, sensitivity, predicted, profiles[INFER].device.share)
-        trained = _train(options, plans, measured, profiles, dag, progress)
+        steps = options.steps or default_steps(plans)
+        trained = _train(options, steps, plans, measured, profiles, dag, progress)
     finally:
         remove_abandoned_quotas()
     outcome = make_outcome(
@@ -103,7 +109,7 @@ def run_demo(options: Options, progress: Progress) -> Result:
         trained,
         model=options.model,
         data=workload.data,
-        steps=options.steps,
+        steps=steps,
         seconds=time.monotonic() - started,
     )
     recorded = {name: folder / f"measured-{name}.qsync" for name in predicted}
@@ -131,8 +137,15 @@ def _measure(options: Options, progress: Progress) -> Measured:
     return read_json(folder / "measured.json", Measured)
 
 
+def default_steps(plans: Plans) -> int:
+    """Steps of every compared method that are predicted to fit into :data:`TRAINING_NS`, in whole tens."""
+    each_ns = sum(plan.predicted_iteration_ns for plan in plans.compared.values())
+    return max(LEAST_STEPS, min(MOST_STEPS, TRAINING_NS // max(each_ns, 1) // 10 * 10))
+
+
 def _train(
     options: Options,
+    steps: int,
     plans: Plans,
     measured: Measured,
     profiles: Mapping[str, Profile],
@@ -153,7 +166,7 @@ def _train(
         folder=str(folder),
         weakness=measured.weakness,
         step_ratio=infer_ns / train_ns,
-        steps=options.steps,
+        steps=steps,
         block=options.block,
         compared=methods(dict(plans.compared)),
         probes=methods(dict(plans.probes)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,28 +12,34 @@ from torch import Tensor, nn
 from qsync_torch.job import Batch
 
 
-def gradient_error(model: nn.Module, reference: nn.Module, batches: Sequence[Batch], loss: Callable[[Any, Batch], Tensor]) -> float:
-    """‖g − g_ref‖ / ‖g_ref‖ over all weight gradients of some batches, both models at the reference's weights.
+def gradient_errors(
+    models: Mapping[str, nn.Module], reference: nn.Module, batches: Sequence[Batch], loss: Callable[[Any, Batch], Tensor]
+) -> dict[str, float]:
+    """‖g − g_ref‖ / ‖g_ref‖ over all weight gradients of some batches, every model at the reference's weights.
 
     Args:
-        model: runs under a plan; it is left as it was found.
+        models: run under plans, by name; they are left as they were found.
         reference: the same model in full precision; left as it was found.
-        batches: what both see; dropout draws the same masks in both.
+        batches: what all see; dropout draws the same masks in all.
         loss: of an output and its batch.
     """
-    states = [copy.deepcopy(entry.state_dict()) for entry in (model, reference)]
-    difference = norm = 0.0
+    initial = {name: copy.deepcopy(model.state_dict()) for name, model in models.items()}
+    at = copy.deepcopy(reference.state_dict())
+    differences, norm = dict.fromkeys(models, 0.0), 0.0
     try:
         for seed, batch in enumerate(batches):
-            model.load_state_dict(states[1])
-            reference.load_state_dict(states[1])
-            got, expected = (_gradients(entry, batch, loss, seed) for entry in (model, reference))
-            difference += sum(float((g - e).square().sum()) for g, e in zip(got, expected, strict=True))
+            reference.load_state_dict(at)
+            expected = _gradients(reference, batch, loss, seed)
             norm += sum(float(e.square().sum()) for e in expected)
+            for name, model in models.items():
+                model.load_state_dict(at)
+                got = _gradients(model, batch, loss, seed)
+                differences[name] += sum(float((g - e).square().sum()) for g, e in zip(got, expected, strict=True))
     finally:
-        model.load_state_dict(states[0])
-        reference.load_state_dict(states[1])
-    return (difference / norm) ** 0.5 if norm else 0.0
+        for name, model in models.items():
+            model.load_state_dict(initial[name])
+        reference.load_state_dict(at)
+    return {name: (difference / norm) ** 0.5 if norm else 0.0 for name, difference in differences.items()}
 
 
 def _gradients(model: nn.Module, batch: Batch, loss: Callable[[Any, Batch], Tensor], seed: int) -> list[Tensor]:

@@ -26,6 +26,8 @@ from qsync_torch.profiling.whole_step import StepRunner
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 """Rungs of the weak group, lowest first."""
+_STEPS = Effort(min_repeats=3, max_repeats=40, target=0.005, budget_s=2.5, warmup=0)
+"""Of whole steps: more than a profile usually spends, because QSync fills what it predicts to be free to the last operator."""
 _QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
 
 
@@ -77,7 +79,7 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
 
 def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: PrecisionDag, runner: StepRunner, share: float) -> None:
     folder, rank = Path(task.folder), rendezvous.rank
-    efforts = {"operator_effort": _QUICK, "cast_effort": _QUICK, "step_effort": _QUICK} if task.quick else {}
+    efforts = {"operator_effort": _QUICK, "cast_effort": _QUICK, "step_effort": _QUICK} if task.quick else {"step_effort": _STEPS}
 
     def progress(done: int, total: int, what: str) -> None:
         if rank == 1:  # it takes longer

@@ -22,7 +22,7 @@ from qsync_core.plan import PrecisionPlan
 from qsync_core.timeline import Timeline
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
-from qsync_torch.demo.gradient_error import gradient_error
+from qsync_torch.demo.gradient_error import gradient_errors
 from qsync_torch.demo.rendezvous import Rendezvous
 from qsync_torch.demo.step_ratio import measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, INFER, Method, MethodResult, Trained, TrainTask, write_json
@@ -34,7 +34,7 @@ from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
 from qsync_torch.profiling.whole_step import StepRunner
 
-_GRADIENT_BATCHES = 8
+_GRADIENT_BATCHES = 4
 LAST_LEARNING_RATE = 0.02
 """Learning rate after the last step over the first one's; it falls linearly."""
 
@@ -97,8 +97,8 @@ def _gradient_errors(task: TrainTask, workload: Workload, trainees: Sequence[_Tr
     errors: dict[str, float] = {}
     if reference is not None and dist.get_rank() == GROUPS.index(INFER):
         batches = [workload.part(step, workload.batch_size, 0, workload.batch_size) for step in range(_GRADIENT_BATCHES)]
-        compared = [t for t in trainees if t.method in task.compared]
-        errors = {t.method.name: gradient_error(t.model, reference, batches, workload.loss) for t in compared}
+        lowered = {t.method.name: t.model for t in trainees if t.method in task.compared and t.model is not reference}
+        errors = {"full": 0.0} | gradient_errors(lowered, reference, batches, workload.loss)
     return _gather(errors)[GROUPS.index(INFER)]
 
 

@@ -36,7 +36,7 @@ class Weakness:
 class WeakWorker:
     """Context in which the calling process has only part of its core."""
 
-    ROUNDS = 6
+    ROUNDS = 4
     """How often :meth:`calibrate` measures."""
 
     KEEP_ROUNDS = 2

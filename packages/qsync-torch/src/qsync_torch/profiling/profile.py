@@ -47,7 +47,7 @@ Update = Callable[[int, int, str], None]
 BASE = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
-STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=2.5, warmup=0)
+STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
 
 
 def silent(done: int, total: int, what: str) -> None:

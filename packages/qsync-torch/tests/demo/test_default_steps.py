@@ -1,0 +1,23 @@
+from types import SimpleNamespace
+
+import pytest
+
+from qsync_torch.demo.flow import default_steps
+
+
+def plans(*milliseconds):
+    compared = {str(n): SimpleNamespace(predicted_iteration_ns=ms * 1_000_000) for n, ms in enumerate(milliseconds)}
+    return SimpleNamespace(compared=compared)
+
+
+@pytest.mark.parametrize(
+    "milliseconds, steps",
+    [
+        ((200, 120, 150, 120), 40),  # 590 ms a round: 127 would fit
+        ((1000, 500, 500, 400), 30),  # 2.4 s a round: 31 fit, in whole tens
+        ((1000, 640, 780, 640), 20),  # 3.06 s a round: 24 fit
+        ((4000, 2000, 3000, 2000), 20),  # never fewer
+    ],
+)
+def test_a_slow_machine_trains_fewer_steps(milliseconds, steps):
+    assert default_steps(plans(*milliseconds)) == steps
