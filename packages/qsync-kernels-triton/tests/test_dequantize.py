@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from qsync_core.backend import KernelConfig, KernelRequest, Op
-from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
-from qsync_kernels_triton.backend import TritonBackend
-from qsync_kernels_triton.dequantize import build_conv2d_grad_weight, dequantized
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from qsync_core.backend import KernelConfig, KernelRequest, Op  # noqa: E402
+from qsync_core.errors import BackendError  # noqa: E402
+from qsync_core.precision import Precision  # noqa: E402
+from qsync_core.variant import Variant  # noqa: E402
+from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
+from qsync_kernels_triton.dequantize import build_conv2d_grad_weight, dequantized  # noqa: E402
 
 
 def request(gradient=Precision.FLOAT16, **attributes):
