@@ -6,10 +6,12 @@ has.  ``Applied.remove()`` takes that away again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import types
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from qsync_core.plan import Assignment, PrecisionPlan
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
-from qsync_torch.dtypes import LOW_FLOATS
+from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.functional_calls import CallSite, CallSites
-from qsync_torch.guarded import in_float32
-from qsync_torch.interception import Interception
+from qsync_torch.guarded import in_float32, layer_norm
+from qsync_torch.interception import Interception, is_indifferent
 from qsync_torch.kernel_selection import default_backend
 from qsync_torch.lowered_call import LoweredCall
 from qsync_torch.plan_fit import Addressed, Assigned, assignments_of, locate, unplanned_modules
@@ -191,6 +193,10 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
     applied._weights = WeightBatch(members)
     for call, module in members:
         applied.replace_forward(module, functools.partial(_lowered_module, call, module))
+    interception = Interception(applied.cache, applied.sites)
+    indifferent = {id(module): module for module in applied.model.modules() if is_indifferent(module)}
+    for module in indifferent.values():
+        applied.replace_forward(module, functools.partial(_aside, interception))
     for owner, by_name in addressed.functional.items():
         calls = {
             name: {op_id.call: lowered(op_id, addressed.entries[op_id]) for op_id in op_ids} for name, op_ids in by_name.items()
@@ -201,14 +207,19 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
         applied.replace_forward(module, functools.partial(_call_site, applied.sites, site))
         for child in module.children():
             applied.replace_forward(child, functools.partial(_call_site, applied.sites, None))
-    interception = Interception(applied.cache, applied.sites)
-    planned = {id(module) for _, module in addressed.modules}
+    around = interception if addressed.functional or _gives_sixteen_bit(addressed) else contextlib.nullcontext()
+    elsewhere = {id(applied.model), *(id(module) for _, module in addressed.modules), *indifferent}
     for module in applied.model.modules():
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             applied.replace_forward(module, _recurrent)
-        if module is not applied.model and id(module) not in planned and _may_need_interception(module):
-            applied.replace_forward(module, functools.partial(_part_of_model, applied, interception))
-    applied.replace_forward(applied.model, functools.partial(_whole_model, applied, interception))
+        if id(module) not in elsewhere and _may_need_interception(module):
+            applied.replace_forward(module, functools.partial(_part_of_model, applied, around))
+    applied.replace_forward(applied.model, functools.partial(_whole_model, applied, around))
+
+
+def _gives_sixteen_bit(addressed: Addressed) -> bool:
+    """Whether activations of several formats can meet; where every operator gives float32 there is nothing to intercept."""
+    return any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in addressed.entries.values())
 
 
 def _lowered_module(call: LoweredCall, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +255,23 @@ def _recurrent(inner: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _part_of_model(applied: Applied, interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _aside(interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A module that interception has nothing to do in runs without it: asking the mode takes longer than most functions."""
+    if inner is nn.LayerNorm.forward:
+        inner = layer_norm
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not interception.step_out():
+            return inner(self, *args, **kwargs)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            interception.step_in()
+
+    return forward
+
+
+def _part_of_model(applied: Applied, around: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
     """A module that gradient checkpointing, or a user, may run outside the model's forward: interception is active there too."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +279,7 @@ def _part_of_model(applied: Applied, interception: Interception, inner: Callable
             return inner(self, *args, **kwargs)
         applied.running = True
         try:
-            with interception:
+            with around:
                 return inner(self, *args, **kwargs)
         finally:
             applied.running = False
@@ -261,7 +288,7 @@ def _part_of_model(applied: Applied, interception: Interception, inner: Callable
     return forward
 
 
-def _whole_model(applied: Applied, interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _whole_model(applied: Applied, around: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
     """A step: new random numbers, fresh counts and casts; outputs leave in float32, because the loss reads float32."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +297,7 @@ def _whole_model(applied: Applied, interception: Interception, inner: Callable[.
         applied._weights.prepare()
         applied.running = True
         try:
-            with interception:
+            with around:
                 output = inner(self, *args, **kwargs)
         finally:
             applied.running = False

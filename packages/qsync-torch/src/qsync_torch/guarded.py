@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from qsync_torch.dtypes import LOW_FLOATS
 
@@ -49,6 +50,11 @@ def call_norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return function(*in_float32(args), **in_float32(kwargs)).to(x.dtype)
     rest = tuple(_like(x, value) for value in args[1:])
     return function(*args[:1], *rest, **{key: _like(x, value) if key in _AFFINE else value for key, value in kwargs.items()})
+
+
+def layer_norm(module: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+    """``nn.LayerNorm.forward`` with :func:`call_norm` in it."""
+    return call_norm(F.layer_norm, (input, module.normalized_shape, module.weight, module.bias, module.eps), {})
 
 
 _ROUNDS_STATISTICS = (F.group_norm, torch.group_norm)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_core.precision import promote
@@ -58,6 +59,28 @@ IN_PLACE: dict[Function, Function] = {
     torch.Tensor.div_: torch.div,
 }
 """What ``x += y`` and its like call.  It binds the result to ``x``, so a wider ``y`` widens it like ``x + y`` does."""
+
+
+INDIFFERENT: frozenset[type[nn.Module]] = frozenset(
+    [
+        *_named(nn, "Identity", "Flatten", "Unflatten", "Embedding", "EmbeddingBag", "LayerNorm"),
+        *_named(nn, "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
+        *_named(nn, "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"),
+        *_named(nn, "ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish", "Softplus", "Softsign"),
+        *_named(nn, "Sigmoid", "LogSigmoid", "Tanh", "Hardtanh", "Hardsigmoid", "Hardswish", "Softmax", "LogSoftmax", "Softmax2d"),
+        *_named(nn, "MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "LPPool1d", "LPPool2d"),
+        *_named(nn, "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d"),
+        *_named(nn, "AdaptiveMaxPool1d", "AdaptiveMaxPool2d", "AdaptiveMaxPool3d"),
+        *_named(nn, "ZeroPad1d", "ZeroPad2d", "ZeroPad3d", "ConstantPad1d", "ConstantPad2d", "ConstantPad3d"),
+        *_named(nn, "Upsample", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+    ]
+)  # fmt: skip
+"""Modules of PyTorch that call no function which is handled here (layer norms: where :func:`.guarded.layer_norm` runs them)."""
+
+
+def is_indifferent(module: nn.Module) -> bool:
+    """Whether the module's forward runs the same without :class:`Interception`."""
+    return type(module) in INDIFFERENT and "forward" not in module.__dict__
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -116,6 +139,18 @@ class Interception(TorchFunctionMode):
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(func, args, kwargs or {})
+
+    def step_out(self) -> bool:
+        """Leave the mode for a while; False, and nothing has happened, where it is not the innermost mode."""
+        depth = torch._C._len_torch_function_stack()
+        if not depth or torch._C._get_function_stack_at(depth - 1) is not self:
+            return False
+        torch._C._pop_torch_function_stack()
+        return True
+
+    def step_in(self) -> None:
+        """Come back after :meth:`step_out`."""
+        torch._C._push_on_torch_function_stack(self)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, torch.Tensor):

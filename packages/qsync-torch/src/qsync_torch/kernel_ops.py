@@ -30,6 +30,11 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """A matrix of the last dimension; one that is a matrix already is not even viewed, which would take a microsecond."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
     dtype = parse_binding(binding).output
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype)
@@ -39,9 +44,9 @@ def _linear_output(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
 ) -> torch.Tensor:
     out = _linear_output_out(x, w, binding)
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = _rows(x)
     kernel = kernel_for(Op.LINEAR_OUTPUT, binding, (_shape(x_MK), _shape(w)), x.device)
-    kernel(x_MK, x_scale, w, w_scale, bias, out.view(-1, w.shape[0]))
+    kernel(x_MK, x_scale, w, w_scale, bias, _rows(out))
     return out
 
 
@@ -60,9 +65,9 @@ def _linear_grad_input(
     grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, binding: str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     out = _linear_grad_input_out(grad, w, binding, dtype)
-    grad_MN = grad.reshape(-1, w.shape[0])
+    grad_MN = _rows(grad)
     kernel = kernel_for(Op.LINEAR_GRAD_INPUT, binding, (_shape(grad_MN), _shape(w)), grad.device)
-    kernel(grad_MN, w, scale, out.view(-1, w.shape[1]))
+    kernel(grad_MN, w, scale, _rows(out))
     return out
 
 
@@ -74,7 +79,7 @@ def _linear_grad_input_fake(
 
 def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
     out = grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
-    grad_MN, x_MK = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    grad_MN, x_MK = _rows(grad), _rows(x)
     kernel = kernel_for(Op.LINEAR_GRAD_WEIGHT, binding, (_shape(grad_MN), _shape(x_MK)), grad.device)
     kernel(grad_MN, x_MK, scale, out)
     return out

@@ -16,6 +16,8 @@ from qsync_torch.random_bits import stream_key
 from qsync_torch.step_counter import StepCounter
 from qsync_torch.weight_batch import PreparedWeight
 
+_NO_SEEDS = Seeds()
+
 
 class LoweredCall:
     """An operator as a plan wants it.
@@ -41,7 +43,9 @@ class LoweredCall:
 
     @property
     def seeds(self) -> Seeds:
-        """Which random numbers this step's calls take."""
+        """Which random numbers this step's calls take; float formats take none."""
+        if not self._linear.is_quantized:
+            return _NO_SEEDS
         return Seeds(self._x_seed, self._w_seed, self._steps.offset, self._grad_seed)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
@@ -59,8 +63,7 @@ class LoweredCall:
         try:
             # What happens inside is nobody's to intercept; each torch call would first ask the modes that are active.
             with torch._C.DisableTorchFunction():
-                copy = self._weight_copy(weight)
-                return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, copy)
+                return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -93,8 +96,7 @@ class LoweredCall:
             return self._conv2d(input, weight, bias, stride, padding, dilation, groups, None)
         try:
             with torch._C.DisableTorchFunction():
-                copy = self._weight_copy(weight)
-                return self._conv2d(input, weight, bias, stride, padding, dilation, groups, copy)
+                return self._conv2d(input, weight, bias, stride, padding, dilation, groups, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 

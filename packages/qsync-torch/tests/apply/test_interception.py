@@ -2,11 +2,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from qsync_core.op_id import OpId
 from qsync_torch import apply_
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.functional_calls import CallSites
-from qsync_torch.interception import Interception, widest_dtype
+from qsync_torch.guarded import layer_norm
+from qsync_torch.interception import INDIFFERENT, Interception, is_indifferent, widest_dtype
 
 from .small_models import BFLOAT16, INT8, Attention, ConvNet, Functional, images, named
 
@@ -188,3 +191,146 @@ def test_recurrent_layers_take_sixteen_bit_activations():
     apply_(model, named(**{"0": BFLOAT16}))
     y, _ = model(torch.randn(2, 3, 4))
     assert y.dtype is FULL
+
+
+ARGUMENTS = {
+    **dict.fromkeys(["Embedding", "EmbeddingBag"], (8, 4)),
+    **{f"{name}{n}d": (4,) for name in ("BatchNorm", "InstanceNorm") for n in (1, 2, 3)},
+    **{f"{name}{n}d": (2,) for name in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool") for n in (1, 2, 3)},
+    **{f"LPPool{n}d": (2, 2) for n in (1, 2)},
+    **{f"ZeroPad{n}d": (1,) for n in (1, 2, 3)},
+    **{f"ConstantPad{n}d": (1, 0.5) for n in (1, 2, 3)},
+    "LayerNorm": (4,),
+    "Unflatten": (1, (2, 2)),
+    "Upsample": ((8, 8),),
+    **dict.fromkeys(["PixelShuffle", "PixelUnshuffle", "ChannelShuffle"], (2,)),
+    **dict.fromkeys(["Softmax", "LogSoftmax"], (1,)),
+}
+"""Constructor arguments of modules that need some."""
+
+
+def dimensions(name):
+    return int(name[-2]) + 2 if name[-2].isdigit() and name[-1] == "d" else 4
+
+
+@pytest.mark.parametrize("cls", sorted(INDIFFERENT, key=lambda cls: cls.__name__))
+def test_indifferent_modules_run_the_same_without_interception(cls, device):
+    name = cls.__name__
+    module = cls(*ARGUMENTS.get(name, ())).to(device)
+    assert is_indifferent(module)
+    x = torch.randn((4,) * dimensions(name), device=device).to(BRAIN)
+    if name.startswith("Embedding"):
+        x = torch.arange(4, device=device)[None]
+
+    def run():
+        torch.manual_seed(0)
+        return module(x)
+
+    with intercepted():
+        inside = run()
+    assert inside.dtype is (FULL if name.startswith("Embedding") else BRAIN)
+    assert torch.equal(inside, layer_norm(module, x) if cls is nn.LayerNorm else run())
+
+
+class Recording(TorchFunctionMode):
+    """Remembers the names of the functions that reach it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class Norms(nn.Module):
+    """A planned operator and modules around it."""
+
+    def __init__(self, inner_mode=None):
+        super().__init__()
+        self.fc, self.norm, self.drop, self.act = nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.ReLU()
+        self.mode = inner_mode
+
+    def forward(self, x):
+        y = self.act(self.drop(self.norm(self.fc(x))))
+        if self.mode is None:
+            return y @ x
+        with self.mode:
+            return self.act(y) @ x
+
+
+@pytest.fixture
+def intercepted_names(monkeypatch):
+    """Names of the functions that interception is asked about."""
+    seen, original = [], Interception.__torch_function__
+
+    def record(self, func, types, args=(), kwargs=None):
+        seen.append(func.__name__)
+        return original(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Interception, "__torch_function__", record)
+    return seen
+
+
+def test_indifferent_modules_are_not_intercepted_but_what_follows_is(intercepted_names):
+    model = Norms()
+    apply_(model, named(fc=BFLOAT16))
+    assert model(torch.randn(4, 4)).dtype is FULL
+    assert len(intercepted_names) == 1
+    assert "matmul" in intercepted_names[0]
+
+
+def test_modes_of_the_model_see_indifferent_modules():
+    mode = Recording()
+    model = Norms(mode)
+    apply_(model, named(fc=BFLOAT16))
+    model(torch.randn(4, 4))
+    assert "relu" in mode.seen
+    outer = Recording()
+    with outer:
+        model(torch.randn(4, 4))
+    assert {"relu", "dropout", "layer_norm"} <= set(outer.seen)
+
+
+class Failing(Norms):
+    """An indifferent module raises, and the model goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 2)
+
+    def forward(self, x):
+        with pytest.raises(IndexError):
+            self.table(torch.tensor([5]))
+        return super().forward(x)
+
+
+def test_interception_is_back_after_an_indifferent_module_that_fails():
+    model = Failing()
+    apply_(model, named(fc=BFLOAT16))
+    assert model(torch.randn(4, 4)).dtype is FULL
+
+
+def test_a_forward_of_an_instances_own_is_intercepted():
+    model = Norms()
+    model.act.forward = lambda x: x @ torch.eye(4)
+    apply_(model, named(fc=BFLOAT16))
+    assert model(torch.randn(4, 4)).dtype is FULL
+
+
+@pytest.mark.parametrize("variant, count", [(INT8, 0), (BFLOAT16, 1)])
+def test_nothing_is_intercepted_where_every_operator_gives_float32(intercepted_names, variant, count):
+    model = Norms()
+    apply_(model, named(fc=variant))
+    model(torch.randn(4, 4)).sum().backward()
+    assert len(intercepted_names) == count
+
+
+def test_functional_calls_are_found_where_every_operator_gives_float32():
+    model, x = Functional(), torch.randn(2, 5, 8)
+    exact = model(x)
+    applied = apply_(model, {OpId("linear", 0): INT8})
+    found = model(x)
+    applied.remove()
+    assert 0 < (found - exact).norm() / exact.norm() < 0.05

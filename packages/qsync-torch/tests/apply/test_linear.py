@@ -116,3 +116,8 @@ def test_an_unknown_backend_is_named_with_those_that_are_there():
 def test_infinite_activations_are_refused_on_a_cpu():
     with pytest.raises(NumericsError, match="NaN or infinite"):
         linear(torch.full((2, 4), float("inf")), torch.randn(2, 4), None, INT8)
+
+
+def test_an_activation_in_8_bit_is_refused_by_name():
+    with pytest.raises(NumericsError, match=r"takes float32 or a 16-bit float, got torch\.int8"):
+        linear(torch.ones(2, 4, dtype=torch.int8), torch.randn(3, 4), None, INT8)

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.kernel_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output
 from qsync_torch.kernel_selection import DEFAULT_BACKEND
 from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
+from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, keep_for_backward, run_backward
+from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
 from qsync_torch.quantize_ops import Offset
 
 Pair = int | Sequence[int]
@@ -90,7 +90,7 @@ class _QuantizedConv2d(torch.autograd.Function):
         return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return run_backward(ctx, grad, conv2d_backward)
 
@@ -108,7 +108,7 @@ def conv2d_product(
         return conv2d_output(x, x_scale, weight, w_scale, bias, binding.text)
     g = binding.geometry
     y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), g.stride, g.padding, g.dilation, g.groups)
-    return y.to(binding.output)
+    return y if y.dtype is binding.output else y.to(binding.output)
 
 
 def conv2d_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
@@ -141,10 +141,10 @@ def conv2d_bound(
     weight_copy: Operand | None = None,
 ) -> torch.Tensor:
     """A convolution call in a binding, with every cast of core's table; ``weight_copy`` as in ``linear_bound``."""
+    if not binding.is_quantized:
+        return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.compute), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    if q_x.scale is None:
-        return conv2d_product(q_x.values, None, q_w.values, None, bias, binding)
     return apply_function(_QuantizedConv2d, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 

@@ -72,7 +72,7 @@ def cast_gradient(
     """
     need_x, need_w, _ = needs
     dtype = binding.grad_float if need_x else binding.grad_float_weight_only
-    wide = None if dtype is None else grad.to(dtype)
+    wide = grad if grad.dtype is dtype else None if dtype is None else grad.to(dtype)
     for_input, for_weight = need_x and binding.grad_input_quantized, need_w and binding.grad_weight_quantized
     if not for_input and not for_weight:
         return Gradient(grad, wide)

@@ -10,16 +10,16 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.kernel_ops import linear_grad_input, linear_grad_weight, linear_output
 from qsync_torch.kernel_selection import DEFAULT_BACKEND
 from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, seeds_of
+from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
 from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, keep_for_backward, run_backward
+from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
 from qsync_torch.quantize_ops import Offset
 
 
@@ -54,7 +54,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return linear_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return run_backward(ctx, grad, linear_backward)
 
@@ -71,7 +71,7 @@ def linear_product(
     if x_scale is not None and w_scale is not None:
         return linear_output(x, x_scale, weight, w_scale, bias, binding.text)
     y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    return y.to(binding.output)
+    return y if y.dtype is binding.output else y.to(binding.output)
 
 
 def linear_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
@@ -106,10 +106,10 @@ def linear_bound(
     weight_copy: Operand | None = None,
 ) -> torch.Tensor:
     """A linear call in a binding, with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
+    if not binding.is_quantized:
+        return linear_product(float_input(x, binding, cache), None, weight.to(binding.compute), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    if q_x.scale is None:
-        return linear_product(q_x.values, None, q_w.values, None, bias, binding)
     return apply_function(_QuantizedLinear, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 

@@ -8,10 +8,13 @@ import torch
 
 from qsync_core.errors import NumericsError
 from qsync_torch.cast_cache import CastCache, float_key
-from qsync_torch.dtypes import PRECISION
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.quantize_ops import Offset, quantize, quantize_transposed
 from qsync_torch.random_bits import stream_key
+
+_QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
+"""Formats that are quantized; a float operator takes 8-bit inputs too."""
 
 
 class Operand(NamedTuple):
@@ -42,22 +45,35 @@ def cast_input(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: C
     Casts between floats are differentiable (their gradient is cast back once for all who share the cast); 8-bit copies are not,
     the operator itself takes the gradient to the activation.
     """
-    if x.dtype is binding.compute:
-        return Operand(x)
-    if x.dtype not in PRECISION:
-        raise NumericsError(
-            f"an operator in {binding.variant.label} takes float32 or a 16-bit float, got {x.dtype}; cast its input first"
-        )
     if not binding.is_quantized:
-        if cache is None or not cache.applies_to(x):
-            return Operand(x.to(binding.compute))
-        return Operand(cache.cast(x, float_key(x.dtype, binding.compute), 0, lambda seed: x.to(binding.compute)))
+        return Operand(float_input(x, binding, cache))
+    if x.dtype not in _QUANTIZED:
+        raise _refused(x, binding)
     # The copy that a backward product reads; on a CPU products read operands in any layout.
     transposed = binding.wants_transposed and x.device.type == "cuda" and torch.is_grad_enabled()
     if cache is None or not cache.applies_to(x):
         return _quantize_input(x, binding, transposed, seeds.x, seeds.offset)
     key = (binding.x_kind, transposed)
     return cache.cast(x, key, seeds.x, lambda seed: _quantize_input(x, binding, transposed, seed, seeds.offset))
+
+
+def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | None = None) -> torch.Tensor:
+    """:func:`cast_input` to a float format, as the tensor alone."""
+    dtype = binding.compute
+    if x.dtype is dtype:
+        return x
+    if x.dtype not in PRECISION:
+        raise _refused(x, binding)
+    if cache is None or not cache.applies_to(x):
+        return x.to(dtype)
+    cast: torch.Tensor = cache.cast(x, float_key(x.dtype, dtype), 0, lambda seed: x.to(dtype))
+    return cast
+
+
+def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
+    return NumericsError(
+        f"an operator in {binding.variant.label} takes float32 or a 16-bit float, got {x.dtype}; cast its input first"
+    )
 
 
 def _quantize_input(x: torch.Tensor, binding: OperatorBinding, transposed: bool, seed: int, offset: Offset) -> Operand:

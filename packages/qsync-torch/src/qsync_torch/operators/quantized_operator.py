@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from qsync_torch.operators.gradient import Gradient, Needs, cast_gradient
 from qsync_torch.operators.operator_binding import OperatorBinding
@@ -48,6 +49,16 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
+    """``once_differentiable``, which only a backward pass that is recorded itself (``create_graph=True``) has to pay for."""
+    recorded = once_differentiable(backward)
+
+    def call(ctx: Any, grad: torch.Tensor) -> Any:
+        return recorded(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
+
+    return call
 
 
 def keep_for_backward(
