@@ -22,7 +22,7 @@ from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.timing import Effort
-from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.profiling.whole_step import StepRunner, measure_while
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 """Rungs of the weak group, lowest first."""
@@ -85,16 +85,16 @@ def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: Precision
         if rank == 1:  # it takes longer
             report(done, total, f"profiling both workers at once: {what}")
 
+    ladder = LADDER if rank else LADDER[-1:]  # the strong worker runs in full precision only
     with rendezvous.process_group():
-        found = profile(job, dag, device="cpu", share=share, ladder=LADDER, with_collectives=False, progress=progress, **efforts)
+        found = profile(job, dag, device="cpu", share=share, ladder=ladder, with_collectives=False, progress=progress, **efforts)
         if rank == 0:
-            # The strong worker is done first: it observes while the weak one is still measuring.
+            # It is done first: it observes while the weak one is still measuring, and then both measure under the load of training.
             observations = observe(job, dag, LADDER, steps=task.observe_steps)
             save(observations, folder / "observations.qsync")
         rendezvous.announce("profiled")
-        step = 0
-        while not rendezvous.all_announced("profiled"):  # stay busy: the other one measures under the load of training
-            runner.train_step(step)
-            step += 1
+        if rank == 0:
+            step = measure_while(runner, found.steps[0], lambda: not rendezvous.all_announced("profiled"))
+            found = attrs.evolve(found, steps=(step,))
         collective = measure_collective([bucket.nbytes for bucket in dag.buckets], torch.device("cpu"))
     save(attrs.evolve(found, collective=collective), folder / f"profile-{GROUPS[rank]}.qsync")

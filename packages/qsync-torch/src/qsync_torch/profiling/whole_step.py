@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ BATCHES = 4
 """Different batches that the measured steps go through in turn."""
 _LONG_STEP_NS = 1_000_000_000
 """Steps on a CPU beyond this are measured without their optimizer where that is known."""
+_LEAST_SAMPLES = 3
 _PERIOD_STEPS = 10
 """Steps run back to back on a CUDA device to measure the steady-state period."""
 
@@ -150,24 +152,7 @@ def _peak_bytes(runner: StepRunner, device: torch.device) -> int:
 def _measure_synchronous(
     runner: StepRunner, variant: Variant, effort: Effort, peak_bytes: int, optimizer_ns: int | None
 ) -> StepMeasurement:
-    step = 0
-
-    def sample() -> tuple[int, int, int]:
-        nonlocal step
-        start = time.perf_counter_ns()
-        loss = runner.forward(step)
-        forwarded = time.perf_counter_ns()
-        loss.backward()
-        del loss
-        backwarded = time.perf_counter_ns()
-        step += 1
-        if optimizer_ns is not None:
-            runner.optimizer.zero_grad(set_to_none=True)
-            return forwarded - start, backwarded - forwarded, optimizer_ns
-        runner.update()
-        return forwarded - start, backwarded - forwarded, time.perf_counter_ns() - backwarded
-
-    timing = repeat(sample, effort)
+    timing = repeat(_synchronous_sample(runner, optimizer_ns), effort)
     forward, backward, optimizer = timing.median_ns
     return StepMeasurement(
         variant=variant,
@@ -180,6 +165,51 @@ def _measure_synchronous(
         optimizer_compute_ns=optimizer,
         peak_bytes=peak_bytes,
         spread=timing.spread,
+    )
+
+
+def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callable[[], tuple[int, int, int]]:
+    """A function that runs the next step and returns the times of forward, backward and optimizer (not run where it is given)."""
+    steps = itertools.count()
+
+    def sample() -> tuple[int, int, int]:
+        start = time.perf_counter_ns()
+        loss = runner.forward(next(steps))
+        forwarded = time.perf_counter_ns()
+        loss.backward()
+        del loss
+        backwarded = time.perf_counter_ns()
+        if optimizer_ns is not None:
+            runner.optimizer.zero_grad(set_to_none=True)
+            return forwarded - start, backwarded - forwarded, optimizer_ns
+        runner.update()
+        return forwarded - start, backwarded - forwarded, time.perf_counter_ns() - backwarded
+
+    return sample
+
+
+def measure_while(runner: StepRunner, measured: StepMeasurement, busy: Callable[[], bool]) -> StepMeasurement:
+    """A CPU's step measured again for as long as ``busy`` says, so that it is the step under the load that there is meanwhile.
+
+    Args:
+        runner: its model is in the precision of ``measured``.
+        measured: an earlier measurement, whose peak memory is kept.
+        busy: asked after each step.
+    """
+    with _group_of_one() as group:
+        sample = _synchronous_sample(_wrapped(runner, group), None)
+        times = [sample()]
+        while busy() or len(times) < _LEAST_SAMPLES:
+            times.append(sample())
+        del sample
+    forward, backward, optimizer = (round(statistics.median(column)) for column in zip(*times, strict=True))
+    return attrs.evolve(
+        measured,
+        iteration_ns=forward + backward + optimizer,
+        forward_compute_ns=forward,
+        backward_compute_ns=backward,
+        optimizer_compute_ns=optimizer,
+        spread=relative_spread([sum(row) for row in times]),
     )
 
 
