@@ -51,6 +51,14 @@ class Arguments(ctypes.Structure):
         super().__init__(**(defaults | fields))
 
 
+_DEFAULTS = Arguments()
+
+
+def fresh() -> Arguments:
+    """Arguments with nothing but the defaults, to be filled in: a tenth of what the constructor takes."""
+    return Arguments.from_buffer_copy(_DEFAULTS)
+
+
 def describe_status(status: int) -> str:
     """What a status other than 0 means, as half a sentence."""
     if status >= CUDA_ERROR:

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that nobody else handles."""
+
+
+def is_plain_eager() -> bool:
+    """Whether neither a compiler nor a dispatch mode (fake tensors) wants to see custom operators."""
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def eager_or_dispatched(implementation: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,8 +27,8 @@ def eager_or_dispatched(implementation: Callable[..., Any], op: Callable[..., An
     """
 
     def call(first: torch.Tensor, *rest: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(first) not in _PLAIN:
-            return op(first, *rest)
-        return implementation(first, *rest)
+        if is_plain_eager() and type(first) in PLAIN:
+            return implementation(first, *rest)
+        return op(first, *rest)
 
     return call

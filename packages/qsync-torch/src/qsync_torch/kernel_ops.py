@@ -6,6 +6,7 @@ Each allocates its output and calls a backend's kernel on it.  Gradients are att
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -89,14 +90,24 @@ def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.T
     return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
 
 
-def _conv2d_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
-    parsed = parse_binding(binding)
-    (sh, sw), (ph, pw), (dh, dw) = parsed.geometry.stride, parsed.geometry.padding, parsed.geometry.dilation
-    batch, _, height, width = x.shape
-    out_channels, _, kernel_h, kernel_w = w.shape
-    size = conv_output_size(height, kernel_h, sh, ph, dh), conv_output_size(width, kernel_w, sw, pw, dw)
-    dtype, layout = parsed.output, torch.channels_last
-    return torch.empty((batch, out_channels, *size), dtype=dtype, device=x.device, memory_format=layout)
+def _conv2d_output_shape(x_shape: torch.Size, w_shape: torch.Size, binding: str) -> tuple[int, int, int, int]:
+    geometry = parse_binding(binding).geometry
+    (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
+    batch, _, height, width = x_shape
+    out_channels, _, kernel_h, kernel_w = w_shape
+    return (
+        batch,
+        out_channels,
+        conv_output_size(height, kernel_h, sh, ph, dh),
+        conv_output_size(width, kernel_w, sw, pw, dw),
+    )
+
+
+_known_conv2d_output_shape = functools.lru_cache(maxsize=4096)(_conv2d_output_shape)
+
+
+def _conv2d_output_out(x: torch.Tensor, shape: tuple[int, int, int, int], binding: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=parse_binding(binding).output, device=x.device, memory_format=torch.channels_last)
 
 
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
@@ -110,7 +121,7 @@ def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
 def _conv2d_output(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
 ) -> torch.Tensor:
-    out = _conv2d_output_out(x, w, binding)
+    out = _conv2d_output_out(x, _known_conv2d_output_shape(x.shape, w.shape, binding), binding)
     kernel_for(Op.CONV2D_OUTPUT, binding, (_shape(x), _shape(w)), x.device)(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
 
@@ -118,7 +129,7 @@ def _conv2d_output(
 def _conv2d_output_fake(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
 ) -> torch.Tensor:
-    return _in_layout_of(_conv2d_output_out(x, w, binding), x, w)
+    return _in_layout_of(_conv2d_output_out(x, _conv2d_output_shape(x.shape, w.shape, binding), binding), x, w)
 
 
 def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str, dtype: torch.dtype | None) -> torch.Tensor:

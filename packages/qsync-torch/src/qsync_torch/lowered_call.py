@@ -31,7 +31,7 @@ class LoweredCall:
     ) -> None:
         self.op_id, self.variant, self.backend, self.config = op_id, variant, backend, config
         self._x_seed = stream_key(seed, *op_id.fqn.encode(), 0)
-        self._w_seed = stream_key(seed, *op_id.fqn.encode(), 1)
+        self.w_seed = stream_key(seed, *op_id.fqn.encode(), 1)
         self._grad_seed = stream_key(seed, *op_id.fqn.encode(), 2)
         self._steps, self._cache = steps, cache
         self._linear = linear_binding(variant, backend, config)
@@ -46,7 +46,7 @@ class LoweredCall:
         """Which random numbers this step's calls take; float formats take none."""
         if not self._linear.is_quantized:
             return _NO_SEEDS
-        return Seeds(self._x_seed, self._w_seed, self._steps.offset, self._grad_seed)
+        return Seeds(self._x_seed, self.w_seed, self._steps.offset, self._grad_seed)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
         """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits."""

@@ -15,7 +15,7 @@ import torch
 
 from qsync_core.backend import Op
 from qsync_torch.binding import Binding, kernel_for, parse_binding
-from qsync_torch.eager_calls import eager_or_dispatched
+from qsync_torch.eager_calls import PLAIN, eager_or_dispatched, is_plain_eager
 from qsync_torch.quantization import quantizable, scale_count
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
@@ -137,6 +137,8 @@ def quantize_many(
     xs: Sequence[torch.Tensor], binding: str, seeds: Sequence[int], offset: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
+    if is_plain_eager() and PLAIN.issuperset(map(type, xs)):
+        return _quantize_many(xs, binding, seeds, offset)
     return torch.ops.qsync.quantize_many.default(xs, binding, seeds, offset)
 
 

@@ -75,7 +75,7 @@ class WeightBatch:
     @staticmethod
     def _quantize(text: str, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
         offset = members[0][0].seeds.offset
-        qs, scales = quantize_many([weight.detach() for _, weight in members], text, [call.seeds.w for call, _ in members], offset)
+        qs, scales = quantize_many([weight.detach() for _, weight in members], text, [call.w_seed for call, _ in members], offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
             call.prepared_weight = PreparedWeight(weight, Operand(q, scale))
 

@@ -91,7 +91,7 @@ class OperandCopies:
         else:
             name = FORMATS[x.dtype]
             self._run((name, name), _with_plain_rows(rows), copy, None)
-        copy = copy[: shape[0], : shape[1]]
+        copy = _first(copy, shape)
         return copy if inner == 1 else copy.t()
 
     def converted(
@@ -108,7 +108,7 @@ class OperandCopies:
         """
         out = _workspace(shape, x.shape[0], dtype, x.device)
         self._run((FORMATS[x.dtype], FORMATS[dtype]), _with_plain_rows(x), out, scale)
-        return self.in_layout(out[: shape[0], : shape[1]], inner, shape)
+        return self.in_layout(_first(out, shape), inner, shape)
 
     def _library(self, key: tuple[str, str]) -> Library:
         if key not in self._libraries:
@@ -118,23 +118,35 @@ class OperandCopies:
 
     def _run(self, key: tuple[str, str], x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None) -> None:
         device = x.get_device()
-        arguments = abi.Arguments(
-            m=x.shape[0],
-            n=x.shape[1],
-            k=out.shape[1],
-            lda=x.stride(0) if x.shape[0] > 1 else max(x.stride(0), x.shape[1]),
-            ldo=out.stride(0),
-            a=x.data_ptr(),
-            out=out.data_ptr(),
-            a_scale=None if scale is None else scale.data_ptr(),
-            a_scale_count=0 if scale is None else scale.numel(),
-            stream=current_stream(device),
-            device=device,
-            sm_count=sm_count(device),
-        )
-        what = "transposing" if key[0] == "transpose" else "copying"
-        formats = f"{FORMATS[x.dtype]} -> {FORMATS[out.dtype]}"
-        self._library(key).call(arguments, CallContext(f"{what} an operand", (tuple(x.shape),), formats, ""))
+        rows, columns = x.shape
+        q = abi.fresh()
+        q.m, q.n, q.k = rows, columns, out.shape[1]
+        q.lda = x.stride(0) if rows > 1 else max(x.stride(0), columns)
+        q.ldo = out.stride(0)
+        q.a, q.out = x.data_ptr(), out.data_ptr()
+        if scale is not None:
+            q.a_scale, q.a_scale_count = scale.data_ptr(), scale.numel()
+        q.stream, q.device, q.sm_count = current_stream(device), device, sm_count(device)
+        self._library(key).call(q, _Copy(key, x, out))
+
+
+class _Copy:
+    """The context of a copy, put into words only where there is an error."""
+
+    __slots__ = ("key", "out", "x")
+
+    def __init__(self, key: tuple[str, str], x: torch.Tensor, out: torch.Tensor) -> None:
+        self.key, self.x, self.out = key, x, out
+
+    def __str__(self) -> str:
+        what = "transposing" if self.key[0] == "transpose" else "copying"
+        formats = f"{FORMATS[self.x.dtype]} -> {FORMATS[self.out.dtype]}"
+        return str(CallContext(f"{what} an operand", (tuple(self.x.shape),), formats, ""))
+
+
+def _first(x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The first rows and columns of a matrix: itself where these are all, because slicing takes longer than a launch."""
+    return x if x.shape == shape else x[: shape[0], : shape[1]]
 
 
 def _workspace(shape: tuple[int, int], filled_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

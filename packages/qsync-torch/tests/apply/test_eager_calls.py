@@ -1,0 +1,108 @@
+"""Custom operators are called straight in plain eager mode; dispatch modes, fake tensors and subclasses still see them."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_torch import apply_
+from qsync_torch.binding import quantization_text
+from qsync_torch.eager_calls import eager_or_dispatched
+from qsync_torch.quantize_ops import quantize_many
+
+from .small_models import INT8, ConvNet, images, named
+
+TEXT = quantization_text(Precision.INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
+
+
+class Seen(TorchDispatchMode):
+    """Remembers which custom operators reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "qsync":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that handles operators itself, by unwrapping."""
+
+    calls: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func.overloadpacket.__name__)
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def weights():
+    return [torch.randn(3, 4), nn.Parameter(torch.randn(2, 5)).detach()]
+
+
+def test_who_is_called():
+    call = eager_or_dispatched(lambda x, n: ("straight", n), lambda x, n: ("dispatched", n))
+    x = torch.ones(2)
+    assert call(x, 1) == ("straight", 1)
+    assert call(nn.Parameter(x), 1) == ("straight", 1)
+    assert call(Wrapped(x), 1) == ("dispatched", 1)
+    with Seen():
+        assert call(x, 1) == ("dispatched", 1)
+    with FakeTensorMode():
+        assert call(x, 1) == ("dispatched", 1)
+
+
+def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
+    model, x = ConvNet(), images()
+    applied = apply_(model, named(conv1=INT8, conv2=INT8, fc=INT8))
+
+    def step():
+        applied.step = 0
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        return [y.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    expected = step()
+    with Seen() as seen:
+        found = step()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    of_each = {f"{kind}_{part}" for kind in ("conv2d", "linear") for part in ("output", "grad_input", "grad_weight")}
+    assert seen.names == {"quantize", *of_each}
+
+
+def test_many_quantizations_are_dispatched_where_somebody_looks():
+    xs = weights()
+    expected = quantize_many(xs, TEXT, [1, 2], 3)
+    with Seen() as seen:
+        found = quantize_many(xs, TEXT, [1, 2], 3)
+    assert seen.names == {"quantize_many"}
+    Wrapped.calls.clear()
+    unwrapped = quantize_many([xs[0], Wrapped(xs[1])], TEXT, [1, 2], 3)
+    assert Wrapped.calls == ["quantize_many"]
+    for other in (found, unwrapped):
+        assert all(torch.equal(a, b) for a, b in zip([*expected[0], *expected[1]], [*other[0], *other[1]], strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_many_quantizations_of_fake_tensors(count):
+    with FakeTensorMode() as mode:
+        qs, scales = quantize_many([mode.from_tensor(x) for x in weights()[:count]], TEXT, [1, 2][:count], 3)
+    assert [tuple(q.shape) for q in qs] == [(3, 4), (2, 5)][:count]
+    assert [tuple(scale.shape) for scale in scales] == [(3,), (2,)][:count]
+    assert all(q.dtype is torch.int8 for q in qs)
