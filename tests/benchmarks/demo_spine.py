@@ -79,6 +79,13 @@ def _rows(free: Sequence[Outcome]) -> list[dict[str, Any]]:
         _row("S6", "QSync's step time over uniform's", [o.over("uniform") for o in free], max, "≤ 1.05"),
         _row("S6b", "QSync's step time over full precision's", [o.over("full") for o in free], max, "≤ 0.85"),
         _row("S6c", "share of uniform's low-precision compute recovered", [o.recovered for o in free], min, "≥ 0.4"),
+        _row(
+            "S6c-room",
+            "share that the machine has time for: predicted slack over what uniform precision saves the weak worker",
+            [o.room for o in free],
+            min,
+            "reported",
+        ),
         _row("S6d", "weak worker's float32 step over the strong one's", [o.step_ratio for o in free], min, "≥ 1.5"),
         _row(
             "S6e",

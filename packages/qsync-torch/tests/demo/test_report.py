@@ -15,7 +15,7 @@ from qsync_core.precision import Precision
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.timeline import Interval, Timeline
 from qsync_core.variant import Variant
-from qsync_torch.demo.outcome import Outcome, Row
+from qsync_torch.demo.outcome import Outcome, Row, room
 from qsync_torch.demo.summary import summarize
 from qsync_torch.demo.svg import MemoryBar, Strip, draw_memory, draw_precision_strips, draw_sensitivity, draw_timeline
 from qsync_torch.demo.table import conclusions, print_outcome
@@ -101,7 +101,9 @@ def row(name: str, measured_ms: float, predicted_ms: float) -> Row:
 def test_table_and_json_say_the_same():
     rows = (row("full", 200, 210), row("uniform", 100, 100), row("dynamic-batch", 150, 150), row("qsync", 104, 100))
     probes = (row("random 11", 100, 120),)
-    outcome = Outcome("resnet", "digits", 60, "a cgroup quota of 64% of its core", 1.56, 1 << 20, rows, probes, 0.47, 0.9, 100.0)
+    outcome = Outcome(
+        "resnet", "digits", 60, "a cgroup quota of 64% of its core", 1.56, 1 << 20, rows, probes, 0.47, 0.52, 0.9, 100.0
+    )
     text = io.StringIO()
     print_outcome(Console(file=text, width=200), outcome)
     shown = text.getvalue()
@@ -112,7 +114,7 @@ def test_table_and_json_say_the_same():
     assert shown.count("over budget") == 1
     assert conclusions(outcome) == [
         "QSync's step takes 0.52 of full precision's and 1.04 of uniform low precision's, with 47% of uniform's "
-        "low-precision compute back in float32.",
+        "low-precision compute back in float32 (this machine has time for about 52%).",
         "The weak worker's weight gradients are off by 0.75% under QSync's plan and by 1.20% in uniform low precision.",
         "The predicted iteration time was off by 20.0% in the median of 2 configurations, 20.0% at worst.",
         "Other processes were running: the strong worker got only 90% of its core, so expect these figures to scatter; "
@@ -122,3 +124,17 @@ def test_table_and_json_say_the_same():
     assert data["qsync_over_full"] == pytest.approx(0.52)
     assert data["prediction_errors"] == pytest.approx({"full": 0.05, "random 11": 0.2})
     assert [method["measured_ns"] for method in data["methods"]] == [200_000_000, 100_000_000, 150_000_000, 104_000_000]
+
+
+@pytest.mark.parametrize(
+    "full, uniform, limit, expected",
+    [
+        (150, 50, 100, 0.5),
+        (1500, round(1500 / 2.1), 1000, (1 - 1.5 / 2.1) / (1.5 - 1.5 / 2.1)),  # the formula in the docstring: 0.36
+        (150, 120, 100, 0.0),  # even uniform precision does not keep up
+        (90, 50, 100, 1.0),
+        (100, 100, 100, 0.0),  # low precision saves nothing
+    ],
+)
+def test_the_room_is_the_slack_over_what_low_precision_saves(full, uniform, limit, expected):
+    assert room(full, uniform, limit) == pytest.approx(expected, abs=1e-3)

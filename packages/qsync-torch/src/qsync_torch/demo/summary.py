@@ -20,6 +20,7 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "qsync_over_uniform": outcome.over("uniform"),
         "qsync_over_full": outcome.over("full"),
         "recovered_share": outcome.recovered,
+        "room": outcome.room,
         "prediction_errors": dict(outcome.prediction_errors),
         "methods": [_row(row) for row in outcome.rows],
         "probes": [_row(row) for row in outcome.probes],

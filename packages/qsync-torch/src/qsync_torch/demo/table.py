@@ -63,7 +63,8 @@ def conclusions(outcome: Outcome) -> list[str]:
     """What the figures say, in words."""
     found = [
         f"QSync's step takes {outcome.over('full'):.2f} of full precision's and {outcome.over('uniform'):.2f} of uniform low "
-        f"precision's, with {outcome.recovered:.0%} of uniform's low-precision compute back in float32."
+        f"precision's, with {outcome.recovered:.0%} of uniform's low-precision compute back in float32 "
+        f"(this machine has time for about {outcome.room:.0%})."
     ]
     uniform, qsync = (outcome.row(name).gradient_error for name in ("uniform", "qsync"))
     if uniform and qsync is not None:
