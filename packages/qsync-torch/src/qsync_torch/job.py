@@ -136,8 +136,10 @@ def load_job(text: str, batch_size: int | None = None) -> Job:
     from qsync_torch.models import NAMED
 
     head, _, rest = text.partition(":")
-    if head in NAMED:
-        job = _call_with_options(NAMED[head], rest, f"the model {head!r}")
+    by_spelling = {name.replace("_", "-"): name for name in NAMED}  # vgg16_bn, as in torchvision, and vgg16-bn are the same
+    name = by_spelling.get(head.replace("_", "-"))
+    if name is not None:
+        job = _call_with_options(NAMED[name], rest, f"the model {name!r}")
     elif rest:
         # A drive letter or a path may hold colons: the last part without '=' is the function.
         target, options = text, ""

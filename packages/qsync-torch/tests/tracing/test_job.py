@@ -182,3 +182,8 @@ def test_the_readmes_job_is_one() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL) if "def job" in block]
     exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("spelling", ["vgg16_bn", "vgg16-bn"])
+def test_underscores_and_hyphens_in_a_models_name_are_the_same(spelling):
+    assert load_job(f"{spelling}:image=32,classes=7", 2).name == load_job("vgg16_bn:image=32,classes=7", 2).name
