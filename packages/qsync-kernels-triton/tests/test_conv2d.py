@@ -119,3 +119,72 @@ def test_operands_that_do_not_fit_are_refused_by_name():
         kernel(x.float(), ONE, w, ONE, None, last(torch.empty(exact.shape)))
     with pytest.raises(BackendError, match=r"out must be .* and channels-last, got torch.float32 with strides"):
         kernel(x, ONE, w, ONE, None, torch.empty(exact.shape))
+
+
+def between_others(x):
+    """The same vector with other numbers between its elements."""
+    return torch.stack([x, torch.full_like(x, 77.0)], dim=1)[:, 0]
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRIES[0], GEOMETRIES[2], GEOMETRIES[3]])
+def test_strided_scales_and_bias_are_taken_as_they_are(geometry):
+    x, w, exact = case(geometry)
+    outputs = w.shape[0]
+    w_scale, bias = torch.rand(outputs) / 32, torch.randn(outputs)
+    dense, other = last(torch.empty(exact.shape)), last(torch.empty(exact.shape))
+    kernel = build_conv2d_output(CUT, *geometry[5:])
+    kernel(x, ONE, w, w_scale, bias, dense)
+    kernel(x, ONE, w, between_others(w_scale), between_others(bias), other)
+    assert torch.equal(dense, other)
+
+
+def test_a_strided_scale_of_the_gradient_is_taken_as_it_is():
+    geometry = GEOMETRIES[0]
+    x, w, exact = case(geometry)
+    grad, w_scale = last(torch.randn(exact.shape)), torch.rand(w.shape[0]) / 32
+    dense, other = last(torch.empty(x.shape)), last(torch.empty(x.shape))
+    kernel = build_conv2d_grad_input(CUT, (1, 1), (1, 1), False)
+    kernel(grad, w, w_scale, dense)
+    kernel(grad, w, between_others(w_scale), other)
+    assert torch.equal(dense, other)
+
+
+X, W, EXACT = case(GEOMETRIES[0])  # (2, 8, 7, 7), (5, 8, 3, 3), (2, 5, 7, 7)
+OUT = last(torch.empty(EXACT.shape))
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ((X, ONE, W, ONE, torch.ones(4), OUT), r"bias must be .* of shape \(5,\), got torch.float32 \(4,\)"),
+        ((X, torch.ones(2), W, ONE, None, OUT), r"x_scale must be 1 float32, got torch.float32 \(2,\)"),
+        ((X, ONE, W, torch.ones(8), None, OUT), r"w_scale must be 1 or 5 float32, got torch.float32 \(8,\)"),
+        ((X, ONE, W, None, None, OUT), r"w_scale must be 1 or 5 float32, got a NoneType"),
+        ((X[:, :7], ONE, W, ONE, None, OUT), r"filters of shape \(5, 8, 3, 3\) do not fit an image of shape \(2, 7, 7, 7\)"),
+        ((X, ONE, W, ONE, None, last(torch.empty(2, 5, 8, 7))), r"belong to a result of shape \(2, 5, 7, 7\), not \(2, 5, 8, 7\)"),
+        ((X, ONE, W, ONE, None, last(torch.empty(3, 5, 7, 7))), r"belong to a result of shape \(2, 5, 7, 7\), not \(3, 5, 7, 7\)"),
+        ((X[0], ONE, W, ONE, None, OUT), r"x must be a tensor of 4 dimensions, got torch.int8 \(8, 7, 7\)"),
+        ((X[:, :, :1, :1], ONE, integers(5, 8, 4, 4), ONE, None, OUT), r"filters .* are larger than the padded image"),
+    ],
+)
+def test_whatever_does_not_fit_is_refused_before_memory_is_touched(operands, message):
+    with pytest.raises(BackendError, match="backend triton can not run conv2d.output: .*" + message):
+        build_conv2d_output(CUT, *GEOMETRIES[0][5:])(*operands)
+
+
+def test_a_gradient_of_the_input_that_does_not_fit_is_refused():
+    kernel = build_conv2d_grad_input(CUT, (1, 1), (1, 1), True)
+    grad, out = integers(2, 5, 7, 7), last(torch.empty(2, 8, 7, 7))
+    with pytest.raises(BackendError, match=r"conv2d.grad_input: scale must be 1 float32"):
+        kernel(grad, W, torch.ones(5), out)
+    with pytest.raises(BackendError, match=r"belong to a result of shape \(2, 5, 6, 7\), not \(2, 5, 7, 7\)"):
+        kernel(grad, W, ONE, last(torch.empty(2, 8, 6, 7)))
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3])
+@pytest.mark.parametrize("bias", [None, torch.arange(5.0)])
+def test_images_without_channels_give_the_bias_or_zeros(kernel_size, bias):
+    out = last(torch.full((2, 5, 7, 7), 7.0))
+    w = integers(5, 0, kernel_size, kernel_size)
+    build_conv2d_output(CUT, (1, 1), (kernel_size // 2,) * 2, (1, 1), 1)(integers(2, 0, 7, 7), ONE, w, ONE, bias, out)
+    assert torch.equal(out, (torch.zeros(5) if bias is None else bias).view(1, -1, 1, 1).expand_as(out))

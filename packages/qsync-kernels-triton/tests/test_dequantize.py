@@ -81,6 +81,14 @@ def test_operands_of_other_types_are_refused():
         torch.zeros((2, 3, 1, 1), dtype=torch.float16),
     )
     with pytest.raises(
-        BackendError, match=r"grad must be a 16- or 32-bit float.*x must be 8-bit.*x_scale must be one.*out must be float32"
+        BackendError, match=r"grad must be a 16- or 32-bit float.*x must be 8-bit.*out must be float32.*x_scale must be 1 float32"
     ):
         kernel(grad, x, torch.ones(2), out)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (3, 3, 1, 1), (2, 3, 2, 1)])
+def test_a_weight_of_another_shape_is_refused(shape):
+    kernel = build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)
+    grad, x = torch.zeros((1, 2, 4, 4)), torch.zeros((1, 3, 4, 4), dtype=torch.int8)
+    with pytest.raises(BackendError, match=r"can not run conv2d.grad_weight: .*filters of shape"):
+        kernel(grad, x, torch.ones(1), torch.zeros(shape))

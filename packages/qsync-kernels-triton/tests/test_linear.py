@@ -188,7 +188,92 @@ def test_operands_that_do_not_fit_are_refused_by_name():
         build_linear_output(CUT)(x, ONE, w, ONE, None, torch.empty(4, 5, dtype=torch.int32))
     with pytest.raises(BackendError, match=r"second operand must be 8-bit of the first one's kind, got torch.float8_e4m3fn beside"):
         build_linear_output(CUT)(x, ONE, w.float().to(torch.float8_e4m3fn), ONE, None, torch.empty(4, 5))
-    with pytest.raises(BackendError, match=r"w_scale must be 1 or 5 contiguous float32, got torch.float32 \(4,\)"):
+    with pytest.raises(BackendError, match=r"w_scale must be 1 or 5 float32, got torch.float32 \(4,\)"):
         build_linear_output(CUT)(x, ONE, w, torch.ones(4), None, torch.empty(4, 5))
     with pytest.raises(BackendError, match=r"linear.grad_input: the first operand must be .*torch.bfloat16, got torch.int8"):
         build_linear_grad_input(CUT, False)(integers(4, 5), w, ONE, torch.empty(4, 8))
+
+
+def between_others(x):
+    """The same vector with other numbers between its elements."""
+    return torch.stack([x, torch.full_like(x, 77.0)], dim=1)[:, 0]
+
+
+def test_strided_scales_and_bias_are_taken_as_they_are():
+    m, n, k = 40, 50, 70
+    x, w, grad = integers(m, k), integers(n, k, seed=1), integers(m, n, seed=2)
+    real = torch.randn(m, n, generator=torch.Generator().manual_seed(3))
+    for build, operands, shape in (
+        (build_linear_output(CUT), (x, scales(m), w, scales(n, seed=2), scales(n, seed=3) * 100), (m, n)),
+        (build_linear_output(CUT), (x, ONE, w, ONE, torch.full((1,), 2.5).expand(n)), (m, n)),
+        (build_linear_grad_input(CUT, False), (real, w, scales(n)), (m, k)),
+        (build_linear_grad_weight(CUT, True), (grad, x, scales(n)), (n, k)),
+        (build_linear_grad_weight(CUT, False), (real, x, scales(m)), (n, k)),
+    ):
+        dense, other = torch.empty(shape), torch.empty(shape)
+        build(*(t.contiguous() if isinstance(t, torch.Tensor) else t for t in operands), dense)
+        build(*(between_others(t) if isinstance(t, torch.Tensor) and t.ndim == 1 else t for t in operands), other)
+        assert torch.equal(dense, other)
+
+
+X, W = integers(4, 8), integers(5, 8)
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        ((X, ONE, W, ONE, torch.ones(4), torch.empty(4, 5)), r"bias must be .* of shape \(5,\), got torch.float32 \(4,\)"),
+        ((X, ONE, W, ONE, torch.ones(5, 1), torch.empty(4, 5)), r"bias must be .* got torch.float32 \(5, 1\)"),
+        ((X, ONE, W, ONE, torch.ones(5, dtype=torch.int64), torch.empty(4, 5)), r"bias must be .* got torch.int64 \(5,\)"),
+        ((X, ONE, W, ONE, None, torch.empty(3, 5)), r"out must be .* of shape \(4, 5\) .* got torch.float32 \(3, 5\)"),
+        ((X, ONE, W, ONE, None, torch.empty(4, 1).expand(4, 5)), r"out must be .* with strides \(1, 0\)"),
+        ((X, ONE, W, ONE, None, torch.empty(5).expand(4, 5)), r"out must be .* with strides \(0, 1\)"),
+        ((X, None, W, ONE, None, torch.empty(4, 5)), r"x_scale must be 1 or 4 float32, got a NoneType"),
+        ((X, ONE, W, ONE.double(), None, torch.empty(4, 5)), r"w_scale must be 1 or 5 float32, got torch.float64 \(1,\)"),
+        (
+            (X, ONE, W.view(5, 2, 4), ONE, None, torch.empty(4, 5)),
+            r"w must be a tensor of 2 dimensions, got .* \(5, 2, 4\)",
+        ),
+        ((X, ONE, W.to("meta"), ONE, None, torch.empty(4, 5)), r"the operands lie on different devices, cpu, meta"),
+    ],
+)
+def test_whatever_does_not_fit_is_refused_before_memory_is_touched(operands, message):
+    with pytest.raises(BackendError, match="backend triton can not run linear.output: " + message):
+        build_linear_output(CUT)(*operands)
+
+
+def test_a_refused_bias_is_refused_after_one_that_fits_too():
+    kernel, out = build_linear_output(CUT), torch.empty(4, 5)
+    kernel(X, ONE, W, ONE, torch.ones(5), out)
+    with pytest.raises(BackendError, match="bias must be"):
+        kernel(X, ONE, W, ONE, torch.ones(3), out)
+    kernel(X, ONE, W, ONE, torch.ones(10)[::2], out)
+    assert torch.equal(out, (X.long() @ W.long().t()).float() + 1)
+
+
+def test_gradients_refuse_scales_and_outputs_that_do_not_fit():
+    grad, out = integers(4, 5), torch.empty(4, 8)
+    with pytest.raises(BackendError, match=r"linear.grad_input: scale must be 1 float32, got torch.float32 \(5,\)"):
+        build_linear_grad_input(CUT, True)(grad, W, torch.ones(5), out)
+    with pytest.raises(BackendError, match=r"linear.grad_input: out must be .* of shape \(4, 8\)"):
+        build_linear_grad_input(CUT, False)(grad.float(), W, ONE, torch.empty(8, 4))
+    with pytest.raises(BackendError, match=r"linear.grad_weight: the operands contract dimensions of 4 and 3 elements"):
+        build_linear_grad_weight(CUT, True)(grad, X[:3], ONE, torch.empty(5, 8))
+
+
+def test_nothing_to_sum_gives_the_bias_or_zeros():
+    for bias in (None, between_others(scales(5))):
+        out = torch.full((4, 5), 7.0)
+        build_linear_output(CUT)(X[:, :0], ONE, W[:, :0], ONE, bias, out)
+        assert torch.equal(out, torch.zeros(4, 5) if bias is None else bias.expand(4, 5))
+
+
+def test_steps_between_blocks_of_huge_strides_do_not_wrap():
+    """33 rows that lie 2**26 bytes apart: the second block of 32 begins 2**31 bytes after the first."""
+    stride = 1 << 26
+    memory = torch.empty(32 * stride + 5, dtype=torch.int8)  # hardly any of it is ever touched
+    w = memory.as_strided((33, 5), (stride, 1))
+    w.copy_(integers(33, 5))
+    grad, out = torch.randn(4, 33, generator=torch.Generator().manual_seed(1)), torch.empty(4, 5)
+    build_linear_grad_input(CUT, False)(grad, w, ONE, out)
+    assert_close_to_product(out, grad, w.double(), torch.float32)

@@ -8,12 +8,23 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_core.errors import BackendError
+from qsync_kernels_triton.fitting import (
+    EIGHT_BITS,
+    FLOATS,
+    Pair,
+    bias_problems,
+    convolution_problems,
+    device_problems,
+    format_problems,
+    image_problems,
+    on_dense,
+    rank_problems,
+    refuse,
+    scale_problems,
+)
 from qsync_kernels_triton.launching import Launch, Planned
-from qsync_kernels_triton.linear import EIGHT_BITS, FLOATS, EightBitProduct
+from qsync_kernels_triton.linear import EightBitProduct
 from qsync_kernels_triton.product_config import ProductConfig
-
-Pair = tuple[int, int]
 
 
 @triton.jit
@@ -107,8 +118,9 @@ class Convolution:
         x, w = dense_channels_last(x), dense_channels_last(w)
         x_shape, w_shape = x.shape, w.shape
         if w_shape[2:] == (1, 1) and self._groups == 1 and self._geometry[:4] == (1, 1, 0, 0) and x.dtype in EIGHT_BITS:
-            channels, outputs = x_shape[1], w_shape[0]
-            x_MK, out_MN = x.permute(0, 2, 3, 1).reshape(-1, channels), out.permute(0, 2, 3, 1).view(-1, outputs)
+            (batch, channels, height, width), outputs = x_shape, w_shape[0]
+            x_MK = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
+            out_MN = out.permute(0, 2, 3, 1).view(batch * height * width, outputs)
             self._product(x_MK, x_scale, w.view(outputs, channels), w_scale, bias, out_MN)
             return
         w_scales = 0 if w_scale is None else (1 if w_scale.numel() == 1 and w_shape[0] != 1 else 2)
@@ -162,11 +174,16 @@ def dense_channels_last(x: torch.Tensor) -> torch.Tensor:
 
 def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Planned:
     """``kernel(x, x_scale, w, w_scale, bias, out)``."""
-    convolution = Convolution(config, stride, padding, dilation, groups)
+    convolution, op = Convolution(config, stride, padding, dilation, groups), "conv2d.output"
 
     def plan(x: Any, x_scale: Any, w: Any, w_scale: Any, bias: Any, out: Any) -> Any:
-        _check("conv2d.output", x, w, out, EIGHT_BITS)
-        return convolution
+        operands = (x, x_scale, w, w_scale, bias, out)
+        refuse(op, rank_problems(4, x=x, w=w, out=out))
+        problems = (*format_problems(x, w, EIGHT_BITS, "filters"), *image_problems(out), *device_problems(*operands))
+        fit = convolution_problems(x, w, out, stride, padding, dilation, groups)
+        scales = (*scale_problems("x_scale", x_scale, 1), *scale_problems("w_scale", w_scale, w.shape[0]))
+        refuse(op, (*problems, *fit, *scales, *bias_problems(bias, w.shape[0])))
+        return on_dense(convolution, operands, (1, 3, 4))
 
     return Planned(plan)
 
@@ -178,8 +195,15 @@ def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair
     8-bit ``grad``: one scale of the product.  Otherwise w's scales are applied to the filters, in grad's format.
     """
 
+    op = "conv2d.grad_input"
+
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
-        _check("conv2d.grad_input", grad, w, out, EIGHT_BITS if eight_bit else FLOATS)
+        operands = (grad, w, scale, out)
+        refuse(op, rank_problems(4, grad=grad, w=w, out=out))
+        formats = format_problems(grad, w, EIGHT_BITS if eight_bit else FLOATS, "filters")
+        problems = (*formats, *image_problems(out), *device_problems(*operands))
+        fit = convolution_problems(out, w, grad, (1, 1), padding, dilation, 1)
+        refuse(op, (*problems, *fit, *scale_problems("scale", scale, 1 if eight_bit else w.shape[0])))
         around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
         convolution = Convolution(config, (1, 1), around, dilation, 1)
 
@@ -191,18 +215,6 @@ def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair
             scaled = (w.to(torch.float32) * (scale if scale.numel() == 1 else scale.view(-1, 1, 1, 1))).to(grad.dtype)
             convolution(grad, None, dense_channels_last(scaled.flip(2, 3).transpose(0, 1)), None, None, out)
 
-        return run_eight_bit if eight_bit else run_float
+        return on_dense(run_eight_bit if eight_bit else run_float, operands, (2,))
 
     return Planned(plan)
-
-
-def _check(op: str, left: torch.Tensor, w: torch.Tensor, out: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    problems = []
-    if left.dtype not in dtypes:
-        problems.append(f"the first operand must be {' or '.join(map(str, dtypes))}, got {left.dtype}")
-    if w.dtype not in EIGHT_BITS or (left.dtype in EIGHT_BITS and (left.dtype is torch.int8) != (w.dtype is torch.int8)):
-        problems.append(f"the filters must be 8-bit of the first operand's kind, got {w.dtype} beside {left.dtype}")
-    if out.dtype not in FLOATS or not out.permute(0, 2, 3, 1).is_contiguous():
-        problems.append(f"out must be float32, float16 or bfloat16 and channels-last, got {out.dtype} with strides {out.stride()}")
-    if problems:
-        raise BackendError(f"backend triton can not run {op}: " + "; ".join(problems))

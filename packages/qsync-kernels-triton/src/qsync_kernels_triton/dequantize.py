@@ -12,10 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_core.errors import BackendError
+from qsync_kernels_triton.fitting import (
+    FLOATS,
+    Pair,
+    convolution_problems,
+    device_problems,
+    rank_problems,
+    refuse,
+    scale_problems,
+)
 from qsync_kernels_triton.launching import Launch, Planned
 
-Pair = tuple[int, int]
 _BLOCK = 8192
 
 
@@ -55,17 +62,17 @@ def build_conv2d_grad_weight(stride: Pair, padding: Pair, dilation: Pair, groups
     """
 
     def plan(grad: Any, x: Any, x_scale: Any, out: Any) -> Any:
+        op = "conv2d.grad_weight"
+        refuse(op, rank_problems(4, grad=grad, x=x, out=out))
         problems = []
-        if not grad.is_floating_point() or grad.element_size() == 1:
+        if grad.dtype not in FLOATS:
             problems.append(f"grad must be a 16- or 32-bit float, got {grad.dtype}")
         if x.element_size() != 1 or not torch.ops.aten.is_non_overlapping_and_dense(x):
             problems.append(f"x must be 8-bit and dense, got {x.dtype} of shape {tuple(x.shape)} with strides {x.stride()}")
-        if x_scale.dtype is not torch.float32 or x_scale.numel() != 1:
-            problems.append(f"x_scale must be one float32, got {x_scale.dtype} {tuple(x_scale.shape)}")
         if out.dtype is not torch.float32:
             problems.append(f"out must be float32, got {out.dtype}")
-        if problems:
-            raise BackendError("backend triton can not run conv2d.grad_weight: " + "; ".join(problems))
+        fit = convolution_problems(x, out, grad, stride, padding, dilation, groups)
+        refuse(op, (*problems, *fit, *scale_problems("x_scale", x_scale, 1), *device_problems(grad, x, x_scale, out)))
         return run
 
     def run(grad: Any, x: Any, x_scale: Any, out: Any) -> None:

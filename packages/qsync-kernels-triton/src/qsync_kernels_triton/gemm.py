@@ -112,6 +112,8 @@ def mixed_gemm(
     inside_row, inside_column = row < m, column < n
     a_tile = a_ptr + row.to(tl.int64)[:, None] * a_row + inner.to(tl.int64)[None, :] * a_inner
     b_tile = b_ptr + inner.to(tl.int64)[:, None] * b_inner + column.to(tl.int64)[None, :] * b_column
+    # Strides are 32-bit numbers wherever they fit, and their multiples need not.
+    a_step, b_step = tl.cast(a_inner, tl.int64) * BLOCK_K, tl.cast(b_inner, tl.int64) * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     single = 1.0
     if not INNER_SCALES:
@@ -135,8 +137,8 @@ def mixed_gemm(
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
         else:
             total = tl.dot(a, b, total, input_precision="ieee")
-        a_tile += BLOCK_K * a_inner
-        b_tile += BLOCK_K * b_inner
+        a_tile += a_step
+        b_tile += b_step
     if not INNER_SCALES and not SCALE_FIRST:
         total = total * single
     position = row.to(tl.int64)[:, None] * out_stride + column[None, :]

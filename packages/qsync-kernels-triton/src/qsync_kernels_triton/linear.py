@@ -13,14 +13,22 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsync_core.errors import BackendError
+from qsync_kernels_triton.fitting import (
+    EIGHT_BITS,
+    FLOATS,
+    bias_problems,
+    device_problems,
+    format_problems,
+    matrix_problems,
+    on_dense,
+    rank_problems,
+    refuse,
+    scale_problems,
+)
 from qsync_kernels_triton.gemm import described_gemm, gemm, mixed_gemm
 from qsync_kernels_triton.launching import Launch, Planned
 from qsync_kernels_triton.product_config import ProductConfig
 from qsync_kernels_triton.transpose import transposed_bytes
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class EightBitProduct:
@@ -159,36 +167,42 @@ def _scale_code(scale: torch.Tensor | None, rows: int) -> int:
 
 def build_linear_output(config: ProductConfig) -> Planned:
     """``kernel(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)``."""
-    product = EightBitProduct(config)
+    product, op = EightBitProduct(config), "linear.output"
 
     def plan(x_MK: Any, x_scale: Any, w_NK: Any, w_scale: Any, bias_N: Any, out_MN: Any) -> Any:
-        _check("linear.output", x_MK, w_NK, out_MN, (x_MK.shape[0], w_NK.shape[0]), x_MK.shape[1], w_NK.shape[1], EIGHT_BITS)
-        _check_scale("x_scale", x_scale, x_MK.shape[0])
-        _check_scale("w_scale", w_scale, w_NK.shape[0])
-        return product
+        operands = (x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)
+        refuse(op, rank_problems(2, x=x_MK, w=w_NK, out=out_MN))
+        (m, k), (n, other_k) = x_MK.shape, w_NK.shape
+        problems = (*_misfits(x_MK, w_NK, out_MN, (m, n), k, other_k, EIGHT_BITS), *device_problems(*operands))
+        scales = (*scale_problems("x_scale", x_scale, m), *scale_problems("w_scale", w_scale, n))
+        refuse(op, (*problems, *scales, *bias_problems(bias_N, n)))
+        return on_dense(product, operands, (1, 3, 4))
 
     return Planned(plan)
 
 
 def build_linear_grad_input(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, w_NK, scale, out_MK)``: 8-bit grad and one scale of the product, or 16-bit grad and w's scales."""
-    mixed, product = MixedProduct(config), EightBitProduct(config)
+    mixed, product, op = MixedProduct(config), EightBitProduct(config), "linear.grad_input"
 
     def multiply(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> None:
         product(grad_MN, scale, w_NK.t(), None, None, out_MK)
 
     def plan(grad_MN: Any, w_NK: Any, scale: Any, out_MK: Any) -> Any:
-        shape, dtypes = (grad_MN.shape[0], w_NK.shape[1]), EIGHT_BITS if eight_bit else FLOATS
-        _check("linear.grad_input", grad_MN, w_NK, out_MK, shape, grad_MN.shape[1], w_NK.shape[0], dtypes)
-        _check_scale("scale", scale, 1 if eight_bit else w_NK.shape[0])
-        return multiply if eight_bit else mixed
+        operands = (grad_MN, w_NK, scale, out_MK)
+        refuse(op, rank_problems(2, grad=grad_MN, w=w_NK, out=out_MK))
+        (m, n), (other_n, k) = grad_MN.shape, w_NK.shape
+        dtypes = EIGHT_BITS if eight_bit else FLOATS
+        problems = (*_misfits(grad_MN, w_NK, out_MK, (m, k), n, other_n, dtypes), *device_problems(*operands))
+        refuse(op, (*problems, *scale_problems("scale", scale, 1 if eight_bit else other_n)))
+        return on_dense(multiply if eight_bit else mixed, operands, (2,))
 
     return Planned(plan)
 
 
 def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
     """``kernel(grad_MN, x_MK, scale, out_NK)``: 8-bit grad and a scale (or one for each n), or 16-bit grad and x's scales."""
-    mixed, product = MixedProduct(config), EightBitProduct(config)
+    mixed, product, op = MixedProduct(config), EightBitProduct(config), "linear.grad_weight"
 
     def multiply(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> None:
         product(grad_MN.t(), scale, x_MK.t(), None, None, out_NK)
@@ -197,32 +211,27 @@ def build_linear_grad_weight(config: ProductConfig, eight_bit: bool) -> Planned:
         mixed(grad_MN.t(), x_MK, x_scale, out_NK)
 
     def plan(grad_MN: Any, x_MK: Any, scale: Any, out_NK: Any) -> Any:
-        shape, dtypes = (grad_MN.shape[1], x_MK.shape[1]), EIGHT_BITS if eight_bit else FLOATS
-        _check("linear.grad_weight", grad_MN, x_MK, out_NK, shape, grad_MN.shape[0], x_MK.shape[0], dtypes)
-        _check_scale("scale", scale, grad_MN.shape[1] if eight_bit else x_MK.shape[0])
-        return multiply if eight_bit else multiply_mixed
+        operands = (grad_MN, x_MK, scale, out_NK)
+        refuse(op, rank_problems(2, grad=grad_MN, x=x_MK, out=out_NK))
+        (m, n), (other_m, k) = grad_MN.shape, x_MK.shape
+        dtypes = EIGHT_BITS if eight_bit else FLOATS
+        problems = (*_misfits(grad_MN, x_MK, out_NK, (n, k), m, other_m, dtypes), *device_problems(*operands))
+        refuse(op, (*problems, *scale_problems("scale", scale, n if eight_bit else other_m)))
+        return on_dense(multiply if eight_bit else multiply_mixed, operands, (2,))
 
     return Planned(plan)
 
 
-def _check(
-    op: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, shape: tuple[int, int], k: int, other_k: int, dtypes: Any
-) -> None:
-    problems = []
-    if left.dtype not in dtypes:
-        problems.append(f"the first operand must be {' or '.join(map(str, dtypes))}, got {left.dtype}")
-    if right.dtype not in EIGHT_BITS or (left.dtype is torch.int8) != (right.dtype is torch.int8 and left.dtype in EIGHT_BITS):
-        problems.append(f"the second operand must be 8-bit of the first one's kind, got {right.dtype} beside {left.dtype}")
+def _misfits(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    shape: tuple[int, int],
+    k: int,
+    other_k: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> list[str]:
+    problems = list(format_problems(left, right, dtypes, "second operand"))
     if k != other_k:
         problems.append(f"the operands contract dimensions of {k} and {other_k} elements")
-    if tuple(out.shape) != shape or out.dtype not in FLOATS or (out.numel() and out.stride(1) != 1):
-        problems.append(f"out must be float32, float16 or bfloat16 of shape {shape} with contiguous rows, got {out.dtype} "
-                        f"{tuple(out.shape)} with strides {out.stride()}")  # fmt: skip
-    if problems:
-        raise BackendError(f"backend triton can not run {op}: " + "; ".join(problems))
-
-
-def _check_scale(name: str, scale: torch.Tensor, rows: int) -> None:
-    if scale.dtype is not torch.float32 or scale.numel() not in (1, rows) or not scale.is_contiguous():
-        counts = "1" if rows == 1 else f"1 or {rows}"
-        raise BackendError(f"{name} must be {counts} contiguous float32, got {scale.dtype} {tuple(scale.shape)}")
+    return [*problems, *matrix_problems(out, shape)]
