@@ -51,6 +51,63 @@ class AssumesRowMajor(Mutant):
         return product
 
 
+def read_as_dense(vector):
+    """The numbers in memory from a vector's first one on, whatever its stride."""
+    return None if vector is None else vector.as_strided(vector.shape, (1,) * vector.ndim)
+
+
+class AssumesADenseBias(Mutant):
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, x_scale, w, w_scale, read_as_dense(bias), out)
+
+
+class AssumesDenseScales(Mutant):
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, read_as_dense(x_scale), w, w_scale, bias, out)
+
+
+class AssumesADenseScaleOfTheGradient(Mutant):
+    op = Op.LINEAR_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        return lambda grad, x, scale, out: kernel(grad, x, read_as_dense(scale), out)
+
+
+class AssumesADenseScaleOfTheWeight(Mutant):
+    op = Op.LINEAR_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda grad, w, scale, out: kernel(grad, w, read_as_dense(scale), out)
+
+
+class AssumesDenseScalesOfFilters(Mutant):
+    op = Op.CONV2D_OUTPUT
+
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, x_scale, w, read_as_dense(w_scale), bias, out)
+
+
+class AssumesADenseBiasOfImages(Mutant):
+    op = Op.CONV2D_OUTPUT
+
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, w_scale, bias, out: kernel(x, x_scale, w, w_scale, read_as_dense(bias), out)
+
+
+class WritesNothingWithoutProducts(Mutant):
+    """K = 0 launches no program."""
+
+    def wrap(self, kernel, request):
+        return lambda x, *others: kernel(x, *others) if x.numel() else None
+
+
+class WritesNoGradientOfAnEmptyBatch(Mutant):
+    op = Op.LINEAR_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        return lambda grad, *others: kernel(grad, *others) if grad.numel() else None
+
+
 class WritesPastTheEnd(Mutant):
     """Rounds the number of rows up to whole tiles."""
 

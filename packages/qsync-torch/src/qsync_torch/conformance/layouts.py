@@ -42,3 +42,10 @@ def floats(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, see
 def powers_of_two(count: int, device: torch.device) -> torch.Tensor:
     """Scales whose products with integers are exact in float32."""
     return torch.exp2((torch.arange(count) % 7 - 3).to(torch.float32)).to(device)
+
+
+def between_others(x: torch.Tensor) -> torch.Tensor:
+    """A vector with the values of ``x`` and a stride of 3: a column of a matrix whose other columns hold other numbers."""
+    spread = torch.full((x.numel(), 3), 1e6, dtype=x.dtype, device=x.device)
+    spread[:, 0] = x
+    return spread[:, 0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from qsync_core.backend import Op
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
-from qsync_torch.conformance.layouts import floats, integers, powers_of_two
+from qsync_torch.conformance.layouts import between_others, floats, integers, powers_of_two
 from qsync_torch.conformance.outputs import Outputs
 from qsync_torch.conformance.subject import Subject
 from qsync_torch.conformance.test_linear import DTYPE, check_near, mismatch
@@ -71,6 +71,26 @@ def test_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str, o
             out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
             kernel(case.x, x_scale, case.w, w_scale, b, out)
             assert torch.equal(out.nan_to_num(), expected.nan_to_num()), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("strided", ["bias", "w_scale"])
+@pytest.mark.parametrize("name", ["3x3, padded", "1x1", "1x1, stride 2", "groups"])
+def test_scales_and_bias_may_be_strided(subject: Subject, outputs: Outputs, name: str, strided: str) -> None:
+    """A kernel that reads them as if they were dense reads the numbers beside them."""
+    case = Convolution(name, subject.device)
+    channels = case.w.shape[0]
+    x_scale, w_scale = torch.full((1,), 0.5, device=subject.device), powers_of_two(channels, subject.device)
+    bias = torch.arange(channels, dtype=torch.float32, device=subject.device) - 9
+    product = case.output(case.x, case.w).float() * (0.5 * w_scale).view(1, -1, 1, 1)
+    expected = product + bias.view(1, -1, 1, 1)
+    if strided == "bias":
+        bias = between_others(bias)
+    else:
+        w_scale = between_others(w_scale)
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
+        kernel(case.x, x_scale, case.w, w_scale, bias, out)
+        assert torch.equal(out, expected), mismatch(out, expected)
 
 
 @pytest.mark.parametrize("name", ["3x3, padded", "1x1", "odd channels"])

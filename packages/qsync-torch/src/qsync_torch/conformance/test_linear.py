@@ -9,7 +9,7 @@ import torch
 from qsync_core.backend import Op
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
-from qsync_torch.conformance.layouts import LAYOUTS, floats, integers, laid_out, powers_of_two
+from qsync_torch.conformance.layouts import LAYOUTS, between_others, floats, integers, laid_out, powers_of_two
 from qsync_torch.conformance.outputs import Outputs
 from qsync_torch.conformance.subject import Subject
 
@@ -105,6 +105,75 @@ def test_empty_operands_are_no_error(subject: Subject, outputs: Outputs, m: int,
     one, ones = torch.ones(1, device=subject.device), torch.ones(n, device=subject.device)
     for kernel in subject.kernels(Op.LINEAR_OUTPUT, output_variant(Precision.FLOAT32), ((m, k), (n, k))):
         kernel(x, one, w, ones, None, outputs.empty((m, n), torch.float32))
+
+
+@pytest.mark.parametrize("strided", ["bias", "x_scale", "w_scale"])
+def test_scales_and_bias_may_be_strided(subject: Subject, outputs: Outputs, strided: str) -> None:
+    """A column of a parameter is a bias too; a kernel that reads it as if it were dense reads the numbers beside it."""
+    m, k, n = 48, 64, 40
+    x, w = integers((m, k), subject.device, 1) // 8, integers((n, k), subject.device, 2) // 8
+    vectors = {
+        "x_scale": powers_of_two(m, subject.device),
+        "w_scale": powers_of_two(n, subject.device).flip(0),
+        "bias": torch.arange(n, dtype=torch.float32, device=subject.device) - 9,
+    }
+    exact = (x.double() * vectors["x_scale"].double()[:, None]) @ (w.double() * vectors["w_scale"].double()[:, None]).t()
+    expected = (exact + vectors["bias"].double()).float()
+    vectors[strided] = between_others(vectors[strided])
+    for kernel in subject.kernels(Op.LINEAR_OUTPUT, output_variant(Precision.FLOAT32, ROW), ((m, k), (n, k))):
+        out = outputs.empty((m, n), torch.float32)
+        kernel(x, vectors["x_scale"], w, vectors["w_scale"], vectors["bias"], out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+def test_scales_of_gradients_may_be_strided(subject: Subject, outputs: Outputs) -> None:
+    """Of an int8 gradient of the weight: one for each output channel."""
+    m, k, n = 96, 48, 40
+    grad, x = integers((m, n), subject.device, 1), integers((m, k), subject.device, 2)
+    scale = powers_of_two(n, subject.device)
+    expected = (scale.double()[:, None] * (grad.double().t() @ x.double())).float()
+    for kernel in subject.kernels(Op.LINEAR_GRAD_WEIGHT, gradient_variant(Precision.INT8), ((m, n), (m, k))):
+        out = outputs.empty((n, k), torch.float32)
+        kernel(grad, x, between_others(scale), out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+def test_strided_scales_of_a_float_gradient(subject: Subject, outputs: Outputs) -> None:
+    """Of the input, from a weight with a scale for each output channel."""
+    m, k, n = 33, 72, 40
+    grad, w = floats((m, n), torch.float32, subject.device, 1), integers((n, k), subject.device, 2)
+    w_scale = torch.rand(n, device=subject.device) * 1e-2 + 1e-3
+    weight = w.double() * w_scale.double()[:, None]
+    for kernel in subject.kernels(Op.LINEAR_GRAD_INPUT, gradient_variant(Precision.FLOAT32), ((m, n), (n, k))):
+        out = outputs.empty((m, k), torch.float32)
+        kernel(grad, w, between_others(w_scale), out)
+        check_near(out, grad.double() @ weight, grad.double().abs() @ weight.abs(), torch.float32)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_an_empty_sum_is_zero(subject: Subject, outputs: Outputs, bias: bool) -> None:
+    """K = 0: there is nothing to multiply, and the output is still to be written."""
+    m, n = 16, 24
+    x, w = integers((m, 0), subject.device, 1), integers((n, 0), subject.device, 2)
+    one, ones = torch.ones(1, device=subject.device), torch.ones(n, device=subject.device)
+    b = torch.arange(n, dtype=torch.float32, device=subject.device) - 9 if bias else None
+    expected = (torch.zeros(n, device=subject.device) if b is None else b).expand(m, n)
+    for kernel in subject.kernels(Op.LINEAR_OUTPUT, output_variant(Precision.FLOAT32), ((m, 0), (n, 0))):
+        out = outputs.empty((m, n), torch.float32)
+        kernel(x, one, w, ones, b, out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FLOAT32], ids=str)
+def test_an_empty_batch_leaves_a_gradient_of_zeros(subject: Subject, outputs: Outputs, precision: Precision) -> None:
+    """M = 0: a rank without samples contributes zeros to the gradient of the weight."""
+    k, n = 48, 40
+    dtype = torch.int8 if precision is Precision.INT8 else DTYPE[precision]
+    grad, x = torch.empty((0, n), dtype=dtype, device=subject.device), integers((0, k), subject.device, 2)
+    for kernel in subject.kernels(Op.LINEAR_GRAD_WEIGHT, gradient_variant(precision), ((0, n), (0, k))):
+        out = outputs.empty((n, k), torch.float32)
+        kernel(grad, x, torch.ones(1, device=subject.device), out)
+        assert torch.equal(out, torch.zeros_like(out)), mismatch(out, torch.zeros_like(out))
 
 
 def test_a_sum_that_could_overflow_is_refused(subject: Subject) -> None:
