@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from qsync_kernels_cutlass import abi
-from qsync_kernels_cutlass.config import Path
+from qsync_kernels_cutlass.config import Family
 from qsync_kernels_cutlass.kernel_source import KernelSource
 from qsync_kernels_cutlass.kernels.operands import DTYPES
 
@@ -67,9 +67,9 @@ class SimulatedLibrary:
         a_dtype, b_dtype, out_dtype = (DTYPES[SHORT[name]] for name in (a_name, b_name, out_name))
         strides = []
         for rows, leading, inner in ((layout[0] == "t", q.lda, q.stride_a), (layout[1] == "t", q.ldb, q.stride_b)):
-            strides.append((leading, inner) if path == Path.SIMT else (leading, 1) if rows else (1, leading))
-        out_strides = (q.ldo, q.stride_o if path == Path.SIMT else 1)
-        if path != Path.SIMT:
+            strides.append((leading, inner) if path == Family.SIMT else (leading, 1) if rows else (1, leading))
+        out_strides = (q.ldo, q.stride_o if path == Family.SIMT else 1)
+        if path != Family.SIMT:
             self._insist_on_alignment(q, path, layout, a_dtype.itemsize, out_dtype.itemsize)
         a = memory(q.a, (q.m, q.k), strides[0], a_dtype).double()
         b = memory(q.b, (q.n, q.k), strides[1], b_dtype).double()
@@ -82,7 +82,7 @@ class SimulatedLibrary:
         operand, out = 16 // operand_bytes, 16 // out_bytes
         assert all(address % 16 == 0 for address in (q.a, q.b, q.out))
         assert (q.lda % operand, q.ldb % operand, q.ldo % out) == (0, 0, 0)
-        if path == Path.MMA:
+        if path == Family.MMA:
             assert (q.k if layout[0] == "t" else q.m) % operand == 0
             assert (q.k if layout[1] == "t" else q.n) % operand == 0
             assert q.n % out == 0

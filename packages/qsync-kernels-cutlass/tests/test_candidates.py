@@ -8,7 +8,7 @@ from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 from qsync_core.backend import Op
 from qsync_kernels_cutlass import candidates, latency_model, validity
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.config import GemmConfig, Iterator, Path, Schedule
+from qsync_kernels_cutlass.config import Family, GemmConfig, Iterator, Schedule
 from qsync_kernels_cutlass.problem import problem_of
 
 CHIPS = [SM_75, SM_80, SM_86, SM_89, SM_90A]
@@ -44,7 +44,7 @@ def test_tuning_measures_few_libraries_of_many_valid_configurations(name, arch):
 def test_an_exhaustive_search_on_hopper_has_hundreds_of_configurations(name):
     every = list(candidates.all_valid(problem_of(REQUESTS[name]), SM_90A))
     assert len(every) >= 200
-    assert {config.path for config in every} == {Path.TMA}
+    assert {config.path for config in every} == {Family.TMA}
 
 
 @pytest.mark.parametrize("arch", CHIPS, ids=lambda arch: arch.name)
@@ -55,7 +55,7 @@ def test_every_accepted_convolution_has_a_configuration(arch):
         problem = problem_of(request)
         ranked = candidates.ranked(problem, arch)
         assert ranked
-        assert {config.path for config in ranked} == {Path.MMA}
+        assert {config.path for config in ranked} == {Family.MMA}
         assert all(validity.is_valid(config, arch, problem) for config in ranked)
     assert {config.iterator for config in candidates.ranked(problem_of(long_filter), arch)} == {Iterator.ANALYTIC}
 
@@ -88,13 +88,13 @@ def test_thin_products_take_small_tiles():
 
 def test_a_chip_with_fewer_multiprocessors_is_ranked_as_such():
     problem = problem_of(linear(m=4608, k=768, n=768))
-    config = GemmConfig(Path.TMA, (128, 256, 128), cluster=(2, 1))
+    config = GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1))
     assert latency_model.predicted_ns(config, problem, SM_90A, 33) > 2 * candidates.predicted_ns(config, problem, SM_90A, 132)
 
 
 def test_a_wave_more_costs_a_wave_more():
     # 66 x 2 tiles fill the 132 multiprocessors; one row of tiles more needs them all once again.
-    config = GemmConfig(Path.TMA, (128, 256, 128))
+    config = GemmConfig(Family.TMA, (128, 256, 128))
     full = latency_model.predicted_ns(config, problem_of(linear(m=66 * 128, k=4096, n=512)), SM_90A)
     more = latency_model.predicted_ns(config, problem_of(linear(m=67 * 128, k=4096, n=512)), SM_90A)
     same = latency_model.predicted_ns(config, problem_of(linear(m=132 * 128, k=4096, n=512)), SM_90A)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Iterator, Path, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Iterator, Raster, Schedule, Scheduler
 
 SIZE = st.integers(0, 10**6)
 SHAPE = st.tuples(SIZE, SIZE, SIZE)
 SHARED = {
-    "path": st.sampled_from(Path),
+    "path": st.sampled_from(Family),
     "tile": SHAPE,
     "warp": SHAPE,
     "instruction": SHAPE,
@@ -50,7 +50,7 @@ def test_run_time_knobs_do_not_choose_the_library(config):
 
 
 def test_the_text_names_what_differs_from_the_defaults():
-    assert GemmConfig(Path.TMA, (128, 256, 128), cluster=(2, 1), raster=Raster.ALONG_N, swizzle=2).text == (
+    assert GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1), raster=Raster.ALONG_N, swizzle=2).text == (
         "path=tma;tile=128x256x128;cluster=2x1;raster=n;swizzle=2"
     )
 
@@ -67,7 +67,7 @@ def test_the_text_names_what_differs_from_the_defaults():
         ("path=tma;tile=128x128x-1", "tile: expected a whole number, got '-1'"),
         ("path=tma;tile=128x128x²", "tile: expected a whole number"),
         ("path=tma;tile=128x128x99999999999", "tile: expected a whole number"),
-        ("path=cuda;tile=128x128x128", "path: 'cuda' is not a valid Path"),
+        ("path=cuda;tile=128x128x128", "path: 'cuda' is not a valid Family"),
         ("path=tma;path=tma;tile=128x128x128", "path is given twice"),
         ("path=tma;tile=128x128x128;block=3", "'block=3' is not one of path, tile"),
         ("path=tma;tile=128x128x128;iterator=analytic", "'iterator=analytic' is not one of"),

@@ -18,13 +18,13 @@ from qsync_core.precision import Precision  # noqa: E402
 from qsync_core.variant import Variant  # noqa: E402
 from qsync_kernels_cutlass import abi, candidates, conv_folding, validity  # noqa: E402
 from qsync_kernels_cutlass.architectures import SM_80, SM_90A  # noqa: E402
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path  # noqa: E402
+from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig  # noqa: E402
 from qsync_kernels_cutlass.kernels import conv2d, conv2d_launch, conv2d_operands  # noqa: E402
 from qsync_kernels_cutlass.problem import problem_of  # noqa: E402
 
 FLOAT32 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
 FLOAT16 = attrs.evolve(FLOAT32, output=Precision.FLOAT16)
-MMA = ConvConfig(Path.MMA, (64, 64, 64), (32, 32, 64), (16, 8, 32), 3)
+MMA = ConvConfig(Family.MMA, (64, 64, 64), (32, 32, 64), (16, 8, 32), 3)
 
 
 @pytest.fixture(autouse=True)
@@ -219,9 +219,9 @@ def test_the_gradient_of_the_input_is_autograds(channels, taps, dilation, share,
 
 def test_batches_whose_elements_do_not_fit_31_bits_are_split():
     per_launch = conv2d_launch._images_per_launch
-    assert per_launch(2**20, Path.TMA, 2**14, 2**12, 512) == (2**31 - 1) // 2**12
-    assert per_launch(2**20, Path.MMA, 2**14, 2**12, 512) == (2**31 - 1) // 2**21
-    assert per_launch(8, Path.MMA, 2**14, 2**12, 512) == 8
+    assert per_launch(2**20, Family.TMA, 2**14, 2**12, 512) == (2**31 - 1) // 2**12
+    assert per_launch(2**20, Family.MMA, 2**14, 2**12, 512) == (2**31 - 1) // 2**21
+    assert per_launch(8, Family.MMA, 2**14, 2**12, 512) == 8
 
 
 def test_parts_of_a_split_batch_start_where_the_previous_ended(monkeypatch):
@@ -317,6 +317,6 @@ def test_configurations_without_tensor_cores_are_refused():
     from qsync_kernels_cutlass.conv_source import conv_source
 
     with pytest.raises(BackendError, match="there is no convolution without tensor cores"):
-        conv_source(ConvConfig(Path.SIMT), "sm_80", "float32")
+        conv_source(ConvConfig(Family.SIMT), "sm_80", "float32")
     with pytest.raises(BackendError, match="write float32, float16, bfloat16, not int8"):
         conv_source(ConvConfig(), "sm_90a", "int8")

@@ -10,14 +10,14 @@ import pytest
 from qsync_core.backend import Op
 from qsync_kernels_cutlass.architectures import SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
 from qsync_kernels_cutlass.compile import TEMPLATES
-from qsync_kernels_cutlass.config import GemmConfig, Path, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.config import Family, GemmConfig, Raster, Schedule, Scheduler
 from qsync_kernels_cutlass.gemm_source import convert_source, gemm_source, rows_contiguous, transpose_source
 from qsync_kernels_cutlass.problem import GemmProblem
 
 OUTPUT = GemmProblem(Op.LINEAR_OUTPUT, 1, 1, 1, "int8", "int8", "bfloat16")
-TMA = GemmConfig(Path.TMA, (128, 256, 128), cluster=(2, 1))
-MMA = GemmConfig(Path.MMA, (128, 64, 64), (64, 32, 64), (16, 8, 32), 3)
-SIMT = GemmConfig(Path.SIMT, (64, 32, 32), (32, 32, 32), (1, 1, 4), 2)
+TMA = GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1))
+MMA = GemmConfig(Family.MMA, (128, 64, 64), (64, 32, 64), (16, 8, 32), 3)
+SIMT = GemmConfig(Family.SIMT, (64, 32, 32), (32, 32, 32), (1, 1, 4), 2)
 
 
 def using(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from qsync_core.backend import Op
 from qsync_core.precision import Precision
 from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
 from qsync_kernels_cutlass.problem import BYTES, problem_of
 
 INT8_GEMM = problem_of(linear())
@@ -21,12 +21,12 @@ HALF_GEMM = problem_of(linear(Op.LINEAR_GRAD_INPUT, variant=attrs.evolve(INT8, g
 BFLOAT_GEMM = problem_of(linear(Op.LINEAR_GRAD_WEIGHT))
 FLOAT8_GEMM = problem_of(linear(variant=FLOAT8))
 
-TMA = GemmConfig(Path.TMA, (128, 256, 128), cluster=(2, 1))
-AMPERE = GemmConfig(Path.MMA, (128, 256, 64), (64, 64, 64), (16, 8, 32), 3)
-TURING = GemmConfig(Path.MMA, (128, 128, 64), (64, 64, 64), (8, 8, 16), 2)
-VOLTA = GemmConfig(Path.MMA, (128, 128, 32), (64, 64, 32), (8, 8, 4), 2)
-SIMT = GemmConfig(Path.SIMT, (128, 128, 32), (32, 64, 32), (1, 1, 4), 2)
-CONV = ConvConfig(Path.TMA, (128, 128, 64))
+TMA = GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1))
+AMPERE = GemmConfig(Family.MMA, (128, 256, 64), (64, 64, 64), (16, 8, 32), 3)
+TURING = GemmConfig(Family.MMA, (128, 128, 64), (64, 64, 64), (8, 8, 16), 2)
+VOLTA = GemmConfig(Family.MMA, (128, 128, 32), (64, 64, 32), (8, 8, 4), 2)
+SIMT = GemmConfig(Family.SIMT, (128, 128, 32), (32, 64, 32), (1, 1, 4), 2)
+CONV = ConvConfig(Family.TMA, (128, 128, 64))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_usual_configurations_are_valid(config, arch, problem):
         (attrs.evolve(TMA, splits=2), SM_90A, INT8_GEMM, "only the stream-K scheduler splits k"),
         (attrs.evolve(TMA, scheduler=Scheduler.STREAM_K, splits=7), SM_90A, INT8_GEMM, "7 parts are more than k has tiles"),
         (
-            GemmConfig(Path.TMA, (64, 128, 128), schedule=Schedule.PINGPONG, scheduler=Scheduler.STREAM_K),
+            GemmConfig(Family.TMA, (64, 128, 128), schedule=Schedule.PINGPONG, scheduler=Scheduler.STREAM_K),
             SM_90A,
             INT8_GEMM,
             "the stream-K scheduler needs the cooperative schedule",
@@ -103,7 +103,7 @@ def test_usual_configurations_are_valid(config, arch, problem):
         (attrs.evolve(AMPERE, cluster=(2, 1)), SM_80, INT8_GEMM, "only the TMA path has clusters"),
         (attrs.evolve(AMPERE, schedule=Schedule.PINGPONG), SM_80, INT8_GEMM, "belong to the TMA path"),
         (attrs.evolve(AMPERE, raster=Raster.ALONG_M), SM_80, INT8_GEMM, "the raster is a knob of the TMA path"),
-        (GemmConfig(Path.MMA, (64, 32, 32), (16, 16, 32), (16, 8, 32), 3), SM_80, INT8_GEMM, "8 warps do not divide the loads"),
+        (GemmConfig(Family.MMA, (64, 32, 32), (16, 16, 32), (16, 8, 32), 3), SM_80, INT8_GEMM, "8 warps do not divide the loads"),
         (attrs.evolve(SIMT, tile=(120, 128, 32), warp=(40, 64, 32)), SM_80, INT8_GEMM, "has sides in steps of 16 and a depth in"),
         (attrs.evolve(SIMT, tile=(128, 256, 32)), SM_80, INT8_GEMM, "128 accumulators a thread spill; at most 64 fit"),
         (
@@ -147,7 +147,7 @@ def test_whatever_is_offered_respects_the_chips_limits(arch, op, variant, m, n, 
         accumulators = (
             tile_m
             * tile_n
-            // {Path.TMA: 256 if config.schedule is Schedule.COOPERATIVE else 128}.get(config.path, validity.threads(config))
+            // {Family.TMA: 256 if config.schedule is Schedule.COOPERATIVE else 128}.get(config.path, validity.threads(config))
         )
         assert accumulators <= 128
         assert config.splits == 1 or config.splits * tile_k < problem.k + tile_k

@@ -13,7 +13,7 @@ import attrs
 
 from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Path, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
 from qsync_kernels_cutlass.config import Iterator as AddressIterator
 from qsync_kernels_cutlass.latency_model import predicted_ns
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
@@ -104,7 +104,7 @@ def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, 
 
 
 def _in_portfolio(config: Config, problem: Problem) -> bool:
-    if config.path is not Path.TMA:
+    if config.path is not Family.TMA:
         return True
     if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K:
         return config.tile == (*_STREAM_K_TILE, _depth(problem))
@@ -113,12 +113,12 @@ def _in_portfolio(config: Config, problem: Problem) -> bool:
 
 def _compiled_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
     made = itertools.chain(_tma_space(problem), _mma_space(problem, arch), _simt_space(problem))
-    families: dict[Path, list[Config]] = {path: [] for path in Path}
+    families: dict[Family, list[Config]] = {path: [] for path in Family}
     for config in made:
         if validity.is_valid(config, arch, problem):
             families[config.path].append(config)
     # The 2.x path runs on sm_90a too, at half its speed, and SIMT kernels run anywhere: for chips that have nothing better.
-    return iter(next((families[path] for path in (Path.TMA, Path.MMA, Path.SIMT) if families[path]), []))
+    return iter(next((families[path] for path in (Family.TMA, Family.MMA, Family.SIMT) if families[path]), []))
 
 
 def _tma_space(problem: Problem) -> Iterator[Config]:
@@ -127,7 +127,7 @@ def _tma_space(problem: Problem) -> Iterator[Config]:
     depths = [_depth(problem)]
     for schedule, tiles in ((Schedule.COOPERATIVE, _COOPERATIVE), (Schedule.PINGPONG, _PINGPONG)):
         for (rows, columns), cluster, depth in itertools.product(tiles, _CLUSTERS, depths):
-            config = cls(Path.TMA, (rows, columns, depth), cluster=cluster, schedule=schedule)
+            config = cls(Family.TMA, (rows, columns, depth), cluster=cluster, schedule=schedule)
             yield config
             if not isinstance(config, GemmConfig) or cluster == (1, 1):
                 continue
@@ -154,7 +154,7 @@ def _mma_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
         return
     stages = (3, 4, 5, 6) if arch.async_copies else (2,)
     for ((rows, columns), warp), depth, count in itertools.product(_WARP_TILES, (64 // size, 128 // size), stages):
-        config = cls(Path.MMA, (rows, columns, depth), (*warp, depth), instructions[0], count)
+        config = cls(Family.MMA, (rows, columns, depth), (*warp, depth), instructions[0], count)
         if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and conv_folding.mask_reasons(problem):
             config = attrs.evolve(config, iterator=AddressIterator.ANALYTIC)
         yield config
@@ -164,12 +164,12 @@ def _simt_space(problem: Problem) -> Iterator[Config]:
     cls = ConvConfig if isinstance(problem, ConvProblem) else GemmConfig
     depth, instruction = (32, (1, 1, 4)) if problem.a_format == "int8" else (8, (1, 1, 1))
     for (rows, columns), warp in _SIMT_TILES:
-        yield cls(Path.SIMT, (rows, columns, depth), (*warp, depth), instruction, 2)
+        yield cls(Family.SIMT, (rows, columns, depth), (*warp, depth), instruction, 2)
 
 
 def _run_time_knobs(config: Config, problem: Problem) -> Iterator[dict[str, object]]:
     """Run-time knobs, the default ones first."""
-    rasters = (Raster.HEURISTIC, Raster.ALONG_M, Raster.ALONG_N) if config.path is Path.TMA else (Raster.HEURISTIC,)
+    rasters = (Raster.HEURISTIC, Raster.ALONG_M, Raster.ALONG_N) if config.path is Family.TMA else (Raster.HEURISTIC,)
     splits = (1, 2, 4) if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K else (1,)
     for parts, swizzle, raster in itertools.product(splits, (1, 2, 4, 8), rasters):
         knobs: dict[str, object] = {"splits": parts, "swizzle": swizzle, "raster": raster}

@@ -17,7 +17,7 @@ Shape3 = tuple[int, int, int]
 """Rows (m), columns (n) and depth (k), in elements of the operands."""
 
 
-class Path(enum.StrEnum):
+class Family(enum.StrEnum):
     """Which family of templates a kernel comes from."""
 
     TMA = "tma"
@@ -104,7 +104,7 @@ class GemmConfig(_Knobs):
         swizzle: run-time knob, width in tiles of the band that blocks walk together (a power of two).
     """
 
-    path: Path = Path.TMA
+    path: Family = Family.TMA
     tile: Shape3 = (128, 128, 128)
     warp: Shape3 = (0, 0, 0)
     instruction: Shape3 = (0, 0, 0)
@@ -126,7 +126,7 @@ class ConvConfig(_Knobs):
         iterator: address computation of the 2.x path.
     """
 
-    path: Path = Path.TMA
+    path: Family = Family.TMA
     tile: Shape3 = (128, 128, 64)
     warp: Shape3 = (0, 0, 0)
     instruction: Shape3 = (0, 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass.config import ConvConfig, Iterator, Path, Schedule
+from qsync_kernels_cutlass.config import ConvConfig, Family, Iterator, Schedule
 from qsync_kernels_cutlass.kernel_source import KernelSource
 
 _ELEMENTS = {"float32": "float", "float16": "cutlass::half_t", "bfloat16": "cutlass::bfloat16_t"}
@@ -31,9 +31,9 @@ def conv_source(config: ConvConfig, arch: str, out_format: str) -> KernelSource:
     """
     if out_format not in _ELEMENTS:
         raise BackendError(f"int8 convolutions write {', '.join(_ELEMENTS)}, not {out_format}")
-    if config.path is Path.TMA:
+    if config.path is Family.TMA:
         return _tma(config, arch, out_format)
-    if config.path is Path.MMA:
+    if config.path is Family.MMA:
         return _mma(config, arch, out_format)
     raise BackendError("there is no convolution without tensor cores among the CUTLASS templates; choose the backend aten")
 

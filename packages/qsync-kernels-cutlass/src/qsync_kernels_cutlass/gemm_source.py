@@ -7,7 +7,7 @@ from string import Template
 
 from qsync_core.backend import Op
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import GemmConfig, Path, Schedule, Scheduler
+from qsync_kernels_cutlass.config import Family, GemmConfig, Schedule, Scheduler
 from qsync_kernels_cutlass.kernel_source import KernelSource
 from qsync_kernels_cutlass.problem import BYTES, GemmProblem
 
@@ -108,7 +108,7 @@ def gemm_source(config: GemmConfig, arch: Architecture, problem: GemmProblem) ->
         problem: formats and operator; its sizes do not enter the source.
     """
     name = _name(config, problem)
-    if config.path is Path.SIMT:
+    if config.path is Family.SIMT:
         types = ", ".join(_CUDA_TYPES[name] for name in (problem.a_format, problem.b_format, problem.out_format))
         kernel = f"GemmSimt<{types}, {_numbers(config.tile)}>"
         return KernelSource(name, _PLAIN.substitute(header="gemm_simt.cuh", kernel=kernel, name=name), arch.name)
@@ -122,7 +122,7 @@ def gemm_source(config: GemmConfig, arch: Architecture, problem: GemmProblem) ->
         "layout_a": "RowMajor" if rows_a else "ColumnMajor",
         "layout_b": "ColumnMajor" if rows_b else "RowMajor",
     }
-    text = _tma_text(config, shared) if config.path is Path.TMA else _mma_text(config, arch, problem, shared, rows_a, rows_b)
+    text = _tma_text(config, shared) if config.path is Family.TMA else _mma_text(config, arch, problem, shared, rows_a, rows_b)
     return KernelSource(name, text, arch.name)
 
 
@@ -179,10 +179,10 @@ def _name(config: GemmConfig, problem: GemmProblem) -> str:
     formats = "_".join(_SHORT[name] for name in (problem.a_format, problem.b_format, problem.out_format))
     layout = "".join("t" if rows else "n" for rows in rows_contiguous(problem))
     parts = ["gemm", str(config.path), formats, layout, "x".join(map(str, config.tile))]
-    if config.path is Path.TMA:
+    if config.path is Family.TMA:
         parts += ["c" + "x".join(map(str, config.cluster)), str(config.schedule)]
         parts += ["streamk"] if config.scheduler is Scheduler.STREAM_K else []
-    elif config.path is Path.MMA:
+    elif config.path is Family.MMA:
         parts.append("w" + "x".join(map(str, config.warp)))
     return "_".join([*parts, f"s{config.stages}"] if config.stages else parts)
 

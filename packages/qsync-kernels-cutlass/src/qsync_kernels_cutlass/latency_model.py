@@ -14,7 +14,7 @@ import math
 from qsync_core.backend import Op
 from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import Path, Schedule, Scheduler
+from qsync_kernels_cutlass.config import Family, Schedule, Scheduler
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 from qsync_kernels_cutlass.validity import Config
 
@@ -53,7 +53,7 @@ def predicted_ns(config: Config, problem: Problem, arch: Architecture, sms: int 
         sms: its multiprocessors; 0 takes the usual chip's.
     """
     sms = sms or arch.sms
-    of_path = _tma_ns if config.path is Path.TMA else _two_point_x_ns
+    of_path = _tma_ns if config.path is Family.TMA else _two_point_x_ns
     return max(of_path(config, problem, arch, sms), _bytes(problem) / arch.bandwidth_gbs) + _LAUNCH_NS
 
 
@@ -87,7 +87,7 @@ def _two_point_x_ns(config: Config, problem: Problem, arch: Architecture, sms: i
     warp_rows, warp_columns, _ = config.warp
     # Operands come from shared memory, so products a read grow with the warp's tile; 64 x 64 reaches all that there is to reach.
     share = min(1.0, math.sqrt(warp_rows * warp_columns / (warp_rows + warp_columns) / 32))
-    reached = _REACHED * share * (1.0 if config.path is Path.MMA else 1 / 8)
+    reached = _REACHED * share * (1.0 if config.path is Family.MMA else 1 / 8)
     step_ns = max(_step_products_ns(config, problem, arch, reached), _step_loads_ns(config, problem, arch, sms, (1.0, 1.0)))
     resident = max(1, resident_blocks(config, problem, arch))
     epilogue_ns = rows * columns * BYTES[problem.out_format] * sms / arch.bandwidth_gbs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qsync_kernels_cutlass import conv_folding
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig, Iterator, Path, Raster, Schedule, Scheduler, Shape3
+from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Iterator, Raster, Schedule, Scheduler, Shape3
 from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
 
 Config = GemmConfig | ConvConfig
@@ -42,7 +42,7 @@ _INSTRUCTIONS: dict[str, dict[int, tuple[Shape3, ...]]] = {
 
 def reasons(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     """Why a configuration can not run a problem on a chip, each reason half a sentence; empty means it can."""
-    by_path = {Path.TMA: _tma, Path.MMA: _mma, Path.SIMT: _simt}
+    by_path = {Family.TMA: _tma, Family.MMA: _mma, Family.SIMT: _simt}
     found = [
         *_run_time_knobs(config, problem),
         *(f"the tile {_text(config.tile)} has a side of 0" for side in config.tile if not side),
@@ -70,7 +70,7 @@ def shared_bytes(config: Config, arch: Architecture, problem: Problem) -> int:
     stages = config.stages or 2
     size = max(BYTES[problem.a_format], BYTES[problem.b_format])
     mainloop = stages * (config.tile[0] + config.tile[1]) * config.tile[2] * size
-    if config.path is not Path.TMA:
+    if config.path is not Family.TMA:
         return max(mainloop, _staged_epilogue(config))
     return mainloop + tma_epilogue_bytes(config, problem) + 16 * stages + 1024
 
@@ -83,16 +83,16 @@ def tma_epilogue_bytes(config: Config, problem: Problem) -> int:
 def max_stages(config: Config, arch: Architecture, problem: Problem) -> int:
     """Stages that fit into the chip's shared memory (0: not even one)."""
     size = max(BYTES[problem.a_format], BYTES[problem.b_format])
-    stage = (config.tile[0] + config.tile[1]) * config.tile[2] * size + (16 if config.path is Path.TMA else 0)
-    epilogue = tma_epilogue_bytes(config, problem) + 1024 if config.path is Path.TMA else 0
+    stage = (config.tile[0] + config.tile[1]) * config.tile[2] * size + (16 if config.path is Family.TMA else 0)
+    epilogue = tma_epilogue_bytes(config, problem) + 1024 if config.path is Family.TMA else 0
     return max(0, arch.shared_bytes_per_block - epilogue) // stage
 
 
 def threads(config: Config) -> int:
     """Threads of a block, the TMA path's producer warp group included."""
-    if config.path is Path.TMA:
+    if config.path is Family.TMA:
         return 3 * WARP_GROUP
-    if config.path is Path.SIMT:
+    if config.path is Family.SIMT:
         return SIMT_SIDE**2
     return 32 * (config.tile[0] // config.warp[0]) * (config.tile[1] // config.warp[1])
 
@@ -110,9 +110,9 @@ def _run_time_knobs(config: Config, problem: Problem) -> list[str]:
             found.append("only the stream-K scheduler splits k")
         elif config.tile[2] and config.splits > -(-problem.k // config.tile[2]):
             found.append(f"{config.splits} parts are more than k has tiles")
-    if config.path is not Path.TMA and config.raster is not Raster.HEURISTIC:
+    if config.path is not Family.TMA and config.raster is not Raster.HEURISTIC:
         found.append("the raster is a knob of the TMA path")
-    if config.path is Path.SIMT and config.swizzle != 1:
+    if config.path is Family.SIMT and config.swizzle != 1:
         found.append("kernels without tensor cores have no swizzle")
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from qsync_core.errors import BackendError
 from qsync_kernels_cutlass import abi
-from qsync_kernels_cutlass.config import ConvConfig, Path
+from qsync_kernels_cutlass.config import ConvConfig, Family
 from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, sm_count
 from qsync_kernels_cutlass.library import CallContext, Library
 from qsync_kernels_cutlass.problem import Geometry
@@ -173,9 +173,9 @@ class ConvLaunch:
         return launches
 
 
-def _images_per_launch(images: int, path: Path, image: int, out_pixels: int, out_c: int) -> int:
+def _images_per_launch(images: int, path: Family, image: int, out_pixels: int, out_c: int) -> int:
     """Images whose output pixels fit into 31 bits; the 2.x path also counts elements in them."""
     most = INT32_MAX // out_pixels
-    if path is not Path.TMA:
+    if path is not Family.TMA:
         most = min(most, INT32_MAX // max(image, out_pixels * out_c))
     return max(1, min(images, most))

@@ -8,7 +8,7 @@ from qsync_core.errors import BackendError
 from qsync_kernels_cutlass import abi
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compile import compiled
-from qsync_kernels_cutlass.config import GemmConfig, Path, Scheduler
+from qsync_kernels_cutlass.config import Family, GemmConfig, Scheduler
 from qsync_kernels_cutlass.gemm_source import gemm_source, rows_contiguous
 from qsync_kernels_cutlass.kernels.operands import (
     ALIGNMENT_BYTES,
@@ -57,12 +57,12 @@ class Product:
         self.copies = operand_copies(arch)
         rows_a, rows_b = rows_contiguous(problem)
         self.inner_a, self.inner_b = int(rows_a), int(rows_b)
-        self.strided = config.path is Path.SIMT
+        self.strided = config.path is Family.SIMT
         self.a_dtype, self.b_dtype = DTYPES[problem.a_format], DTYPES[problem.b_format]
         self._out_dtype = DTYPES[problem.out_format]
         # TMA reads zeros beyond any extent.  The 2.x kernels guard 16 bytes at a time, so extents along contiguous dimensions are
         # padded to that.
-        whole = config.path is Path.MMA
+        whole = config.path is Family.MMA
         operand, result = (ALIGNMENT_BYTES // BYTES[name] if whole else 1 for name in (problem.a_format, problem.out_format))
         self._multiples = (
             1 if rows_a else operand,
