@@ -68,7 +68,11 @@ class Interpreter:
             rows = r * q.dilation_h + q.stride_h * np.arange(q.out_h)
             columns = s * q.dilation_w + q.stride_w * np.arange(q.out_w)
             total += np.einsum("nhwc,kc->nhwk", x[:, rows][:, :, columns], w[:, r, s])
-        scale = _memory(q.a_scale, np.float32, 1) * _memory(q.b_scale, np.float32, q.out_c if q.b_scale_count > 1 else 1)
+        scale = _memory(q.a_scale, np.float32, 1)
+        if q.b_scale:
+            scale = scale * _memory(q.b_scale, np.float32, q.out_c if q.b_scale_count > 1 else 1)
+        else:
+            assert q.b_scale_count == 1
         value = total * scale + (_memory(q.bias, np.float32, q.out_c) if q.bias else 0.0)
         pixels = q.images * q.out_h * q.out_w
         out = _memory(q.out, out_type, (pixels - 1) * q.ldo + q.out_c)

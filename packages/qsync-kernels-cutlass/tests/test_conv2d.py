@@ -231,6 +231,73 @@ def test_parts_of_a_split_batch_start_where_the_previous_ended(monkeypatch):
     assert [call.images for call in convolution.calls] == [2, 2, 1]
 
 
+def operands():
+    return {
+        "x": integers(2, 16, 5, 5),
+        "x_scale": torch.ones(1),
+        "w": integers(16, 16, 3, 3),
+        "w_scale": torch.ones(16),
+        "bias": torch.ones(16),
+        "out": torch.empty(2, 16, 3, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": torch.ones(4)}, "bias must be 16 elements of float32, got 4 of torch.float32"),
+        ({"x_scale": torch.ones(2)}, "x_scale must be 1 elements of float32, got 2 of torch.float32"),
+        ({"x_scale": torch.ones(1).half()}, "x_scale must be 1 elements of float32, got 1 of torch.float16"),
+        ({"w_scale": torch.ones(16).half()}, "w_scale must be 1 or 16 elements of float32, got 16 of torch.float16"),
+        ({"w_scale": torch.ones(3)}, "w_scale must be 1 or 16 elements of float32, got 3 of torch.float32"),
+        ({"bias": torch.ones(16, device="meta")}, "bias must be on cpu like x, got meta"),
+    ],
+)
+def test_later_calls_are_checked_as_the_first_one_was(change, message):
+    kernel, _ = built(request((2, 16, 5, 5), (16, 16, 3, 3)))
+    for _ in range(2):
+        kernel(*operands().values())
+    with pytest.raises(BackendError, match=message):
+        kernel(*(operands() | change).values())
+    kernel(*(operands() | {"bias": None}).values())
+
+
+@pytest.mark.parametrize("name", ["bias", "w_scale"])
+def test_a_vector_that_is_too_short_is_not_padded_into_a_right_one(name):
+    kernel, _ = built(request((2, 16, 5, 5), (12, 16, 3, 3)))
+    given = operands() | {"w": integers(12, 16, 3, 3), "w_scale": torch.ones(12), "bias": torch.ones(12)}
+    given |= {"out": torch.empty(2, 12, 3, 3), name: torch.ones(5)}
+    with pytest.raises(BackendError, match=rf"{name} must be (1 or )?12 elements, got 5"):
+        kernel(*given.values())
+
+
+def test_a_launch_follows_the_strides_of_each_call():
+    library = Interpreter(conv2d.conv_source(ConvConfig(), "sm_90a", "float32"))
+    launch = conv2d_launch.ConvLaunch("conv2d.output", library, ConvConfig(), conv2d.Geometry(), "float32")
+    w, scale = integers(16, 16, 3, 3, seed=1).contiguous(memory_format=torch.channels_last), torch.ones(1)
+    wide = integers(2, 48, 5, 5).contiguous(memory_format=torch.channels_last)
+    for x in (wide[:, :16].contiguous(memory_format=torch.channels_last), wide[:, 16:32]):
+        out = torch.empty(2, 16, 3, 3).contiguous(memory_format=torch.channels_last)
+        launch(x, scale, w, None, None, out)
+        torch.testing.assert_close(out, expected(x, w, ((1, 1), (0, 0), (1, 1), 1), scale, scale, None).float())
+    assert [call.lda for call in library.calls] == [16, 48]
+
+
+def test_the_gradients_kernel_allocates_no_scale(monkeypatch):
+    """What is made on one stream, or while a graph is captured, may not be read on another."""
+    grad, w, out = integers(1, 16, 5, 5), integers(16, 16, 3, 3), torch.empty(1, 16, 7, 7)
+    kernel, libraries = built(request(grad.shape, w.shape, op=Op.CONV2D_GRAD_INPUT))
+
+    def refused(*arguments, **options):
+        raise AssertionError("a scale was made")
+
+    monkeypatch.setattr(torch, "ones", refused)
+    scale = torch.tensor([0.5])
+    kernel(grad, w, scale, out)
+    (call,) = [call for name, library in libraries.items() if "tma" in name for call in library.calls]
+    assert (call.a_scale, call.b_scale, call.b_scale_count) == (scale.data_ptr(), None, 1)
+
+
 def test_run_time_knobs_reach_the_kernel():
     x, w = integers(1, 16, 4, 4), integers(16, 16, 2, 2)
     kernel, libraries = built(request(x.shape, w.shape), ConvConfig.parse("path=tma;tile=128x128x64;raster=m;swizzle=4"))

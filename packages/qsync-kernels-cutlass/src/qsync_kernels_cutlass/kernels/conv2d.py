@@ -90,7 +90,7 @@ class Convolution:
         x: torch.Tensor,
         x_scale: torch.Tensor,
         w: torch.Tensor,
-        w_scale: torch.Tensor,
+        w_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -100,7 +100,7 @@ class Convolution:
             x: int8 (B, C, H, W).
             x_scale: float32, one element.
             w: int8 (O, C / groups, R, S).
-            w_scale: float32, one or O elements.
+            w_scale: float32, one or O elements; None counts as 1.
             bias: (O,) in any float format, or None.
             out: (B, O, P, Q) in the format that the kernel was built for.
 
@@ -112,7 +112,7 @@ class Convolution:
         if out.numel() == 0:
             return
         x, w = channels_last(x), channels_last(w)
-        if not w_scale.is_contiguous() or (w_scale.data_ptr() % 16 and w_scale.numel() > 1):
+        if w_scale is not None and (not w_scale.is_contiguous() or (w_scale.data_ptr() % 16 and w_scale.numel() > 1)):
             w_scale = w_scale.clone(memory_format=torch.contiguous_format)
         if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous() or bias.data_ptr() % 16):
             bias = bias.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -131,7 +131,7 @@ class Convolution:
         x: torch.Tensor,
         x_scale: torch.Tensor,
         w: torch.Tensor,
-        w_scale: torch.Tensor,
+        w_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         out: torch.Tensor,
         in_place: bool,
@@ -143,7 +143,9 @@ class Convolution:
             target = torch.empty(shape, dtype=out.dtype, device=out.device, memory_format=torch.channels_last)
             if wide != channels:
                 w = padded(w, filters=wide)
-                w_scale = w_scale if w_scale.numel() == 1 else padded_vector(w_scale, wide)
+                self._check_length("w_scale", w_scale, 1, channels)
+                self._check_length("bias", bias, channels)
+                w_scale = w_scale if w_scale is None or w_scale.numel() == 1 else padded_vector(w_scale, wide)
                 bias = None if bias is None else padded_vector(bias, wide)
         if self._groups == 1:
             if self._fold is not None and folds(x.shape[1], (w.shape[2], w.shape[3]), self._geometry):
@@ -156,6 +158,11 @@ class Convolution:
         if target is not out:
             out.copy_(target[:, :channels])
 
+    def _check_length(self, name: str, vector: torch.Tensor | None, *counts: int) -> None:
+        """A vector that is padded must have the right length before, because afterwards it always has."""
+        if vector is not None and vector.numel() not in counts:
+            raise BackendError(f"{self._op}: {name} must be {' or '.join(map(str, counts))} elements, got {vector.numel()}")
+
 
 class GradInput:
     """``kernel(grad, w, scale, out)``: the forward convolution of the gradient with turned filters."""
@@ -163,7 +170,6 @@ class GradInput:
     def __init__(self, convolution: Convolution, turn: Library, groups: int) -> None:
         """Keep the convolution (whose geometry is the gradient's) and the kernel that turns filters."""
         self._convolution, self._turn, self._groups = convolution, turn, groups
-        self._ones: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         """Write ``scale * (gradient of conv2d by its input)`` into ``out``, in the order of the current stream.
@@ -179,9 +185,6 @@ class GradInput:
         """
         if out.numel() == 0:
             return
-        one = self._ones.get(grad.device)
-        if one is None:
-            one = self._ones[grad.device] = torch.ones(1, dtype=torch.float32, device=grad.device)
         if self._groups == 1 and grad.shape[1] % CHANNEL_ALIGNMENT:
             grad = padded(grad, channels=round_up(grad.shape[1], CHANNEL_ALIGNMENT))
-        self._convolution(grad, scale, turned_filters(self._turn, w, self._groups), one, None, out)
+        self._convolution(grad, scale, turned_filters(self._turn, w, self._groups), None, None, out)

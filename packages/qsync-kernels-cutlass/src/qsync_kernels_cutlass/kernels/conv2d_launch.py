@@ -14,6 +14,8 @@ from qsync_kernels_cutlass.problem import Geometry
 
 INT32_MAX = 2**31 - 1
 DEVICE_TYPE = "cuda"
+_MOST_REMEMBERED = 1024
+"""Combinations of shapes and strides; a job with more starts to remember anew."""
 
 
 @attrs.frozen
@@ -52,20 +54,26 @@ class ConvLaunch:
         x: torch.Tensor,
         x_scale: torch.Tensor,
         w: torch.Tensor,
-        w_scale: torch.Tensor,
+        w_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Launch on the current stream; tensors as :meth:`~.conv2d.Convolution.__call__` describes them."""
-        scales = w_scale.numel()
-        key = (x.shape, w.shape, out.shape, x.dtype, w.dtype, out.dtype, x.device, w.device, out.device, scales)
+        # Everything that the checks look at, and the strides that the arguments are made of.
+        key = (
+            *(x.shape, w.shape, out.shape, x.stride(), x.dtype, w.dtype, out.dtype, x.device, w.device, out.device),
+            *(_vector_facts(x_scale), _vector_facts(w_scale), _vector_facts(bias)),
+        )
         launches = self._launches.get(key)
         if launches is None:
             self._check(x, x_scale, w, w_scale, bias, out)
+            if len(self._launches) >= _MOST_REMEMBERED:
+                self._launches.clear()
             launches = self._launches[key] = self._prepare(x, w, out)
+        scales = 1 if w_scale is None else w_scale.numel()
         stream = current_stream(x.get_device())
         x_at, w_at, out_at = x.data_ptr(), w.data_ptr(), out.data_ptr()
-        x_scale_at, w_scale_at = x_scale.data_ptr(), w_scale.data_ptr()
+        x_scale_at, w_scale_at = x_scale.data_ptr(), 0 if w_scale is None else w_scale.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
         for launch in launches:
             # A copy, because other threads may be calling too.
@@ -85,7 +93,7 @@ class ConvLaunch:
         x: torch.Tensor,
         x_scale: torch.Tensor,
         w: torch.Tensor,
-        w_scale: torch.Tensor,
+        w_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -171,6 +179,10 @@ class ConvLaunch:
                     )
                 )
         return launches
+
+
+def _vector_facts(vector: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if vector is None else (vector.numel(), vector.dtype, vector.device)
 
 
 def _images_per_launch(images: int, path: Family, image: int, out_pixels: int, out_c: int) -> int:
