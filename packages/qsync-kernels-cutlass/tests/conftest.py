@@ -40,6 +40,11 @@ def stand_in_nvcc(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTLASS_PATH", str(headers))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
 
+    def forget() -> None:
+        for cached in (toolchain.supported_archs, toolchain.nvcc_build):
+            cached.cache_clear()
+        availability.forget()
+
     def install(script: str, archs: str = "sm_75 sm_80 sm_90") -> None:
         path = tmp_path / "cuda" / "bin" / "nvcc"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +61,7 @@ echo "$source" >> '{tmp_path}/compilations'
 """
         )
         path.chmod(0o755)
-        for cached in (toolchain.supported_archs, toolchain.nvcc_build, availability._reason):
-            cached.cache_clear()
+        forget()
 
     yield install
-    for cached in (toolchain.supported_archs, toolchain.nvcc_build, availability._reason):
-        cached.cache_clear()
+    forget()

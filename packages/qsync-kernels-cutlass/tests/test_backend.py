@@ -16,12 +16,13 @@ from qsync_core.errors import BackendError
 from qsync_core.precision import Granularity, Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
-from qsync_kernels_cutlass import architectures, plugin, refusal
+from qsync_kernels_cutlass import architectures, availability, candidates, plugin, refusal, toolchain
 from qsync_kernels_cutlass.backend import CutlassBackend, parse_config
 from qsync_kernels_cutlass.cache import KernelCache
 from qsync_kernels_cutlass.compile import compile_files
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
 from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.problem import problem_of
 from qsync_kernels_cutlass.progress import Silent
 from qsync_kernels_cutlass.request_sources import request_sources
 
@@ -151,29 +152,131 @@ def test_sm_70_is_refused_where_the_compiler_lacks_it(stand_in_nvcc, own_cache):
     stand_in_nvcc("exit 1", archs="sm_75 sm_80 sm_90")
     (reason,) = BACKEND.unsupported_reasons(half)
     assert "nvcc 13.0 does not compile for sm_70, only for sm_75, sm_80, sm_90, sm_90a" in reason
-    assert "holds nothing for sm_70" in reason
+    assert "no kernel for linear.grad_input as int8>bfloat16 on sm_70 is among those compiled ahead either" in reason
     stand_in_nvcc("exit 1", archs="sm_70 sm_75")
     assert BACKEND.unsupported_reasons(half) == []
 
 
-def test_without_a_compiler_what_was_compiled_ahead_counts(stand_in_nvcc, own_cache, monkeypatch):
-    from qsync_kernels_cutlass import availability, toolchain
+def compiled_ahead(request_, config, arch):
+    """Put the kernels of one configuration into the cache; a compiler must be there."""
+    return compile_files(request_sources(request_, config, arch), progress=Silent())
 
-    stand_in_nvcc('cat "$source" > "$out"')
-    compile_files([KernelSource("gemm", "int x;", "sm_75")], progress=Silent())
+
+def take_compiler_away(monkeypatch):
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    availability._reason.cache_clear()
-    assert BACKEND.unsupported_reasons(linear(capability="7.5")) == []
+    availability.forget()
+
+
+def test_without_a_compiler_what_was_compiled_ahead_counts(stand_in_nvcc, own_cache, monkeypatch):
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="7.5")
+    best, second, *_ = dict.fromkeys(config.compiled for config in candidates.ranked(problem_of(asked), architectures.SM_75))
+    compiled_ahead(asked, second, architectures.SM_75)
+    take_compiler_away(monkeypatch)
+    assert BACKEND.unsupported_reasons(asked) == []
+    offered = [parse_config(asked, config.text) for config in BACKEND.candidate_configs(asked)]
+    assert {config.compiled for config in offered} == {second}
+    assert parse_config(asked, "").compiled == second != best
     (reason,) = BACKEND.unsupported_reasons(linear(capability="9.0"))
     assert "needs nvcc" in reason
-    assert "holds nothing for sm_90a" in reason
+    assert "no kernel for linear.output as int8>bfloat16 on sm_90a is among those compiled ahead either" in reason
+    assert "qsync tune --compile-only --arch sm_90a JOB" in reason
+    assert list(BACKEND.candidate_configs(linear(capability="9.0"))) == []
+
+
+def test_other_kernels_of_the_architecture_are_none_for_the_request(stand_in_nvcc, own_cache, monkeypatch):
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="7.5")
+    compiled_ahead(asked, parse_config(asked, ""), architectures.SM_75)
+    compile_files([KernelSource("gemm", "int x;", "sm_75")], progress=Silent())
+    take_compiler_away(monkeypatch)
+    assert BACKEND.unsupported_reasons(asked) == []
+    for other in (
+        conv2d(capability="7.5"),
+        linear(capability="7.5", variant=attrs.evolve(INT8, output=Precision.FLOAT16)),
+        linear(Op.LINEAR_GRAD_WEIGHT, capability="7.5", variant=INT8_THROUGHOUT),
+    ):
+        (reason,) = BACKEND.unsupported_reasons(other)
+        assert f"no kernel for {other.op} as" in reason
+
+
+def test_a_kernel_without_those_that_shape_its_operands_is_not_enough(stand_in_nvcc, own_cache, monkeypatch):
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="7.5")
+    product, *shaping = request_sources(asked, parse_config(asked, ""), architectures.SM_75)
+    assert shaping
+    compile_files([product], progress=Silent())
+    take_compiler_away(monkeypatch)
+    assert len(BACKEND.unsupported_reasons(asked)) == 1
+
+
+def test_kernels_compiled_for_other_sizes_can_be_used(stand_in_nvcc, own_cache, monkeypatch):
+    """What stands for a plan's operators before their calls are known has 64 rows; kernels are compiled for the real ones."""
+    stand_in_nvcc('cat "$source" > "$out"')
+    small, large = linear(m=16, k=1024, n=1000), linear(m=8192, k=8192, n=8192)
+    chosen = parse_config(large, "").compiled
+    assert chosen not in {config.compiled for config in candidates.ranked(problem_of(small), architectures.SM_90A)}
+    compiled_ahead(large, chosen, architectures.SM_90A)
+    take_compiler_away(monkeypatch)
+    assert BACKEND.unsupported_reasons(small) == []
+    assert parse_config(small, "") == chosen
+
+
+def test_an_entry_that_is_not_whole_is_no_kernel_and_a_new_one_is_seen(stand_in_nvcc, own_cache, monkeypatch, tmp_path):
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="7.5")
+    product, *_ = compiled_ahead(asked, parse_config(asked, ""), architectures.SM_75)
+    whole = product.read_bytes()
+    product.write_bytes(b"")
+    take_compiler_away(monkeypatch)
+    assert len(BACKEND.unsupported_reasons(asked)) == 1
+    product.write_bytes(whole)
+    elsewhere = product.parent.rename(tmp_path / "elsewhere")  # as a folder that is copied here: the cache's own folder changes
+    assert len(BACKEND.unsupported_reasons(asked)) == 1
+    elsewhere.rename(product.parent)
+    assert BACKEND.unsupported_reasons(asked) == []
+
+
+def test_listing_the_cache_is_remembered_until_it_changes(stand_in_nvcc, own_cache, monkeypatch):
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="7.5")
+    compiled_ahead(asked, parse_config(asked, ""), architectures.SM_75)
+    take_compiler_away(monkeypatch)
+    found = []
+    find = KernelCache.find
+    monkeypatch.setattr(KernelCache, "find", lambda cache, key: found.append(key) or find(cache, key))
+    for rows in range(1, 20):
+        assert BACKEND.unsupported_reasons(linear(m=rows, capability="7.5")) == []
+    assert len(found) == len(set(found)) <= 3
+
+
+def test_a_compiler_that_lacks_the_architecture_does_not_hide_what_was_compiled_ahead(stand_in_nvcc, own_cache):
+    stand_in_nvcc('cat "$source" > "$out"', archs="sm_70 sm_75")
+    asked = linear(capability="7.0")
+    sources = request_sources(asked, parse_config(asked, ""), architectures.SM_70)
+    paths = compile_files(sources, progress=Silent())
+    stand_in_nvcc("exit 1", archs="sm_75 sm_80")
+    assert BACKEND.unsupported_reasons(asked) == []
+    assert compile_files(sources, progress=Silent()) == paths
+
+
+def test_a_kernel_that_can_not_be_had_says_that_sizes_are_not_the_reason(stand_in_nvcc, own_cache, monkeypatch):
+    pytest.importorskip("torch")
+    stand_in_nvcc('cat "$source" > "$out"')
+    asked = linear(capability="8.0")
+    best, second, *_ = dict.fromkeys(config.compiled for config in candidates.ranked(problem_of(asked), architectures.SM_80))
+    compiled_ahead(asked, second, architectures.SM_80)
+    take_compiler_away(monkeypatch)
+    with pytest.raises(BackendError, match="was not compiled ahead either") as caught:
+        BACKEND.build(asked, KernelConfig(best.text))
+    assert caught.value.for_any_sizes
+    with pytest.raises(BackendError, match="the swizzle is 1, 2, 4 or 8") as caught:
+        BACKEND.build(asked, KernelConfig(attrs.evolve(best, swizzle=3).text))
+    assert not hasattr(caught.value, "for_any_sizes")
 
 
 def test_a_cache_that_can_not_be_trusted_is_a_reason(own_cache, monkeypatch):
-    from qsync_kernels_cutlass import availability, toolchain
-
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    availability._reason.cache_clear()
+    take_compiler_away(monkeypatch)
     own_cache.mkdir()
     own_cache.chmod(0o777)
     (reason,) = BACKEND.unsupported_reasons(linear())

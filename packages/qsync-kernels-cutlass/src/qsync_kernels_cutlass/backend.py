@@ -39,14 +39,19 @@ class CutlassBackend:
         arch = _architecture(request)
         if not candidates.ranked(problem_of(request), arch):
             return [f"no configuration of its templates fits {request.op} as {request.variant.label} on {arch.name}"]
-        missing = availability.reason(arch.name)
+        missing = availability.reason(request, arch)
         return [missing] if missing else []
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
-        """Configurations worth trying, best guess first; none for a request that it does not take."""
+        """Configurations worth trying, best guess first; none for a request that it does not take.
+
+        Where nothing can be compiled, those whose kernels were compiled ahead.
+        """
+        from qsync_kernels_cutlass import availability
+
         if refusal.reasons(request):
             return ()
-        return tuple(KernelConfig(found.text) for found in candidates.ranked(problem_of(request), _architecture(request)))
+        return tuple(KernelConfig(found.text) for found in availability.offered(request, _architecture(request)))
 
     def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Callable[[int, int, str], None]) -> object:
         """Compile the candidates of requests for a chip that this machine need not have; see :mod:`.compile_ahead`.
@@ -72,8 +77,11 @@ class CutlassBackend:
 
         Raises:
             BackendError: naming operator, shapes, formats and configuration, when the request is not supported, the configuration
-                is not one or does not fit, or the kernel does not compile.
+                is not one or does not fit.  An :class:`~.availability.UnobtainableKernelError` when the kernel can be neither
+                compiled nor loaded, which does not depend on the sizes in the request.
         """
+        from qsync_kernels_cutlass.availability import UnobtainableKernelError
+
         what = f"{request.op} as {request.variant.label} on {list(request.shapes)}"
         if found := self.unsupported_reasons(request):
             raise BackendError(f"backend cutlass can not run {what}: {'; '.join(found)}")
@@ -81,24 +89,30 @@ class CutlassBackend:
         chosen = parse_config(request, config.text)
         if found := validity.reasons(chosen, arch, problem_of(request)):
             raise BackendError(f"backend cutlass can not run {what} with the configuration {config.text}: {'; '.join(found)}")
-        if request.op.startswith("linear"):
-            from qsync_kernels_cutlass.kernels import linear
+        try:
+            if request.op.startswith("linear"):
+                from qsync_kernels_cutlass.kernels import linear
 
-            return linear.build(request, chosen, arch)
-        from qsync_kernels_cutlass.kernels import conv2d
+                return linear.build(request, chosen, arch)
+            from qsync_kernels_cutlass.kernels import conv2d
 
-        return conv2d.build(request, chosen, arch)
+            return conv2d.build(request, chosen, arch)
+        except BackendError as error:  # sizes and configuration were found to fit
+            raise UnobtainableKernelError(f"backend cutlass can not run {what} with {config.text or 'any'}: {error}") from error
 
 
 def parse_config(request: KernelRequest, text: str) -> GemmConfig | ConvConfig:
-    """The configuration that a text means for a supported request; the empty text means the best guess.
+    """The configuration that a text means for a supported request; the empty text means the best guess that can be had here.
 
     Raises:
         BackendError: when it is not the text of a configuration of the request's kind.
     """
     problem = problem_of(request)
     if not text:
-        return candidates.ranked(problem, _architecture(request))[0]
+        from qsync_kernels_cutlass import availability
+
+        arch = _architecture(request)
+        return next(iter(availability.offered(request, arch)), candidates.ranked(problem, arch)[0])
     try:
         return ConvConfig.parse(text) if isinstance(problem, ConvProblem) else GemmConfig.parse(text)
     except ValueError as error:

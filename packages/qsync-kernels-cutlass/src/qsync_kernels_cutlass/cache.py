@@ -91,7 +91,11 @@ class KernelCache:
 
     def counts(self) -> dict[str, int]:
         """Number of entries by architecture (they are looked into when they are loaded)."""
-        return dict(Counter(name.partition("-")[0] for name in os.listdir(self.folder) if not name.startswith(".")))
+        return dict(Counter(key.partition("-")[0] for key in self.entries()))
+
+    def entries(self) -> list[str]:
+        """Keys of all entries, which are looked into by :meth:`find`."""
+        return [name for name in os.listdir(self.folder) if not name.startswith(".")]
 
     @contextlib.contextmanager
     def locked(self, key: str, stopped: threading.Event) -> Iterator[None]:

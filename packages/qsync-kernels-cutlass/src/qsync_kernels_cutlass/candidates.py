@@ -81,6 +81,11 @@ def all_valid(problem: Problem, arch: Architecture) -> Iterator[Config]:
             yield attrs.evolve(config, **knobs)
 
 
+def compiled(problem: Problem, arch: Architecture, sms: int = 0) -> list[Config]:
+    """Every compiled part of a configuration that the chip can run (run-time knobs at their defaults), best guess first."""
+    return sorted(_compiled_space(problem, arch), key=lambda config: (predicted_ns(config, problem, arch, sms), config.text))
+
+
 @lru_cache(maxsize=4096)
 def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, ...]:
     """Configurations worth measuring, best guess first; at most ``CONFIGS_TO_MEASURE`` of ``KERNELS_TO_MEASURE`` libraries.

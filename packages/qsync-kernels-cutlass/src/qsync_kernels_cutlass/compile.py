@@ -83,29 +83,29 @@ def compile_files(
     """As :func:`compile_all`, without loading: the libraries' places in the cache.  Needs neither a GPU nor a driver."""
     cache = cache or KernelCache()
     progress = progress or default_progress()
-    if _uncompilable() is not None:
-        return [_ready_made(cache, source) for source in sources]
-    keys = [cache_key(source) for source in sources]
-    missing = {key: source for key, source in zip(keys, sources, strict=True) if cache.find(key) is None}
+    uncompilable = {arch: _uncompilable(arch) for arch in {source.arch for source in sources}}
+    ready = {source: _ready_made(cache, source, reason) for source in sources if (reason := uncompilable[source.arch])}
+    keys = {source: cache_key(source) for source in sources if source not in ready}
+    missing = {key: source for source, key in keys.items() if cache.find(key) is None}
     if missing:
         _compile_missing(missing, jobs or default_jobs(), progress, cache)
-    return [_found(cache, key, source) for key, source in zip(keys, sources, strict=True)]
+    return [ready[source] if source in ready else _found(cache, keys[source], source) for source in sources]
 
 
-def _uncompilable() -> BackendError | None:
-    """The error of a machine that has no compiler or no CUTLASS."""
+def _uncompilable(arch: str) -> str | None:
+    """Why nothing can be compiled for an architecture here: no compiler, no CUTLASS, or a compiler that does not know it."""
     try:
-        toolchain.required()
+        nvcc, _ = toolchain.required()
     except BackendError as error:
-        return error
-    return None
+        return str(error)
+    return toolchain.arch_reason(nvcc, arch)
 
 
-def _ready_made(cache: KernelCache, source: KernelSource) -> Path:
+def _ready_made(cache: KernelCache, source: KernelSource, reason: str) -> Path:
     """A library that was compiled elsewhere from the same source, by whatever version of the compiler."""
     path = cache.find_any(source_key(source) + "-")
     if path is None:
-        raise BackendError(f"{_uncompilable()}; the kernel {source.name} was not compiled ahead either (cache {cache.folder})")
+        raise BackendError(f"{reason}; the kernel {source.name} was not compiled ahead either (cache {cache.folder})")
     return path
 
 

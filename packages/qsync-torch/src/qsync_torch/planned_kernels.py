@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,7 +143,10 @@ def _first(op_ids: list[OpId]) -> str:
 def prebuild(addressed: Addressed, device: torch.device) -> None:
     """Build the kernels that a plan pins with a configuration, so that their compilation does not fall into the first step.
 
-    What can not be built from nominal shapes is left to the first step; nothing is built on a CPU.
+    What does not fit nominal shapes is left to the first step; nothing is built on a CPU.
+
+    Raises:
+        BackendError: when a kernel can not be had whatever the shapes: its error says so by an attribute ``for_any_sizes``.
     """
     if device.type == "cpu":
         return
@@ -158,11 +160,17 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
                 text = f"{entry.variant} {call.w if call.kind == 'linear' else call}"
                 todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), asked)
 
-    def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> None:
+    def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> BackendError | None:
         (name, config, _), asked = item
-        with contextlib.suppress(BackendError):
+        try:
             find_backends(name)[0].build(asked.request, KernelConfig(config))
+        except BackendError as error:
+            return error if getattr(error, "for_any_sizes", False) else None
+        return None
 
     compiled = [item for item in todo.items() if isinstance(find_backends(item[0][0])[0], CompilingBackend)]
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(build, compiled))
+        errors = [error for error in pool.map(build, compiled) if error is not None]
+    if errors:
+        more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
+        raise BackendError(f"a kernel that the plan names can not be had here: {errors[0]}{more}; {_WAY_OUT}") from errors[0]

@@ -12,10 +12,10 @@ from qsync_core.plan import Assignment
 from qsync_core.precision import Precision
 from qsync_core.tuning import TuningRecord
 from qsync_core.variant import Variant
-from qsync_torch import apply_
+from qsync_torch import apply_, planned_kernels
 from qsync_torch.tuning.tuned_store import open_store
 
-from .installed_backends import NamedBackend
+from .installed_backends import CompilingNamedBackend, NamedBackend
 
 INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
 # An empty configuration is the first candidate.
@@ -169,6 +169,48 @@ def test_a_product_that_kernels_were_not_chosen_for_is_not_asked_for(install):
     assert ("linear.grad_weight", "a") in one.ran
     with pytest.raises(BackendError, match="no gradients of inputs here"):
         apply_(nn.Sequential(nn.Linear(6, 4)), assigned(_0=(INT8, "one", chosen + "&linear.grad_input=one/a")))
+
+
+class Unobtainable(BackendError):
+    for_any_sizes = True
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Kernels are built before the first step, as for a CUDA device."""
+    prebuild = planned_kernels.prebuild
+    monkeypatch.setattr(planned_kernels, "device_facts", lambda device: ("cpu", ""))
+    monkeypatch.setattr("qsync_torch.apply.prebuild", lambda addressed, device: prebuild(addressed, torch.device("cuda")))
+
+
+def refusing_to_build(error):
+    class Refusing(CompilingNamedBackend):
+        def build(self, request, config):
+            if config.text == "b" and request.op == "linear.output":
+                raise error
+            return super().build(request, config)
+
+    return Refusing("one")
+
+
+def test_a_pinned_kernel_that_can_not_be_had_stops_the_run_before_its_first_step(install, as_on_a_gpu):
+    install(refusing_to_build(Unobtainable("the kernel gemm was not compiled ahead")))
+    model = net()
+    with pytest.raises(BackendError) as caught:
+        apply_(model, assigned(_2=(INT8, "one", "linear.output=one/b"), _4=(INT8, "one", "linear.output=one/b")))
+    assert str(caught.value) == (
+        "a kernel that the plan names can not be had here: the kernel gemm was not compiled ahead (and 1 more like it); "
+        "install what is missing, plan again on this machine, or say which kernels to take instead: "
+        "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
+    )
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_a_pinned_kernel_that_does_not_fit_nominal_shapes_is_left_to_the_first_step(install, as_on_a_gpu):
+    install(refusing_to_build(BackendError("7 parts are more than k has tiles")))
+    model = net()
+    apply_(model, assigned(_2=(INT8, "one", "linear.output=one/b")))
+    assert "forward" in model[2].__dict__
 
 
 def test_a_choice_that_can_not_be_read_is_refused(install):
