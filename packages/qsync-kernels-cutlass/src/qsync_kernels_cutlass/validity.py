@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import attrs
+
 from qsync_kernels_cutlass import conv_folding
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Iterator, Raster, Schedule, Scheduler, Shape3
@@ -26,6 +30,12 @@ STATIC_SHARED_BYTES = 48 << 10
 ALIGNMENT_BYTES = 16
 """What TMA and cp.async move at a time; rows start at multiples of it (front-ends pad)."""
 
+SWIZZLE_ALIGNMENT = 1024
+"""Where a buffer that TMA writes or reads with 128-byte swizzling starts."""
+STORED_LINE_BYTES = 128
+"""What a TMA convolution stores of an output row at a time."""
+_TMA_BARRIER_BYTES = 16
+_OTHER_BARRIER_BYTES = 256
 STORED_ROW_BYTES = 64
 """What a warp stores of an output row at least: its 32 threads store 16 bytes each to 8 rows."""
 
@@ -66,26 +76,41 @@ def instructions(arch: Architecture, operand_format: str) -> tuple[Shape3, ...]:
 
 
 def shared_bytes(config: Config, arch: Architecture, problem: Problem) -> int:
-    """Shared memory of a thread block, in bytes; the TMA path's epilogue counts with its smallest buffers."""
+    """Shared memory of a thread block, in bytes: never less than what the compiled template lays out, and on the TMA path at most
+    two alignments more.  Where the number of stages is left open, that of two."""
     stages = config.stages or 2
-    size = max(BYTES[problem.a_format], BYTES[problem.b_format])
-    mainloop = stages * (config.tile[0] + config.tile[1]) * config.tile[2] * size
+    mainloop = stages * _stage_bytes(config, problem)
     if config.path is not Family.TMA:
         return max(mainloop, _staged_epilogue(config))
-    return mainloop + tma_epilogue_bytes(config, problem) + 16 * stages + 1024
+    # Barriers first (two words of 8 bytes a stage, and a few of the epilogue's and the tile scheduler's), then the two parts.
+    parts = (_TMA_BARRIER_BYTES * stages + _OTHER_BARRIER_BYTES, tma_epilogue_bytes(config, problem), mainloop)
+    return sum(-(-part // SWIZZLE_ALIGNMENT) * SWIZZLE_ALIGNMENT for part in parts)
 
 
 def tma_epilogue_bytes(config: Config, problem: Problem) -> int:
-    """Buffers through which a TMA kernel stores its output: two 64 x 32 sub-tiles a warp group."""
-    return 2 * (config.tile[0] if config.schedule is Schedule.COOPERATIVE else 64) * 32 * BYTES[problem.out_format]
+    """What a TMA kernel's epilogue keeps: up to two parts of the output's tile on their way out, and a tile's column scales and
+    bias in float32."""
+    tile_m, tile_n, _ = config.tile
+    size = BYTES[problem.out_format]
+    rows = min(tile_m, 128 if config.schedule is Schedule.COOPERATIVE else 64)
+    columns = math.gcd(32, tile_n)
+    if isinstance(config, ConvConfig) and tile_n % (STORED_LINE_BYTES // size) == 0:
+        columns = STORED_LINE_BYTES // size  # see conv_sm90.cuh
+    parts = min(2, -(-tile_m // rows) * (tile_n // columns))
+    return parts * rows * columns * size + 2 * tile_n * 4
 
 
 def max_stages(config: Config, arch: Architecture, problem: Problem) -> int:
     """Stages that fit into the chip's shared memory (0: not even one)."""
+    stages = arch.shared_bytes_per_block // _stage_bytes(config, problem)
+    while stages and shared_bytes(attrs.evolve(config, stages=stages), arch, problem) > arch.shared_bytes_per_block:
+        stages -= 1
+    return stages
+
+
+def _stage_bytes(config: Config, problem: Problem) -> int:
     size = max(BYTES[problem.a_format], BYTES[problem.b_format])
-    stage = (config.tile[0] + config.tile[1]) * config.tile[2] * size + (16 if config.path is Family.TMA else 0)
-    epilogue = tma_epilogue_bytes(config, problem) + 1024 if config.path is Family.TMA else 0
-    return max(0, arch.shared_bytes_per_block - epilogue) // stage
+    return (config.tile[0] + config.tile[1]) * config.tile[2] * size
 
 
 def threads(config: Config) -> int:

@@ -60,6 +60,8 @@ struct Gemm2x {
       cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<1>, Config::kStages, typename Config::Operator,
       kEpilogueStages>::GemmKernel;
 
+  static constexpr int kSharedBytes = int(sizeof(typename Kernel::SharedStorage));  // validity.py predicts it, a test compares
+
   static int32_t check(QsyncArguments const& q) {
     if (auto const status = check_2x<Config>(q); status != QSYNC_OK) return status;
     bool const vectors = (q.b_scale_count == 1 || aligned(q.b_scale, 16)) && aligned(q.bias, 16);

@@ -28,6 +28,8 @@ struct GemmVolta {
       cutlass::epilogue::thread::LinearCombination<Output, kElements16Bytes<Output>, float, float>,
       cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<1>, Config::kStages, typename Config::Operator>::GemmKernel;
 
+  static constexpr int kSharedBytes = int(sizeof(typename Kernel::SharedStorage));  // validity.py predicts it, a test compares
+
   static int32_t check(QsyncArguments const& q) {
     if (auto const status = check_2x<Config>(q); status != QSYNC_OK) return status;
     bool const one_scale = q.a_scale_count == 1 && q.b_scale == nullptr && q.bias == nullptr;

@@ -34,9 +34,20 @@ class DeviceGuard {
   cudaError_t error_;
 };
 
+// Shared memory that a block may have on the one chip that a library is compiled for (architectures.py has the same).
+#ifdef __CUDA_ARCH_LIST__
+constexpr int most_shared_bytes(int arch) {
+  return (arch == 700 ? 96 : arch == 750 ? 64 : arch == 800 ? 163 : arch == 860 || arch == 890 ? 99 : 227) << 10;
+}
+constexpr int kMostSharedBytes = most_shared_bytes(__CUDA_ARCH_LIST__);
+#else
+constexpr int kMostSharedBytes = 227 << 10;
+#endif
+
 // Lets a kernel use more than 48 KiB of shared memory: asked of the runtime once per kernel and device.
-template <class Kernel>
-int32_t allow_shared_memory(Kernel kernel, int bytes, int64_t device, std::atomic<uint64_t>& allowed_devices) {
+template <int bytes, class Kernel>
+int32_t allow_shared_memory(Kernel kernel, int64_t device, std::atomic<uint64_t>& allowed_devices) {
+  static_assert(bytes <= kMostSharedBytes, "the kernel's buffers do not fit into the chip's shared memory: fewer stages");
   if (bytes < (48 << 10)) return QSYNC_OK;
   uint64_t const bit = device < 64 ? uint64_t(1) << device : 0;
   if (bit != 0 && (allowed_devices.load(std::memory_order_relaxed) & bit) != 0) return QSYNC_OK;

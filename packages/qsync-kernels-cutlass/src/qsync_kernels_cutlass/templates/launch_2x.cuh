@@ -1,8 +1,9 @@
-// What the products of the 2.x paths have in common: the checks of their arguments, and the launch.
+// What the kernels of the 2.x paths have in common: the checks of products' arguments, and the launch.
 #pragma once
 
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
+#include "cutlass/gemm/gemm.h"
 #include "cutlass/numeric_size.h"
 
 #include "launch.cuh"
@@ -29,24 +30,28 @@ int32_t check_2x(QsyncArguments const& q) {
   return a && b && out ? QSYNC_OK : QSYNC_MISALIGNED;
 }
 
-template <class Kernel>
-int32_t launch_2x(typename Kernel::Params& params, QsyncArguments const& q) {
-  // Blocks walk bands of `swizzle` tiles; CUTLASS fixes the width at compile time, here it is an argument.
-  int log_tile = 0;
-  while (log_tile < 4 && (int64_t(2) << log_tile) <= q.swizzle && (1 << log_tile) < params.grid_tiled_shape.n()) ++log_tile;
-  params.swizzle_log_tile = log_tile;
-  int64_t const grid_x = int64_t(params.grid_tiled_shape.m()) << log_tile;
-  int64_t const grid_y = (params.grid_tiled_shape.n() + (1 << log_tile) - 1) >> log_tile;
+// Launches `function`, which runs Kernel on `params`, over tiles.m() x tiles.n() tiles.  Blocks walk bands of `swizzle` tiles;
+// CUTLASS fixes the width at compile time, here it is an argument, whose logarithm is written to `log_swizzle` (of `params`).
+template <class Kernel, class Function>
+int32_t launch_in_bands(Function function, typename Kernel::Params& params, cutlass::gemm::GemmCoord const& tiles,
+                        int& log_swizzle, QsyncArguments const& q) {
+  log_swizzle = 0;
+  while (log_swizzle < 4 && (int64_t(2) << log_swizzle) <= q.swizzle && (1 << log_swizzle) < tiles.n()) ++log_swizzle;
+  int64_t const grid_x = int64_t(tiles.m()) << log_swizzle;
+  int64_t const grid_y = (tiles.n() + (1 << log_swizzle) - 1) >> log_swizzle;
   if (!fits_int32(grid_x) || grid_y > 65535) return QSYNC_INVALID_PROBLEM;
 
   constexpr int kBytes = int(sizeof(typename Kernel::SharedStorage));
   static std::atomic<uint64_t> allowed_devices{0};
-  if (auto const status = allow_shared_memory(cutlass::Kernel2<Kernel>, kBytes, q.device, allowed_devices); status != QSYNC_OK) {
-    return status;
-  }
+  if (auto const status = allow_shared_memory<kBytes>(function, q.device, allowed_devices); status != QSYNC_OK) return status;
   dim3 const grid{unsigned(grid_x), unsigned(grid_y), 1};
-  cutlass::Kernel2<Kernel><<<grid, Kernel::kThreadCount, kBytes, static_cast<cudaStream_t>(q.stream)>>>(params);
+  function<<<grid, Kernel::kThreadCount, kBytes, static_cast<cudaStream_t>(q.stream)>>>(params);
   return cuda_status(cudaGetLastError());
+}
+
+template <class Kernel>
+int32_t launch_2x(typename Kernel::Params& params, QsyncArguments const& q) {
+  return launch_in_bands<Kernel>(cutlass::Kernel2<Kernel>, params, params.grid_tiled_shape, params.swizzle_log_tile, q);
 }
 
 }  // namespace qsync
