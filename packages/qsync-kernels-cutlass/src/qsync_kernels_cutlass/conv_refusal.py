@@ -9,6 +9,24 @@ CHANNEL_ALIGNMENT = 16
 """int8 channels that tensor cores and TMA take at a time: 16 bytes."""
 
 
+def geometry_reason(geometry: Geometry, taps: tuple[int, ...]) -> str | None:
+    """Why a geometry is no convolution's at all, as half a sentence; None where it is one's.
+
+    Args:
+        geometry: stride, padding, dilation and groups.
+        taps: rows and columns of a filter.
+    """
+    for name, values, least in (
+        ("stride", geometry.stride, 1),
+        ("dilation", geometry.dilation, 1),
+        ("padding", geometry.padding, 0),
+        ("groups", (geometry.groups,), 1),
+    ):
+        if min(values) < least:
+            return f"a convolution's {name} is {least} or more, not {'x'.join(map(str, values))}"
+    return None if all(taps) else f"a filter has taps, not {'x'.join(map(str, taps))}"
+
+
 def group_reasons(request: KernelRequest) -> list[str]:
     """Why the groups of an int8 convolution can not run, each reason half a sentence; empty means they can.
 

@@ -6,13 +6,16 @@ from qsync_core.backend import KernelRequest, Op
 from qsync_core.precision import Granularity, Precision
 from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, Architecture, architecture_of
-from qsync_kernels_cutlass.problem import Geometry
+from qsync_kernels_cutlass.problem import GemmProblem, Geometry, problem_of
 
 OPS = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT)
 """What this package has kernels for."""
 
 MAX_CONTRACTION = (2**31 - 1) // 127**2
 """Longest sum of products of int8 values in -127..127 that int32 holds whatever they are."""
+
+SIZE_LIMIT = 2**31
+"""Sizes are counted in 32 bits; elements and strides are not."""
 
 _RANKS = {"linear": 2, "conv2d": 4}
 _ASKED = {
@@ -43,7 +46,7 @@ def reasons(request: KernelRequest) -> list[str]:
     if arch is None:
         said = f"compute capability {request.compute_capability}" if request.compute_capability else "an unknown compute capability"
         return [f"it compiles for {', '.join(ARCHITECTURES)}, and this device has {said}"]
-    problem = _shapes(request)
+    problem = _shapes(request) or _sizes(request, arch)
     if problem:
         return [problem]
     return [*_formats(request, arch), *_scales(request), *_sums(request), *(_convolution(request) if _is_conv(request) else ())]
@@ -59,6 +62,8 @@ def _shapes(request: KernelRequest) -> str | None:
     shapes = request.shapes
     if len(shapes) != 2 or any(len(shape) != rank for shape in shapes):
         return f"{request.op} takes two operands with {rank} dimensions, not {[len(shape) for shape in shapes]}"
+    if any(size < 0 for shape in shapes for size in shape):
+        return f"operands of shapes {shapes[0]} and {shapes[1]} have sizes below 0"
     first, second = shapes
     if request.op == Op.LINEAR_OUTPUT:
         fits = first[1] == second[1]
@@ -68,12 +73,35 @@ def _shapes(request: KernelRequest) -> str | None:
         fits = first[0] == second[0]
     else:
         try:
-            groups = Geometry.of(request.attributes).groups
+            geometry = Geometry.of(request.attributes)
         except ValueError:
             return f"the attributes {dict(request.attributes)} are not a convolution's"
+        if found := conv_refusal.geometry_reason(geometry, second[2:]):
+            return found
+        groups = geometry.groups
         channels = second[1] * groups if request.op == Op.CONV2D_OUTPUT else second[0]
         fits = groups >= 1 and first[1] == channels and second[0] % groups == 0
     return None if fits else f"operands of shapes {tuple(first)} and {tuple(second)} do not belong together"
+
+
+def _sizes(request: KernelRequest, arch: Architecture) -> str | None:
+    """Tensor core kernels count rows, columns and sums in 31 bits.  A convolution's images are spread over launches, its pixels are
+    not."""
+    problem = problem_of(request)
+    if isinstance(problem, GemmProblem):
+        if problem.a_format == "int8" and not arch.int8_mma:
+            return None
+        sizes = {"rows": problem.m, "columns": problem.n, "terms of a sum": problem.k}
+    else:
+        if request.op == Op.CONV2D_OUTPUT and not (problem.out_h and problem.out_w):
+            image, filters = "x".join(map(str, request.shapes[0][2:])), "x".join(map(str, request.shapes[1][2:]))
+            return f"filters of {filters} taps do not fit into a padded image of {image} pixels"
+        sizes = {"images": problem.images, "input channels": problem.in_c, "output channels": problem.out_c}
+        sizes["pixels of an image"] = max(problem.in_h * problem.in_w, problem.out_h * problem.out_w)
+    for what, size in sizes.items():
+        if size >= SIZE_LIMIT:
+            return f"{size} {what} are 2^31 or more; split the operands"
+    return None
 
 
 def _formats(request: KernelRequest, arch: Architecture) -> list[str]:
