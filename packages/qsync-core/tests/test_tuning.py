@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -161,6 +163,91 @@ def test_a_backend_that_raises_something_else_fails_that_configuration_only(stor
 
     assert tune(Careless(latencies_ns={"a": 1, "b": 2}), LINEAR_INT8, measure, store).config == "b"
     assert store.measured("fake", LINEAR_INT8)["a"].failure == "ZeroDivisionError: oh"
+
+
+def full_disk() -> Exception:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError:
+        try:
+            raise BackendError("the cache can not be written; name another folder") from None
+        except BackendError as error:
+            return error
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch has one."""
+
+
+PASSING = [
+    full_disk(),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    MemoryError(),
+    OutOfMemoryError("tried to allocate 2 GiB"),
+    subprocess.CalledProcessError(-9, ["ptxas"]),
+    BackendError("nvcc could not compile the kernel: it was killed by signal 9, usually for want of memory"),
+    BackendError("nvcc could not compile the kernel (exit status 1): /tmp/x.ptx: No space left on device"),
+    RuntimeError("CUDA error: out of memory"),
+]
+LASTING = [
+    FileNotFoundError(errno.ENOENT, "No such file"),
+    subprocess.CalledProcessError(1, ["ptxas"]),
+    BackendError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),
+    ZeroDivisionError("oh"),
+]
+
+
+@attrs.define
+class FailsOnce(FakeBackend):
+    """Fails to build one configuration, the first time."""
+
+    error: Exception | None = None
+
+    def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
+        if config.text == "a" and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return super().build(request, config)
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_a_failure_that_may_pass_is_not_remembered(store: TuningStore, error: Exception) -> None:
+    backend = FailsOnce(latencies_ns={"a": 1, "b": 3, "c": 2}, error=error)
+    first = tune(backend, LINEAR_INT8, measure, store)
+    assert (first.config, first.tried) == ("c", 2)
+    assert set(reopened(store).measured("fake", LINEAR_INT8)) == {"b", "c"}
+    watch = Watch()
+    again = tune(backend, LINEAR_INT8, watch, reopened(store))
+    assert (again.config, again.tried) == ("a", 3)
+    assert set(watch.samples) == {1}
+    assert reopened(store).find("fake", LINEAR_INT8) == again
+
+
+@pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
+def test_any_other_failure_is_remembered(store: TuningStore, error: Exception) -> None:
+    backend = FailsOnce(latencies_ns={"a": 1, "b": 3, "c": 2}, error=error)
+    assert tune(backend, LINEAR_INT8, measure, store).tried == 3
+    assert tune(backend, LINEAR_INT8, measure, reopened(store)).config == "c"
+    assert reopened(store).measured("fake", LINEAR_INT8)["a"].failure
+
+
+def test_a_search_that_failed_for_reasons_that_may_pass_says_so(store: TuningStore) -> None:
+    backend = FailsOnce(latencies_ns={"a": 1}, error=full_disk())
+    with pytest.raises(BackendError, match=r"a: the cache can not be written; .*; that may pass, and the next search tries again"):
+        tune(backend, LINEAR_INT8, measure, store)
+    assert tune(backend, LINEAR_INT8, measure, reopened(store)).config == "a"
+
+
+def test_memory_that_runs_out_in_a_later_round_keeps_what_was_measured(store: TuningStore) -> None:
+    def short_of_memory(kernel: Kernel, request: KernelRequest, samples: int) -> int:
+        if samples > 3 and kernel() == 1:
+            raise OutOfMemoryError("tried to allocate 2 GiB")
+        return measure(kernel, request, samples)
+
+    backend = FakeBackend(latencies_ns={"a": 1, "b": 3, "c": 2})
+    assert tune(backend, LINEAR_INT8, short_of_memory, store).config == "c"
+    assert reopened(store).measured("fake", LINEAR_INT8)["a"] == Measurement(1, 3)
+    assert tune(backend, LINEAR_INT8, measure, reopened(store)).config == "a"
 
 
 def test_errors_name_the_reasons(store: TuningStore) -> None:

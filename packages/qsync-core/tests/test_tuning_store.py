@@ -82,7 +82,7 @@ def test_a_record_of_nearby_shapes_serves_with_a_configuration_that_fits(path: P
     near = store.look_up("fake", shaped(192), ["slow", "fast"])
     assert near is not None
     assert (near.record.config, near.exact, near.latency_ns) == ("fast", False, 600)
-    exact = store.look_up("fake", shaped(1024), ["fast"])
+    exact = store.look_up("fake", shaped(1024), ["fast", "other"])
     assert exact is not None
     assert (exact.record.config, exact.exact, exact.latency_ns) == ("other", True, 4000)
     # The nearest record's configuration does not fit; the next one's does, and is near enough.
@@ -91,6 +91,31 @@ def test_a_record_of_nearby_shapes_serves_with_a_configuration_that_fits(path: P
     assert unfit.record.config == "fast"
     assert store.look_up("fake", shaped(128 * 5), ["fast"]) is None
     assert store.look_up("fake", shaped(192), ["slow"]) is None
+
+
+@pytest.mark.parametrize("software", [{"torch": "2.13"}, None])
+def test_a_record_whose_configuration_the_backend_does_not_know_counts_as_none(
+    path: Path, tmp_path: Path, software: dict[str, str] | None
+) -> None:
+    known = FakeBackend(latencies_ns={"slow": 900, "fast": 400})
+    foreign = FakeBackend(latencies_ns={"tile=9": 1, "x": 2, "y": 3})
+    tune(foreign, shaped(128), measure, open_(tmp_path / "elsewhere"))
+    merge_stores([tmp_path / "elsewhere"], path)
+    candidates = [config.text for config in known.candidate_configs(shaped(128))]
+    assert open_(path, software=software).look_up("fake", shaped(128), candidates) is None
+    # It is measured again, and the wider search of elsewhere does not hide the result.
+    assert tune(known, shaped(128), measure, open_(path)).config == "fast"
+    found = open_(path, software=software).look_up("fake", shaped(128), candidates)
+    assert found is not None
+    assert (found.record.config, found.exact) == ("fast", True)
+
+    def fail(kernel: Kernel, request: KernelRequest, samples: int) -> int:
+        raise AssertionError("a finished search measures nothing")
+
+    assert tune(known, shaped(128), fail, open_(path)).config == "fast"
+    wider = open_(path).look_up("fake", shaped(128), ["slow", "fast", "tile=9"])
+    assert wider is not None
+    assert wider.record.config == "tile=9"
 
 
 def test_a_store_that_only_looks_takes_records_of_any_software(path: Path) -> None:
@@ -159,6 +184,17 @@ def test_half_a_line_of_a_killed_process_is_left_out(path: Path) -> None:
     assert len(reopened) == 1
     tune(FakeBackend(), shaped(2), measure, reopened)
     assert len(open_(path)) == 2
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_wherever_a_line_is_cut_the_others_are_read(path: Path, goes_on: bool) -> None:
+    store = open_(path)
+    tune(FakeBackend(latencies_ns={"{}": 5}), attrs.evolve(LINEAR_INT8, attributes={"groups": "{1}"}), measure, store)
+    whole = path.read_text()
+    last = whole.splitlines()[-1]
+    for end in range(1, len(last)):
+        path.write_text(whole + last[:end] + ("\n" + last + "\n" if goes_on else ""))
+        assert len(open_(path)) == 1
 
 
 # The file
@@ -301,7 +337,7 @@ def test_joining_keeps_the_most_thorough_measurement_and_the_widest_search(path:
     assert merge_stores([one, two], path) == 1
     found = read_contents(path)
     assert found.measured[KEY.text] == {"a": Measurement(7, 9), "b": Measurement(4, 1)}
-    assert found.records[KEY.text] == TuningRecord(KEY, "b", 6, 3)
+    assert found.record(KEY.text) == TuningRecord(KEY, "b", 6, 3)
 
 
 def test_joining_a_file_that_is_not_there(path: Path, tmp_path: Path) -> None:

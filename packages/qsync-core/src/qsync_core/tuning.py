@@ -7,13 +7,14 @@ with more samples, and the best few thoroughly.  It stops early where a configur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import attrs
 
 from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.errors import BackendError
+from qsync_core.tuning_failures import is_temporary
 from qsync_core.tuning_record import Measurement, TuningKey, TuningRecord
 from qsync_core.tuning_store import Match, TuningStore, default_store_path, merge_stores
 
@@ -107,11 +108,13 @@ def tune(
     effort: Effort = Effort(),
     lower_bound_ns: int = 0,
     rival_ns: int = 0,
+    valid: Collection[str] | None = None,
 ) -> TuningRecord:
     """Find the fastest configuration; the earlier candidate wins a tie.
 
     Every measurement goes to the store at once, and what is there already is not measured again: an interrupted search continues,
-    and a finished one with the same or a larger budget returns its record.
+    and a finished one with the same or a larger budget returns its record.  A failure that may pass (a full disk, too little
+    memory, a compiler that was killed) is not kept: the search goes on without that configuration, and the next one tries it again.
 
     Args:
         backend: who builds the kernels.
@@ -121,6 +124,8 @@ def tune(
         effort: how much to try.
         lower_bound_ns: no kernel is faster (:func:`qsync_core.roofline.lower_bound_ns`); 0 if unknown.
         rival_ns: what another backend takes for the request; 0 if unknown.
+        valid: configurations that the backend knows for the request, where it is asked for fewer; None: its candidates.  A record
+            with another one (of a file from elsewhere) counts as none.
 
     Raises:
         BackendError: when the backend does not support the request or no configuration runs; with the reason of each.
@@ -129,8 +134,9 @@ def tune(
     what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)}"
     if reasons := backend.unsupported_reasons(request):
         raise BackendError(f"backend {backend.name} can not run {what}: {'; '.join(reasons)}")
-    candidates = list(backend.candidate_configs(request))[: max(1, effort.budget)]
-    known = store.find(backend.name, request)
+    offered = list(backend.candidate_configs(request))
+    candidates = offered[: max(1, effort.budget)]
+    known = store.find(backend.name, request, [config.text for config in offered] if valid is None else valid)
     if known is not None and known.tried >= len(candidates):
         return known
     search = _Search(backend, request, measure, store)
@@ -152,11 +158,13 @@ def tune(
         if position + 1 < len(rounds):
             alive = alive[: max(2, math.ceil(len(alive) * effort.keep))]
     if not alive:
-        failed = store.measured(backend.name, request)
-        said = "; ".join(f"{config or 'default'}: {found.failure}" for config, found in failed.items() if found.failure)
-        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}")
+        said = "; ".join(f"{config or 'default'}: {why}" for config, why in search.failures().items())
+        again = "; that may pass, and the next search tries again" if search.passing else ""
+        raise BackendError(f"no configuration of backend {backend.name} runs {what}: {said or 'it offers none'}{again}")
     best = alive[0]
-    record = TuningRecord(search.key, best.text, search.result(best, rounds[-1]).latency_ns, len(candidates))
+    # What failed for a reason that may pass was not tried: a search of fewer than all candidates is taken up again.
+    tried = len(candidates) - len(search.passing)
+    record = TuningRecord(search.key, best.text, search.latency_ns(best), tried)
     store.add(record)
     return record
 
@@ -170,6 +178,8 @@ class _Search:
     measure: Measure
     store: TuningStore
     key: TuningKey = attrs.field(init=False)
+    passing: set[str] = attrs.field(factory=set, init=False)
+    """Configurations that failed for a reason that may pass."""
     _found: dict[str, Measurement] = attrs.field(init=False)
     _kernels: dict[str, Kernel] = attrs.field(factory=dict, init=False)
 
@@ -189,12 +199,20 @@ class _Search:
         except Exception as error:  # somebody else's code: whatever it raises must not stop the others
             said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)
+            if is_temporary(error) and not isinstance(error, DeviceLostError):
+                self.passing.add(config.text)
+                self._found[config.text] = found
+                return found
             self._keep(config, found)
             if isinstance(error, DeviceLostError):
                 raise
             return found
         self._keep(config, found)
         return found
+
+    def failures(self) -> dict[str, str]:
+        """Why configurations do not run."""
+        return {config: found.failure for config, found in self._found.items() if found.failure}
 
     def _keep(self, config: KernelConfig, found: Measurement) -> None:
         self._found[config.text] = found

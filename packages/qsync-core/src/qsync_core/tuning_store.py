@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -57,11 +58,15 @@ class Match:
 
 @attrs.define
 class _Contents:
-    """What a file says: measurements by key and configuration, and finished searches by key."""
+    """What a file says: measurements and finished searches, both by key and configuration.
+
+    A search that ended with another configuration is kept too: the widest one may name a configuration that its backend no longer
+    knows, or never did on this machine.
+    """
 
     keys: dict[str, TuningKey] = attrs.field(factory=dict)
     measured: dict[str, dict[str, Measurement]] = attrs.field(factory=dict)
-    records: dict[str, TuningRecord] = attrs.field(factory=dict)
+    records: dict[str, dict[str, TuningRecord]] = attrs.field(factory=dict)
     families: dict[str, set[str]] = attrs.field(factory=dict)
 
     def add_measurement(self, key: TuningKey, config: str, found: Measurement) -> None:
@@ -74,25 +79,30 @@ class _Contents:
     def add_record(self, record: TuningRecord) -> None:
         text = record.key.text
         self.keys[text] = record.key
-        known = self.records.get(text)
-        # The latest search of the most configurations is the one that counts, whichever file it comes from.
-        if known is None or _trust(known) <= _trust(record):
-            self.records[text] = record
+        known = self.records.setdefault(text, {})
+        if record.config not in known or _trust(known[record.config]) <= _trust(record):
+            known[record.config] = record
         self.families.setdefault(record.key.family, set()).add(text)
 
     def add_all(self, other: _Contents) -> None:
         for text, measured in other.measured.items():
             for config, found in measured.items():
                 self.add_measurement(other.keys[text], config, found)
-        for record in other.records.values():
-            self.add_record(record)
+        for found_records in other.records.values():
+            for record in found_records.values():
+                self.add_record(record)
+
+    def record(self, text: str, configs: Collection[str] | None = None) -> TuningRecord | None:
+        """Of the searches for a key that ended with one of these configurations, the widest, whichever file it comes from."""
+        valid = [r for r in self.records.get(text, {}).values() if configs is None or r.config in configs]
+        return max(valid, key=_trust, default=None)
 
     def lines(self) -> Iterator[str]:
         for text in sorted(self.keys):
             for config, found in sorted(self.measured.get(text, {}).items()):
                 yield measurement_line(self.keys[text], config, found)
-            if text in self.records:
-                yield record_line(self.records[text])
+            for record in sorted(self.records.get(text, {}).values(), key=_trust):
+                yield record_line(record)
 
 
 def _trust(record: TuningRecord) -> tuple[int, int, str]:
@@ -141,9 +151,16 @@ class TuningStore:
             software=software,
         )
 
-    def find(self, backend: str, request: KernelRequest) -> TuningRecord | None:
-        """The result of a finished search for exactly this request, None where there is none here."""
-        return self._contents.records.get(self.key(backend, request).text)
+    def find(self, backend: str, request: KernelRequest, configs: Iterable[str] | None = None) -> TuningRecord | None:
+        """The result of a finished search for exactly this request, None where there is none here.
+
+        Args:
+            backend: whose kernel.
+            request: what is to run.
+            configs: what the search may have ended with; None: anything.
+        """
+        valid = None if configs is None else frozenset(configs)
+        return self._contents.record(self.key(backend, request).text, valid)
 
     def measured(self, backend: str, request: KernelRequest) -> dict[str, Measurement]:
         """What was measured for a request so far, by configuration; also by a search that did not finish."""
@@ -155,35 +172,39 @@ class TuningStore:
         Args:
             backend: whose kernel.
             request: what is to run.
-            configs: the backend's candidates for the request: a record of other shapes must have one of them.
+            configs: the backend's candidates for the request; a record with another configuration counts as none.  It would fail
+                when its kernel is built: the file came from elsewhere, or the backend's configurations have changed.
         """
         key = self.key(backend, request)
+        valid = None if configs is None else frozenset(configs)
         found: TuningRecord | None
         if self.software is None:
-            found = min(self._anywhere(key, exact=True), key=_order, default=None)
+            found = min(self._anywhere(key, valid, exact=True), key=_order, default=None)
         else:
-            found = self._contents.records.get(key.text)
+            found = self._contents.record(key.text, valid)
         if found is not None:
             return Match(found, True, found.latency_ns)
-        valid = None if configs is None else set(configs)
-        near = [r for r in self._family(key) if valid is None or r.config in valid]
+        near = self._family(key, valid)
         nearest = min(near, key=lambda r: (shape_distance(key, r.key), *_order(r)), default=None)
         if nearest is None or shape_distance(key, nearest.key) > MAX_DISTANCE:
             return None
         return Match(nearest, False, nearest.latency_ns * work(key) // max(1, work(nearest.key)))
 
-    def _family(self, key: TuningKey) -> list[TuningRecord]:
+    def _family(self, key: TuningKey, valid: Collection[str] | None) -> list[TuningRecord]:
         if self.software is None:
-            return self._anywhere(key, exact=False)
-        return [self._contents.records[text] for text in self._contents.families.get(key.family, ())]
+            return self._anywhere(key, valid, exact=False)
+        found = (self._contents.record(text, valid) for text in self._contents.families.get(key.family, ()))
+        return [record for record in found if record is not None]
 
-    def _anywhere(self, key: TuningKey, *, exact: bool) -> list[TuningRecord]:
+    def _anywhere(self, key: TuningKey, valid: Collection[str] | None, *, exact: bool) -> list[TuningRecord]:
         """Records that differ from a key in their software (and, unless ``exact``, in their shapes)."""
         found = []
-        for record in self._contents.records.values():
-            same = attrs.evolve(record.key, software=key.software, shapes=key.shapes if not exact else record.key.shapes)
-            if [len(s) for s in record.key.shapes] == [len(s) for s in key.shapes] and same == key:
-                found.append(record)
+        for text in self._contents.records:
+            other = self._contents.keys[text]
+            same = attrs.evolve(other, software=key.software, shapes=key.shapes if not exact else other.shapes)
+            if [len(s) for s in other.shapes] == [len(s) for s in key.shapes] and same == key:
+                record = self._contents.record(text, valid)
+                found.extend([] if record is None else [record])
         return found
 
     def add_measurement(self, key: TuningKey, config: str, found: Measurement) -> None:
@@ -275,14 +296,22 @@ def read_contents(path: Path) -> _Contents:
         try:
             found = read_line(line.decode())
         except (ValueError, RecursionError) as error:
-            if not line.startswith(b"{") or line.rstrip().endswith(b"}"):
+            # Whole lines end with a newline: what follows the last one was not written to its end.
+            if not (line.startswith(b"{") and (number == len(lines) + 1 or _is_cut(line, error))):
                 raise ArtifactError(f"line {number} of {path} is no tuning record ({error}); delete that line") from None
-            continue  # half a line of a process that was killed
+            continue
         if isinstance(found, TuningRecord):
             contents.add_record(found)
         else:
             contents.add_measurement(*found)
     return contents
+
+
+def _is_cut(line: bytes, error: Exception) -> bool:
+    """Whether a line is the beginning of one: a killed process left it, and another went on in the next line."""
+    if isinstance(error, json.JSONDecodeError) and (error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg):
+        return True
+    return not line.rstrip().endswith(b"}")
 
 
 def _order(record: TuningRecord) -> tuple[int, str, str]:

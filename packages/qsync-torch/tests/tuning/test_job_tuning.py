@@ -12,7 +12,7 @@ from qsync_core.backend import KernelConfig, Op
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.operator_requests import CallShapes, OperatorRequest
 from qsync_core.precision import Precision
-from qsync_core.tuning import Effort
+from qsync_core.tuning import Effort, TuningRecord
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.trace import trace
@@ -269,3 +269,18 @@ def test_what_is_known_of_devices():
     assert facts.software["torch"] == torch.__version__
     assert describe_device("cuda:99") is None
     assert device_peaks(CPU).bytes_per_ns == 0
+
+
+def test_a_record_that_its_backend_does_not_know_is_measured_again_and_that_of_another_library_is_not(dag, install):
+    one = CompilingNamedBackend("one", configs=("t1", "t2", "t3"))
+    install(one)
+    asked = distinct_requests(dag, (INT8,), "cpu", "")[:1]
+    store = open_store(CPU)
+    key = store.key("one", asked[0].request)
+    store.add(TuningRecord(key, "t_of_elsewhere", 1, 99))
+    found = tune_requests(asked, [one], store, CPU, effort=Effort(kernels=2, samples=(1, 1)))
+    assert found.reused == 0
+    assert found.requests[0].best.config in ("t1", "t2")
+    store.add(TuningRecord(key, "t3", 1, 3))
+    again = tune_requests(asked, [one], open_store(CPU), CPU, effort=Effort(kernels=1, samples=(1, 1)))
+    assert (again.reused, again.requests[0].best.config) == (1, "t3")

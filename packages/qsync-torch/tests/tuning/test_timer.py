@@ -6,6 +6,7 @@ import torch
 from qsync_core.backend import KernelRequest, Op
 from qsync_core.errors import BackendError
 from qsync_core.tuning import DeviceLostError
+from qsync_core.tuning_failures import is_temporary
 from qsync_core.variant import Variant
 from qsync_torch.tuning import timer
 from qsync_torch.tuning.timer import KernelTimer
@@ -73,3 +74,19 @@ def test_a_device_that_does_not_answer_ends_the_run(monkeypatch):
         DeviceLostError, match=r"a kernel of quantize on \[\(4, 4\)\] made the device unusable .*illegal memory access"
     ):
         KernelTimer([("x",)], CPU)(kernel, REQUEST, 3)
+
+
+def test_a_device_without_memory_is_not_lost(monkeypatch):
+    """Somebody else fills it: it answers, and the kernel's configuration is not to blame."""
+
+    def full(self):
+        raise torch.OutOfMemoryError("tried to allocate 2 MiB")
+
+    def kernel(operand):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(KernelTimer, "_synchronize", full)
+    with pytest.raises(BackendError, match="its kernel failed with OutOfMemoryError") as caught:
+        KernelTimer([("x",)], CPU)(kernel, REQUEST, 3)
+    assert not isinstance(caught.value, DeviceLostError)
+    assert is_temporary(caught.value)

@@ -19,6 +19,7 @@ from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, TuningR
 from qsync_core.tuning_record import formats_of
 from qsync_core.variant import Variant
 from qsync_torch.tuning.compiling import BackgroundCompiler
+from qsync_torch.tuning.kernel_library import LimitedBackend
 from qsync_torch.tuning.operands import rotating_sets
 from qsync_torch.tuning.peaks import device_peaks
 from qsync_torch.tuning.timer import KernelTimer
@@ -115,14 +116,16 @@ def tune_requests(
                 if reasons := backend.unsupported_reasons(asked.request):
                     refusals[backend.name] = tuple(reasons)
                     continue
-                known = store.find(backend.name, asked.request)
+                valid = _known_configs(backend, asked.request)
+                known = store.find(backend.name, asked.request, valid)
                 try:
                     if timer is None and not _is_done(known, backend, asked.request, effort):
                         timer = KernelTimer(rotating_sets(asked, device), device)
                     measure = timer or _never
                     bound = lower_bound_ns(asked, peaks)
                     rival = min((record.latency_ns for record in records), default=0)
-                    record = tune(backend, asked.request, measure, store, effort=effort, lower_bound_ns=bound, rival_ns=rival)
+                    limits = {"lower_bound_ns": bound, "rival_ns": rival}
+                    record = tune(backend, asked.request, measure, store, effort=effort, valid=valid, **limits)
                 except DeviceLostError:
                     raise
                 except (BackendError, torch.OutOfMemoryError) as error:
@@ -141,6 +144,11 @@ def _compiling(progress: Update, done: int, total: int, built: int, every: int) 
 
 def _is_done(known: TuningRecord | None, backend: KernelBackend, request: KernelRequest, effort: Effort) -> bool:
     return known is not None and known.tried >= min(effort.budget, len(backend.candidate_configs(request)))
+
+
+def _known_configs(backend: KernelBackend, request: KernelRequest) -> frozenset[str]:
+    every = backend.known_configs(request) if isinstance(backend, LimitedBackend) else backend.candidate_configs(request)
+    return frozenset(config.text for config in every)
 
 
 def _never(kernel: object, request: KernelRequest, samples: int) -> int:

@@ -71,3 +71,7 @@ class LimitedBackend:
         """The library's, in the backend's order."""
         kernels = self._library.get(group_of(request), ())
         return [config for config in self._backend.candidate_configs(request) if kernel_of(config.text) in kernels]
+
+    def known_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """Every candidate of the backend, of which a search with another library may have found the fastest."""
+        return self._backend.candidate_configs(request)
