@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+from pathlib import Path
 
 import pytest
 
 from qsync_core.doctor import Status
+from qsync_core.errors import BackendError
 from qsync_kernels_cutlass import plugin, toolchain
 
 VERSION_H = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 1\n"
@@ -53,7 +55,18 @@ def test_a_machine_without_either_is_told_what_to_install():
     assert lines()["nvcc"].finding == "not found"
     assert "CUDA_HOME" in lines()["nvcc"].advice
     assert lines()["cutlass headers"].finding == "not found"
-    assert "qsync-kernels-cutlass[cutlass]" in lines()["cutlass headers"].advice
+    assert "pip install --no-deps 'nvidia-cutlass>=4.2'" in lines()["cutlass headers"].advice
+    with pytest.raises(BackendError, match="needs nvcc"):
+        toolchain.required()
+
+
+def test_doctor_the_error_and_the_readme_give_one_advice_on_the_headers(tmp_path):
+    install_nvcc(tmp_path, VERSION_AND_ARCHS)
+    with pytest.raises(BackendError) as caught:
+        toolchain.required()
+    assert lines()["cutlass headers"].advice in str(caught.value)
+    readme = Path(__file__).parents[1] / "README.md"
+    assert "pip install --no-deps 'nvidia-cutlass>=4.2'" in readme.read_text()
 
 
 def test_the_release_of_the_compiler_is_reported(tmp_path):

@@ -42,8 +42,7 @@ def _nvcc_line() -> DoctorLine:
 def _headers_line() -> DoctorLine:
     include = toolchain.find_headers()
     if include is None:
-        advice = "pip install 'qsync-kernels-cutlass[cutlass]', or set CUTLASS_PATH to a checkout of CUTLASS"
-        return DoctorLine("cutlass headers", "not found", Status.INFO, advice)
+        return DoctorLine("cutlass headers", "not found", Status.INFO, toolchain.GET_HEADERS)
     return DoctorLine("cutlass headers", f"version {toolchain.headers_version(include)} at {include}")
 
 

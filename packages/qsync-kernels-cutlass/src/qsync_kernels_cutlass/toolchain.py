@@ -20,6 +20,10 @@ USUAL_PLACES = (Path("/usr/local/cuda/bin/nvcc"),)
 """Where the CUDA toolkit installs itself."""
 
 
+GET_HEADERS = "run pip install --no-deps 'nvidia-cutlass>=4.2', or set CUTLASS_PATH to a checkout of CUTLASS"
+"""Its dependencies are CUDA's Python bindings, which compiling does not need."""
+
+
 def find_nvcc() -> Path | None:
     """The CUDA compiler: from ``CUDA_HOME``, from the path, or from its usual place."""
     candidates = [Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"] if os.environ.get("CUDA_HOME") else []
@@ -68,10 +72,7 @@ def required() -> tuple[Path, Path]:
     if nvcc is None:
         raise BackendError("compiling a CUTLASS kernel needs nvcc; install the CUDA toolkit or set CUDA_HOME")
     if include is None:
-        raise BackendError(
-            "compiling a CUTLASS kernel needs CUTLASS's headers; run pip install --no-deps 'nvidia-cutlass>=4.2', "
-            "or set CUTLASS_PATH to a checkout of CUTLASS"
-        )
+        raise BackendError(f"compiling a CUTLASS kernel needs CUTLASS's headers; {GET_HEADERS}")
     return nvcc, include
 
 
