@@ -323,7 +323,7 @@ def test_convolutions_that_are_products_take_a_products_configuration():
     assert isinstance(parse_config(conv2d(w=(128, 64, 1, 1), padding="0,0", stride="2,2"), ""), ConvConfig)
 
 
-def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc, own_cache, tmp_path):
+def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc, own_cache, tmp_path, capsys):
     stand_in_nvcc('cat "$source" > "$out"')
     told = []
     requests = [linear(capability="7.5"), conv2d(), linear(k=200_000)]
@@ -333,6 +333,8 @@ def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc,
     assert KernelCache().counts() == {"sm_75": done.kernels}
     assert [count for count, total, _ in told] == list(range(done.kernels + 1))
     assert {total for _, total, _ in told} == {done.kernels}
+    lines = capsys.readouterr().err.splitlines()  # which is no terminal here
+    assert [line.rpartition("(")[2] for line in lines[1:-1]] == [f"{n} of {done.kernels})" for n in range(1, done.kernels + 1)]
     compiled = len((tmp_path / "compilations").read_text().splitlines())
     BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
     assert len((tmp_path / "compilations").read_text().splitlines()) == compiled == done.kernels

@@ -73,6 +73,54 @@ def test_a_folder_that_everybody_can_replace_is_refused(tmp_path):
     KernelCache(shared / "kernels")
 
 
+def test_a_folder_that_a_group_can_replace_is_refused(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    monkeypatch.setattr(cache_module, "_is_own_group", lambda group: False)
+    with pytest.raises(BackendError, match=rf"lies in .*shared, where group {shared.stat().st_gid} can put another folder"):
+        KernelCache(shared / "above" / "kernels")
+    monkeypatch.setattr(cache_module, "_is_own_group", lambda group: True)
+    KernelCache(shared / "above" / "kernels")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "members", "own"),
+    [
+        ("ada", 5, [], True),
+        ("ada", 5, ["ada"], True),
+        ("ada", 5, ["ada", "bob"], False),
+        ("staff", 5, [], False),
+        ("ada", 6, [], False),
+    ],
+)
+def test_a_group_is_the_users_own_if_it_has_the_users_name_and_no_other_members(monkeypatch, name, number, members, own):
+    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: pwd.struct_passwd(("ada", "", user, 5, "", "", "")))
+    monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group((name, "", group, members)))
+    assert cache_module._is_own_group(number) is own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to somebody else")
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_a_folder_inside_somebody_elses_is_refused(tmp_path, mode):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    theirs.chmod(mode)
+    os.chown(theirs, 12345, -1)
+    with pytest.raises(BackendError, match=r"lies in .*theirs, where user 12345, whose it is, can put another folder in its place"):
+        KernelCache(theirs / "kernels")
+
+
+def test_folders_that_are_made_are_the_owners_whatever_the_umask(tmp_path):
+    before = os.umask(0o002)
+    try:
+        KernelCache(tmp_path / "qsync" / "kernels")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "qsync").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_file_in_the_folders_place_is_refused(own_cache):
     own_cache.write_text("")
     with pytest.raises(BackendError, match="is not a folder"):
@@ -225,7 +273,27 @@ def test_processes_that_put_the_same_keys_at_once_leave_whole_entries(own_cache)
     cache = KernelCache(own_cache)
     assert cache.find("contended").read_bytes() in {b"%d" % number * 1000 for number in range(3)}
     assert all(cache.find(f"key-{number}").read_bytes() == b"%d" % number * 1000 for number in range(20))
-    assert not [name for name in os.listdir(own_cache) if name.startswith(".making-")]
+    assert not [name for name in os.listdir(own_cache) if name.startswith(".")]  # neither workplaces nor locks
+
+
+def test_one_at_a_time_holds_a_lock_although_it_is_removed(cache, own_cache):
+    inside, most = [], []
+
+    def work():
+        for _ in range(30):
+            with cache.locked(KEY, threading.Event()):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 120
+    assert set(most) == {1}
+    assert os.listdir(own_cache) == []
 
 
 def test_waiting_for_another_process_ends_when_it_is_told_to(cache):

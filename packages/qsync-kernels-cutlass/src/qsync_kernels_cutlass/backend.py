@@ -68,9 +68,9 @@ class CutlassBackend:
             BackendError: when the chip is not known, the compiler is missing or does not have it, or a kernel does not compile.
         """
         from qsync_kernels_cutlass.compile_ahead import compile_ahead
-        from qsync_kernels_cutlass.progress import Counting
+        from qsync_kernels_cutlass.progress import counting
 
-        return compile_ahead(requests, arch, Counting(progress))
+        return compile_ahead(requests, arch, counting(progress))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.

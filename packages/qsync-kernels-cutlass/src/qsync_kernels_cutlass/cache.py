@@ -52,16 +52,15 @@ class KernelCache:
         # A link is followed once, here: what it points to later does not matter.
         self.folder = (folder or default_cache_path()).expanduser().resolve()
         try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.folder.mkdir(mode=0o700)
+            for missing in reversed([path for path in (self.folder, *self.folder.parents) if not path.exists()]):
+                with contextlib.suppress(FileExistsError):
+                    missing.mkdir(mode=0o700)  # not even with a umask that lets a group write
         except OSError as error:
             raise BackendError(
                 f"the kernel cache {self.folder} can not be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
         problem = _problem(self.folder, folder=True)
-        if not problem and (shared := _replaceable_parent(self.folder)):
-            problem = f"lies in {shared}, where everybody can put another folder in its place"
+        problem = problem or _replaceable(self.folder)
         if problem:
             raise BackendError(
                 f"the kernel cache {self.folder} {problem}, so code in it can not be trusted; "
@@ -103,24 +102,16 @@ class KernelCache:
 
         Waiting for another process ends when ``stopped`` is set.
         """
+        path = self.folder / f".{key}.lock"
+        lock = _locked_file(path, stopped)
         try:
-            import fcntl
-
-            lock = open(self.folder / f".{key}.lock", "a")  # noqa: SIM115 (closed below)
-        except (ImportError, OSError):
             yield
-            return
-        with lock:
-            while not stopped.is_set():
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    stopped.wait(_POLL_S)
-                except OSError:  # a file system without locks
-                    break
-                else:
-                    break
-            yield
+        finally:
+            if lock is not None:
+                # Removed while it is held: who waits for it finds that it is not the file at the path any more, and starts anew.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                os.close(lock)
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
@@ -203,13 +194,64 @@ def _problem(path: Path, *, folder: bool = False) -> str | None:
     return None
 
 
-def _replaceable_parent(path: Path) -> Path | None:
-    """The nearest folder above in which everybody may rename what belongs to others (world-writable, not sticky)."""
+def _replaceable(path: Path) -> str | None:
+    """Why somebody else (other than root) may put another folder in the place of one, or of one above it; None where nobody may.
+
+    Who owns a folder may rename what is in it; so may who can write to it, unless it is sticky, as /tmp is.
+    """
     for parent in path.parents:
-        with contextlib.suppress(OSError):
-            mode = os.stat(parent).st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                return parent
+        try:
+            found = os.stat(parent)
+        except OSError:
+            continue
+        who = None
+        if found.st_uid not in (0, os.geteuid()):
+            who = f"user {found.st_uid}, whose it is,"
+        elif not found.st_mode & stat.S_ISVTX:
+            if found.st_mode & stat.S_IWOTH:
+                who = "everybody"
+            elif found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+                who = f"group {found.st_gid}"
+        if who:
+            return f"lies in {parent}, where {who} can put another folder in its place"
+    return None
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group is the user's alone, as systems make one for every user (whose umask lets it write everywhere)."""
+    try:
+        import grp
+        import pwd
+
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except (ImportError, KeyError):
+        return False
+    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def _locked_file(path: Path, stopped: threading.Event) -> int | None:
+    """The descriptor of a file that this process has locked; None without file locks, or when ``stopped`` is set before."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    while not stopped.is_set():
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except FileNotFoundError:  # the one who held it removed it
+            pass
+        except BlockingIOError:
+            stopped.wait(_POLL_S)
+        except OSError:  # a file system without locks
+            os.close(lock)
+            return None
+        os.close(lock)
     return None
 
 

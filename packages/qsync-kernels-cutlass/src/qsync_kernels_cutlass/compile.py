@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -199,11 +199,12 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
         progress.finished(source.name, time.monotonic() - started)
         return None
 
-    with ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
-        futures = [pool.submit(make, item) for item in missing.items()]
+    with _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
+        futures = []
         try:
+            futures += [pool.submit(make, item) for item in missing.items()]
             errors = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C: compilers that run are ended, those that wait do not start
+        except BaseException:  # Ctrl-C, SIGTERM: compilers that run are ended, those that wait do not start
             stopped.set()
             for future in futures:
                 future.cancel()
@@ -213,6 +214,35 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
     for error in errors:
         if error is not None:
             raise error
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _termination_raised() -> Iterator[None]:
+    """SIGTERM ends the process inside this only after compilers, which run in sessions of their own, were ended and cleaned up.
+
+    Only in the main thread, where Python handles signals, and where the program has no handler of its own.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # cleaning up is not interrupted by a second one
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: threading.Event) -> None:

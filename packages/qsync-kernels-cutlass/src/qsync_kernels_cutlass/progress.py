@@ -35,7 +35,7 @@ class Silent:
 
 
 class ProgressLine:
-    """One line that counts on a terminal; a line at the start and one at the end elsewhere."""
+    """One line that counts on a terminal; elsewhere a line at the start, one for each of several kernels, and one at the end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Write to a stream; None takes standard error."""
@@ -57,6 +57,8 @@ class ProgressLine:
             self._done += 1
             if self._terminal:
                 self._write(self._counted())
+            elif self._count > 1:
+                self._write(f"compiled {name} in {seconds:.0f} s ({self._done} of {self._count})\n")
 
     def end(self) -> None:
         """Say how many were compiled."""
@@ -92,6 +94,34 @@ class Counting:
 
     def end(self) -> None:
         """Nothing more to tell."""
+
+
+class Together:
+    """Tells several."""
+
+    def __init__(self, *told: Progress) -> None:
+        """Tell all of them, in this order."""
+        self._told = told
+
+    def start(self, count: int, archs: list[str]) -> None:
+        """To all."""
+        for one in self._told:
+            one.start(count, archs)
+
+    def finished(self, name: str, seconds: float) -> None:
+        """To all."""
+        for one in self._told:
+            one.finished(name, seconds)
+
+    def end(self) -> None:
+        """To all."""
+        for one in self._told:
+            one.end()
+
+
+def counting(update: Callable[[int, int, str], None]) -> Progress:
+    """Hands the count to a function; where standard error is no terminal, which has no bar that moves, it gets the lines too."""
+    return Counting(update) if sys.stderr.isatty() else Together(Counting(update), ProgressLine())
 
 
 def default_progress() -> Progress:
