@@ -9,12 +9,14 @@ import os
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to a new file beside ``path``, flush it to the disk and rename it into place.
 
-    A failure leaves whatever stood at ``path`` as it was, and no temporary file behind.
+    A failure leaves whatever stood at ``path`` as it was, and no temporary file behind.  Where ``path`` is a symbolic link, the
+    file that it points to is the one that is replaced, and the link stays.
 
     Raises:
         OSError: when the directory does not exist, is not writable, or the disk is full.
     """
-    folder, name = os.path.split(os.fspath(path))
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     # os.open instead of tempfile: the file gets the permissions that the user's umask gives any other file.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -23,14 +25,14 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     # The rename itself reaches the disk with the directory; where directories can not be opened it is the system's business.
     with contextlib.suppress(OSError):
-        directory = os.open(folder or ".", os.O_RDONLY)
+        directory = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:

@@ -70,6 +70,9 @@ class CompilingBackend(Protocol):
             arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
             progress: told how many kernels are done.
 
+        Returns:
+            Whatever the backend tells; its attribute ``kernels``, if it has one, is how many kernels are in the cache for them now.
+
         Raises:
             BackendError: when a compiler is missing, or a kernel does not compile.
         """

@@ -110,7 +110,13 @@ def _trust(record: TuningRecord) -> tuple[int, int, str]:
 
 
 class TuningStore:
-    """Tuning records in a file of JSON lines, as seen from one device with one set of software versions."""
+    """Tuning records in a file of JSON lines, as seen from one device with one set of software versions.
+
+    Attributes:
+        added: how many lines were added to the file through this object.
+    """
+
+    added = 0
 
     def __init__(
         self, path: Path, device: str, software: Mapping[str, str] | None, backend_versions: Mapping[str, str] | None = None
@@ -236,6 +242,7 @@ class TuningStore:
                     # A killed process may have left half a line, which must not swallow this one.
                     start = "" if file.read(1) == b"\n" else "\n"
                 file.write((start + line).encode())
+            self.added += 1
         except OSError as error:
             raise ArtifactError(f"can not write tuning records to {self.path}: {error.strerror or error}") from None
 
@@ -326,6 +333,8 @@ def _locked(path: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
+    # Links to one store share its lock.
+    path = path.resolve()
     with open(path.with_name(path.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

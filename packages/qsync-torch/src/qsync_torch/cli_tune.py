@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from qsync_core import artifact
 from qsync_core.cli.output import emit, json_option, progress_bar
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from qsync_core.backend import KernelBackend
+    from qsync_core.tuning import TuningStore
     from qsync_core.variant import Variant
     from qsync_torch.tuning.job_tuning import JobTuning
 
@@ -73,6 +76,7 @@ def tune(
     With --merge, tuning files (of other machines, say) are joined into the output:
     qsync tune --merge a.jsonl --merge b.jsonl -o c.jsonl
     """
+    _refuse_ignored(bool(merged), compile_only, cluster_path)
     if merged:
         _merge(merged, output, job, json_flag)
         return
@@ -94,9 +98,48 @@ def tune(
     backends = _backends(backend)
     requests = distinct_requests(dag, ladder, *device_facts(target))
     store = open_store(target, output)
+    if not requests:
+        said = _nothing_to_do(dag, ladder)
+        facts = {"store": str(store.path), "seconds": 0.0, "reused": 0, "kernels": [], "note": said}
+        emit(json_flag, facts, lambda console: console.print(said, markup=False))
+        return
     with progress_bar("tune") as update:
         found = tune_requests(requests, backends, store, target, effort=Effort(budget=budget, kernels=kernels), progress=update)
-    emit(json_flag, _facts(found, store.path), lambda console: _render(found, store.path, console))
+    emit(json_flag, _facts(found, store.path), lambda console: _render(found, store, console))
+
+
+_WITH_MERGE = {"merged", "output", "job", "json_flag"}
+_NOT_WITH_COMPILE_ONLY = {"output": "--output", "budget": "--budget", "kernels": "--kernels", "device": "--device"}
+
+
+def _refuse_ignored(merging: bool, compile_only: bool, cluster_path: Path | None) -> None:
+    """Refuse options that would change nothing.
+
+    Raises:
+        click.UsageError: naming them.
+    """
+    context = click.get_current_context()
+    by_person = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    given = [p for p in context.command.params if p.name is not None and context.get_parameter_source(p.name) in by_person]
+    if merging:
+        if others := [p.opts[-1] for p in given if p.name not in _WITH_MERGE]:
+            raise click.UsageError(f"--merge joins files and tunes nothing, so {', '.join(others)} can not go with it.")
+        return
+    others = [_NOT_WITH_COMPILE_ONLY[p.name] for p in given if p.name in _NOT_WITH_COMPILE_ONLY]
+    if compile_only and others:
+        raise click.UsageError(
+            f"--compile-only measures nothing and writes no tuning file, so {', '.join(others)} can not go with it."
+        )
+    if cluster_path is None and any(p.name == "group" for p in given):
+        raise click.UsageError("--group names a group of a cluster file; give --cluster too.")
+
+
+def _nothing_to_do(dag: PrecisionDag, ladder: Sequence[Variant]) -> str:
+    """Why there is no kernel to tune or to compile, in a sentence."""
+    if any(variant.compute.needs_scale for variant in ladder):
+        return f"{dag.model} has no operator whose precision can be lowered, so there is nothing to tune or compile."
+    formats = ", ".join(dict.fromkeys(str(variant.compute) for variant in ladder))
+    return f"operators in float formats ({formats}) run PyTorch's own kernels, of which there is nothing to tune or compile."
 
 
 def _ladder(rungs: str | None, cluster_path: Path | None, group: str | None, sixteen_bit: Any) -> tuple[Variant, ...]:
@@ -153,11 +196,17 @@ def _compile(
     major = int(capability.split(".")[0])
     ladder = _ladder(rungs, cluster_path, group, Precision.BFLOAT16 if major >= 8 else Precision.FLOAT16)
     backends = _backends(backend)
+    dag = _graph(job, batch_size)
+    requests = distinct_requests(dag, ladder, "cuda", capability)
+    if not requests:
+        said = _nothing_to_do(dag, ladder)
+        facts = {"arch": arch, "requests": 0, "backends": {}, "note": said}
+        emit(json_flag, facts, lambda console: console.print(said, markup=False))
+        return
     able = [one for one in backends if isinstance(one, CompilingBackend)]
     if not able:
         names = ", ".join(one.name for one in backends)
         raise QSyncError(f"no backend of {names} compiles ahead of time; install qsync-kernels-cutlass")
-    requests = distinct_requests(_graph(job, batch_size), ladder, "cuda", capability)
     with progress_bar("compile") as update:
         done = compile_requests(requests, able, arch, update)
     refused = {
@@ -168,14 +217,21 @@ def _compile(
     if refused:
         said = "; ".join(f"{name}: {', '.join(why)}" for name, why in refused.items())
         raise QSyncError(f"no kernel was compiled for {arch} ({said})")
-    data = {"arch": arch, "kernels": len(requests), "compiled_for": done}
-    emit(
-        json_flag,
-        data,
-        lambda console: console.print(
-            "\n".join(f"{name}: kernels for {count} of {len(requests)} requests on {arch}" for name, count in done.items())
-        ),
-    )
+    data = {
+        "arch": arch,
+        "requests": len(requests),
+        "backends": {name: {"requests": made.requests, "compiled_kernels": made.kernels} for name, made in done.items()},
+    }
+    lines = [
+        f"{name}: {'kernels' if made.kernels is None else _counted(made.kernels, 'kernel')} for {made.requests} of "
+        f"{_counted(len(requests), 'request')} on {arch}"
+        for name, made in done.items()
+    ]
+    emit(json_flag, data, lambda console: console.print("\n".join(lines), markup=False))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _merge(inputs: tuple[Path, ...], output: Path | None, job: str | None, json_flag: bool) -> None:
@@ -213,7 +269,7 @@ def _facts(found: JobTuning, path: Path) -> dict[str, Any]:
     return {"store": str(path), "seconds": round(found.seconds, 3), "reused": found.reused, "kernels": kernels}
 
 
-def _render(found: JobTuning, path: Path, console: Console) -> None:
+def _render(found: JobTuning, store: TuningStore, console: Console) -> None:
     from rich.table import Table
 
     from qsync_torch.tuning.job_tuning import describe
@@ -230,4 +286,7 @@ def _render(found: JobTuning, path: Path, console: Console) -> None:
     console.print(table, markup=False)
     count = sum(len(entry.records) for entry in found.requests)
     again = f", {found.reused} of them known already" if found.reused else ""
-    console.print(f"{count} searches for {len(found.requests)} kernels in {found.seconds:.1f} s{again}; wrote {path}", markup=False)
+    where = f"wrote {store.path}" if store.added else f"nothing was added to {store.path}"
+    kernels = _counted(len(found.requests), "kernel")
+    searches = "1 search" if count == 1 else f"{count} searches"
+    console.print(f"{searches} for {kernels} in {found.seconds:.1f} s{again}; {where}", markup=False)

@@ -1,6 +1,7 @@
 """Backends that run ATen's kernels under other names, and tell which of their kernels ran."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from qsync_core.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest
 from qsync_core.errors import BackendError
@@ -54,3 +55,4 @@ class CompilingNamedBackend(NamedBackend):
     def compile_ahead(self, requests, arch, progress):
         progress(len(requests), len(requests), "all")
         self.compiled.append((arch, len(requests)))
+        return SimpleNamespace(kernels=7)

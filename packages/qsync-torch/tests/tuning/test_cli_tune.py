@@ -135,8 +135,66 @@ def test_kernels_are_compiled_ahead_without_a_gpu(qsync, install):
     one = CompilingNamedBackend("one")
     install(one)
     found = result_of(qsync("tune", "job.py:tiny", "--compile-only", "--arch", "sm_75", "--json"))
-    assert found == {"arch": "sm_75", "kernels": found["kernels"], "compiled_for": {"one": found["kernels"]}}
-    assert one.compiled == [("sm_75", found["kernels"])]
+    assert found == {
+        "arch": "sm_75",
+        "requests": found["requests"],
+        "backends": {"one": {"requests": found["requests"], "compiled_kernels": 7}},
+    }
+    assert one.compiled == [("sm_75", found["requests"])]
+    text = qsync("tune", "job.py:tiny", "--compile-only", "--arch", "sm_75").stdout
+    assert f"one: 7 kernels for {found['requests']} of {found['requests']} requests on sm_75" in text
+
+
+@pytest.mark.parametrize("options", [["--device", "cpu"], ["--compile-only", "--arch", "sm_75"]])
+def test_float_formats_leave_nothing_to_do(qsync, install, own_store, options):
+    install(NamedBackend("one"))
+    said = "operators in float formats (float16) run PyTorch's own kernels, of which there is nothing to tune or compile."
+    done = qsync("tune", "job.py:tiny", "--rungs", "float16", *options)
+    assert (done.exit_code, " ".join(done.stdout.split())) == (0, said)
+    assert result_of(qsync("tune", "job.py:tiny", "--rungs", "float16", *options, "--json"))["note"] == said
+    assert not own_store.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["job.py:tiny", "--group", "infer"], "--group names a group of a cluster file; give --cluster too."),
+        (
+            ["job.py:tiny", "--compile-only", "--arch", "sm_75", "--budget", 24],
+            "--compile-only measures nothing and writes no tuning file, so --budget can not go with it.",
+        ),
+        (
+            ["job.py:tiny", "--compile-only", "--arch", "sm_75", "-o", "x", "--kernels", 2, "--device", "cpu"],
+            "so --device, --output, --kernels can not go with it.",
+        ),
+        (["--merge", "a", "--budget", 2, "-o", "x"], "--merge joins files and tunes nothing, so --budget can not go with it."),
+        (["--merge", "a", "--compile-only", "--arch", "sm_75"], "so --compile-only, --arch can not go with it."),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(qsync, install, arguments, message):
+    install(CompilingNamedBackend("one"))
+    done = qsync("tune", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_only_what_was_added_is_said_to_be_written(qsync, install, own_store):
+    install(NamedBackend("one"))
+    command = ["tune", "job.py:tiny", "--device", "cpu", "--rungs", "int8"]
+    assert f"; wrote {own_store}" in " ".join(qsync(*command).stdout.split())
+    before = own_store.read_bytes()
+    assert f"; nothing was added to {own_store}" in " ".join(qsync(*command).stdout.split())
+    assert own_store.read_bytes() == before
+
+
+def test_joining_into_a_link_writes_the_file_behind_it(qsync, install, tmp_path):
+    install(NamedBackend("one"))
+    result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "-o", "a.jsonl", "--rungs", "int8", "--json"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "shared" / "all.jsonl")
+    joined = result_of(qsync("tune", "--merge", "a.jsonl", "-o", "link.jsonl", "--json"))
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert len((tmp_path / "shared" / "all.jsonl").read_text().splitlines()) > joined["records"] > 0
 
 
 @pytest.mark.parametrize(

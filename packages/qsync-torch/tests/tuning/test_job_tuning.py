@@ -17,6 +17,7 @@ from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.trace import trace
 from qsync_torch.tuning.job_tuning import (
+    CompiledAhead,
     capability_of,
     compile_requests,
     describe,
@@ -141,7 +142,9 @@ def test_backends_compile_ahead_what_they_take(dag, install):
     install(one, two)
     requests = distinct_requests(dag, (INT8,), "cuda", "7.5")
     told = []
-    assert compile_requests(requests, [one, two], "sm_75", lambda *update: told.append(update)) == {"one": len(requests)}
+    assert compile_requests(requests, [one, two], "sm_75", lambda *update: told.append(update)) == {
+        "one": CompiledAhead(len(requests), 7)
+    }
     assert one.compiled == [("sm_75", len(requests))]
     assert told == [(len(requests), len(requests), "one: all")]
 

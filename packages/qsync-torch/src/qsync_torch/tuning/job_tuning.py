@@ -155,9 +155,17 @@ def _never(kernel: object, request: KernelRequest, samples: int) -> int:
     raise AssertionError("a finished search measures nothing")
 
 
+@attrs.frozen
+class CompiledAhead:
+    """What a backend compiled: for how many requests, and how many kernels those share (None: it does not say)."""
+
+    requests: int
+    kernels: int | None = None
+
+
 def compile_requests(
     requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: Update
-) -> dict[str, int]:
+) -> dict[str, CompiledAhead]:
     """Let every backend that can compile ahead do so for the requests it takes.
 
     Args:
@@ -167,12 +175,12 @@ def compile_requests(
         progress: told how many kernels of a backend are done.
 
     Returns:
-        How many requests each backend compiled kernels for.
+        What each backend compiled, by its name; those that take none of the requests are left out.
 
     Raises:
         BackendError: when a compiler is missing, or a kernel does not compile.
     """
-    done: dict[str, int] = {}
+    done: dict[str, CompiledAhead] = {}
     asked = [entry.request for entry in requests]
     for backend in backends:
         if not isinstance(backend, CompilingBackend):
@@ -180,8 +188,9 @@ def compile_requests(
         taken = [request for request in asked if not backend.unsupported_reasons(request)]
         if not taken:
             continue
-        backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
-        done[backend.name] = len(taken)
+        told = backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
+        kernels = getattr(told, "kernels", None)
+        done[backend.name] = CompiledAhead(len(taken), kernels if isinstance(kernels, int) else None)
     return done
 
 
