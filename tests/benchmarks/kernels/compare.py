@@ -1,6 +1,6 @@
 """A stored result beside a new one: what became faster or slower by more than the measurements scatter.  No torch here.
 
-python tests/benchmarks/kernels/compare.py docs/results/kernels/nvidia-h200.json new.json
+python tests/benchmarks/kernels/compare.py stored.json new.json
 """
 
 from __future__ import annotations
@@ -70,4 +70,8 @@ if __name__ == "__main__":
 
     if len(sys.argv) != 3:
         raise SystemExit("give two results of the suite: the stored one, then the new one")
-    print(compare.comparison_text(*(suite_file.read_suite(Path(name)) for name in sys.argv[1:])))
+    try:
+        suites = [suite_file.read_suite(Path(name)) for name in sys.argv[1:]]
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(compare.comparison_text(*suites))

@@ -46,6 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--compare", type=Path, help="a stored result to compare with")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the result to compare with at once: nobody wants to hear after an hour of measuring that it is not there."""
+    if (stored := config.getoption("--compare", default=None)) is not None:
+        try:
+            config.stash[_STORED] = suite_file.read_suite(stored)
+        except ValueError as error:
+            raise pytest.UsageError(f"--compare: {error}") from None
+
+
 def device_of() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -103,6 +112,7 @@ class Session:
 
 
 _SESSION = pytest.StashKey[Session]()
+_STORED = pytest.StashKey[suite_file.Suite]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -157,8 +167,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if out := session.config.getoption("--out"):
         for written in _write(suite, out):
             print(f"\nwrote {os.path.relpath(written)}", end="")
-    if stored := session.config.getoption("--compare"):
-        print("\n" + compare.comparison_text(suite_file.read_suite(stored), suite))
+    if stored := session.config.stash.get(_STORED, None):
+        print("\n" + compare.comparison_text(stored, suite))
 
 
 def _write(suite: suite_file.Suite, folder: Path) -> Iterator[Path]:

@@ -92,14 +92,47 @@ def read_suite(path: Path) -> Suite:
     """Read it.
 
     Raises:
-        ValueError: when the file is not one of this format.
+        ValueError: in one sentence, when the file can not be read or is not one of this format.
     """
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} can not be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a result of the kernel suite ({error}); measure again") from None
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        found = stored.get("format") if isinstance(stored, dict) else type(stored).__name__
+        found = stored.get("format", "no format") if isinstance(stored, dict) else f"a {type(stored).__name__}"
         raise ValueError(f"{path} is not a result of the kernel suite in format {FORMAT} (found {found}); measure again")
-    rows = tuple(Row(**row) for row in stored["rows"])
-    return Suite(stored["device"], stored["provenance"], stored["peaks"], rows, stored["left_out"])
+    try:
+        rows = tuple(_row(row) for row in stored["rows"])
+        suite = Suite(stored["device"], stored["provenance"], stored["peaks"], rows, stored["left_out"])
+        if not isinstance(suite.device, str) or not all(map(_is_table, (suite.provenance, suite.peaks, suite.left_out))):
+            raise TypeError("device must be a text; provenance, peaks and left_out must be tables")
+    except KeyError as error:
+        raise ValueError(f"{path} is not a whole result of the kernel suite (it lacks {error}); measure again") from None
+    except TypeError as error:
+        raise ValueError(f"{path} is not a whole result of the kernel suite ({error}); measure again") from None
+    return suite
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _row(stored: Any) -> Row:
+    """A row of a file.
+
+    Raises:
+        TypeError: when it has not exactly a row's entries, texts and numbers each where they belong.
+    """
+    if not _is_table(stored):
+        raise TypeError(f"a row must be a table, got a {type(stored).__name__}")
+    row = Row(**stored)
+    for field in attrs.fields(Row):
+        value, is_text = getattr(row, field.name), field.type in (str, "str")
+        if isinstance(value, bool) or not isinstance(value, str if is_text else (int, float)):
+            raise TypeError(f"{field.name} of a row must be a {'text' if is_text else 'number'}, got {value!r}")
+    return row
 
 
 def merge(earlier: Suite | None, later: Suite) -> Suite:

@@ -1,6 +1,6 @@
 """The suite: a benchmark for every problem of the chosen shape sets and every contender.
 
-    pytest tests/benchmarks/kernels --set bert-base --op linear --out OUT --compare docs/results/kernels/nvidia-h200.json
+    pytest tests/benchmarks/kernels --set bert-base --op linear --out OUT --compare stored.json
 
 pytest-benchmark shows and stores the device's time of one call; ``--out`` writes our own JSON, page and drawings.
 """

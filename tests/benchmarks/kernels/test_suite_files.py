@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import attrs
 import pytest
@@ -115,6 +118,48 @@ def test_another_format_is_refused(tmp_path, stored):
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"other\.json is not a result of the kernel suite in format 1 .*measure again"):
         suite_file.read_suite(path)
+
+
+WHOLE = {"format": 1, **attrs.asdict(SUITE)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"stored\.json can not be read: No such file or directory"),
+        ("{", r"stored\.json is not a result of the kernel suite \(Expecting property name"),
+        ('{"machine": {}, "rows": []}', r"in format 1 \(found no format\)"),
+        (json.dumps({"format": 1, "rows": []}), r"it lacks 'device'"),
+        (json.dumps(WHOLE | {"rows": [1]}), r"a row must be a table, got a int"),
+        (json.dumps(WHOLE | {"rows": [{"op": "quantize"}]}), r"missing 13 required positional arguments"),
+        (
+            json.dumps(WHOLE | {"rows": [attrs.asdict(ROW) | {"median_ns": "fast"}]}),
+            r"median_ns of a row must be a number",
+        ),
+        (json.dumps(WHOLE | {"peaks": []}), r"provenance, peaks and left_out must be tables"),
+    ],
+)
+def test_a_file_that_can_not_be_compared_is_told_in_one_sentence(tmp_path, content, message):
+    path = tmp_path / "stored.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        suite_file.read_suite(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_comparing_from_the_command_line(tmp_path):
+    script, foreign = Path(compare.__file__), Path(compare.__file__).parents[3] / "docs" / "results" / "kernels.json"
+    suite_file.write_suite(SUITE, tmp_path / "one.json")
+
+    def run(*names):
+        return subprocess.run([sys.executable, script, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "1 measurements in both: 0 slower, 0 faster, 1 same" in run("one.json", "one.json").stdout
+    for name in ("nowhere.json", str(foreign)):
+        done = run(name, "one.json")
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+        assert done.stderr.startswith(f"error: {name} ")
 
 
 def test_merging_keeps_what_was_not_measured_again():
