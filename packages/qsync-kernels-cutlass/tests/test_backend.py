@@ -28,6 +28,7 @@ from qsync_kernels_cutlass.request_sources import request_sources
 
 BACKEND = CutlassBackend()
 FLOAT16 = Variant.of(Precision.FLOAT16)
+WIDENED = attrs.evolve(INT8, grad_weight=Precision.FLOAT16)
 
 
 def variant(**changes):
@@ -219,14 +220,36 @@ def test_other_kernels_of_the_architecture_are_none_for_the_request(stand_in_nvc
         assert f"no kernel for {other.op} as" in reason
 
 
-def test_a_kernel_without_those_that_shape_its_operands_is_not_enough(stand_in_nvcc, own_cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("request_", "needed"),
+    [
+        (linear(m=5, capability="7.5"), []),
+        (linear(m=5, k=770, capability="7.5"), ["convert_s8_s8", "transpose_bytes"]),
+        (linear(Op.LINEAR_GRAD_INPUT, variant=INT8_THROUGHOUT, capability="7.5"), ["transpose_bytes"]),
+        (
+            linear(Op.LINEAR_GRAD_WEIGHT, m=5, variant=WIDENED, capability="7.5"),
+            ["convert_s8_f16"],
+        ),
+        (linear(Op.LINEAR_GRAD_WEIGHT, variant=FLOAT16, capability="7.5"), []),
+        (conv2d(capability="7.5"), []),
+        (conv2d(x=(8, 3, 224, 224), w=(64, 3, 7, 7), stride="2,2", padding="3,3", capability="7.5"), ["conv2d_fold_pixels"]),
+        (conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT, capability="7.5"), ["conv2d_turn_filters"]),
+    ],
+)
+def test_what_shapes_operands_must_have_been_compiled_ahead_where_it_is_needed(
+    stand_in_nvcc, own_cache, monkeypatch, request_, needed
+):
     stand_in_nvcc('cat "$source" > "$out"')
-    asked = linear(capability="7.5")
-    product, *shaping = request_sources(asked, parse_config(asked, ""), architectures.SM_75)
-    assert shaping
+    product, *shaping = request_sources(request_, parse_config(request_, ""), architectures.SM_75)
     compile_files([product], progress=Silent())
     take_compiler_away(monkeypatch)
-    assert len(BACKEND.unsupported_reasons(asked)) == 1
+    assert len(BACKEND.unsupported_reasons(request_)) == bool(needed)
+    monkeypatch.undo()
+    monkeypatch.setenv("QSYNC_KERNEL_CACHE", str(own_cache))
+    stand_in_nvcc('cat "$source" > "$out"')
+    compile_files([source for source in shaping if source.name in needed], progress=Silent())
+    take_compiler_away(monkeypatch)
+    assert BACKEND.unsupported_reasons(request_) == []
 
 
 def test_kernels_compiled_for_other_sizes_can_be_used(stand_in_nvcc, own_cache, monkeypatch):

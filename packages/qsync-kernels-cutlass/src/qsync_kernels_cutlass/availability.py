@@ -14,7 +14,7 @@ from qsync_kernels_cutlass.cache import KernelCache, default_cache_path
 from qsync_kernels_cutlass.compile import source_key
 from qsync_kernels_cutlass.kernel_source import KernelSource
 from qsync_kernels_cutlass.problem import problem_of
-from qsync_kernels_cutlass.request_sources import request_sources
+from qsync_kernels_cutlass.request_sources import needed_sources
 from qsync_kernels_cutlass.validity import Config
 
 
@@ -88,7 +88,7 @@ def _ready(request: KernelRequest, arch: Architecture, state: _State) -> tuple[C
     problem = problem_of(request)
 
     def ready(config: Config) -> bool:
-        return all(_is_ready_made(_key(source), state) for source in request_sources(request, config.compiled, arch))
+        return all(_is_ready_made(_key(source), state) for source in needed_sources(request, config.compiled, arch))
 
     if not _names(state):
         return ()
