@@ -1,4 +1,4 @@
-"""The kernels that a request with a configuration may load (compiling ahead compiles these), and those that it will; without torch."""
+"""The kernels that a request with a configuration may load (compiling ahead makes these), and those that it will; without torch."""
 
 from __future__ import annotations
 
