@@ -174,6 +174,7 @@ def test_a_configuration_that_can_not_be_read_is_quoted(request_, text, example)
     with pytest.raises(BackendError) as caught:
         TritonBackend().build(request_, KernelConfig(text))
     assert f"can not read the configuration {text!r}" in str(caught.value)
+    assert caught.value.for_any_sizes
     assert example in str(caught.value)
 
 

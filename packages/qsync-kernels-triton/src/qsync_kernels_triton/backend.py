@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
-from qsync_kernels_triton.config import QuantizeConfig
+from qsync_kernels_triton.config import QuantizeConfig, UnknownConfigError
 from qsync_kernels_triton.product_config import ProductConfig, ranked
 from qsync_kernels_triton.reasons import EIGHT_BIT, LINEAR, MIN_COMPUTE_CAPABILITY, OFFERED, QUANTIZATIONS, reasons_against
 
@@ -106,7 +106,7 @@ class TritonBackend:
 
 def _build_conv2d_grad_weight(request: KernelRequest, config: KernelConfig) -> Kernel:
     if config.text:
-        raise BackendError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
+        raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
     from qsync_kernels_triton.dequantize import build_conv2d_grad_weight
 
     attributes = request.attributes

@@ -87,9 +87,15 @@ def read_knobs(text: str, known: tuple[str, ...]) -> dict[str, int]:
     return knobs
 
 
-def unreadable(text: str, error: ValueError, example: object) -> BackendError:
+class UnknownConfigError(BackendError):
+    """A configuration that this backend does not have, whatever the shapes: whoever names it is told before a first step."""
+
+    for_any_sizes = True
+
+
+def unreadable(text: str, error: ValueError, example: object) -> UnknownConfigError:
     """The error for a configuration that can not be read."""
-    return BackendError(
+    return UnknownConfigError(
         f"backend triton can not read the configuration {text!r} ({error}); "
         f"one is written like '{example}', and the empty text is the default"
     )

@@ -11,6 +11,7 @@ import torch
 from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.errors import BackendError
 from qsync_core.kernel_choice import AUTO_BACKEND, KernelChoice, OpChoice, split_chain
+from qsync_core.tuning import CompilingBackend
 from qsync_torch.aten_backend import AtenBackend
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def missing_backends(names: str) -> list[str]:
 def reasons_against(request: KernelRequest, names: str, config: str = "", role: str = "") -> list[str]:
     """Why none of the backends that may run a request does, as ``backend: reason``; empty when one does.
 
+    A pinned configuration that its backend does not have whatever the shapes is a reason too.
+
     Args:
         request: what is to run.
         names: backends joined by ``+``, or ``auto``.
@@ -88,21 +91,39 @@ def reasons_against(request: KernelRequest, names: str, config: str = "", role: 
     Raises:
         BackendError: when one of the backends is not installed.
     """
-    chain, _ = asked_for(role or request.op, names, config)
+    chain, pinned = asked_for(role or request.op, names, config)
     refusals: list[str] = []
     for backend in find_backends(chain):
         reasons = backend.unsupported_reasons(request)
         if not reasons:
-            return []
+            unknown = "" if pinned is None else _why_unknown(backend, request, pinned.config)
+            return [f"{backend.name}: {unknown}"] if unknown else []
         refusals.extend(f"{backend.name}: {reason}" for reason in reasons)
     return refusals
+
+
+def _why_unknown(backend: KernelBackend, request: KernelRequest, config: str) -> str:
+    """Why a backend has no such configuration for any shapes; empty where it has, or where only building in earnest would tell."""
+    if not config or isinstance(backend, CompilingBackend) or config in (c.text for c in backend.candidate_configs(request)):
+        return ""
+    try:
+        backend.build(request, KernelConfig(config))
+    except BackendError as error:
+        return str(error) if _is_for_any_sizes(error) else ""
+    return ""
+
+
+def _is_for_any_sizes(error: BackendError) -> bool:
+    """Whether a backend says of its error that other shapes would not help (an attribute ``for_any_sizes``)."""
+    return bool(getattr(error, "for_any_sizes", False))
 
 
 def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
     """Build a kernel with the backend that is to run the request.
 
-    A pinned configuration that its backend refuses for shapes other than those it was chosen for (a smaller last batch) gives way
-    to the same backend's first candidate, with a warning; another backend is never taken.
+    A pinned configuration that its backend refuses for the shapes at hand (a smaller last batch) gives way to the same backend's
+    first candidate, with a warning; not so where the backend says that it has no such configuration for any shapes.  Another
+    backend is never taken.
 
     Args:
         request, names, config: as in :func:`reasons_against`.
@@ -123,7 +144,7 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
                     return backend.build(request, KernelConfig(pinned.config))
                 except BackendError as error:
                     first = backend.candidate_configs(request)[0]
-                    if first.text == pinned.config:
+                    if first.text == pinned.config or _is_for_any_sizes(error):
                         raise
                     warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
                     return backend.build(request, first)

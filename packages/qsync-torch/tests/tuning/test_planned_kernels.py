@@ -12,7 +12,7 @@ from qsync_core.plan import Assignment
 from qsync_core.precision import Precision
 from qsync_core.tuning import TuningRecord
 from qsync_core.variant import Variant
-from qsync_torch import apply_, planned_kernels
+from qsync_torch import apply_, kernel_selection, planned_kernels
 from qsync_torch.tuning.tuned_store import open_store
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
@@ -156,6 +156,23 @@ def test_a_smaller_last_batch_runs_the_same_backends_first_candidate(install):
     with pytest.warns(UserWarning, match="configuration b takes an even number of rows; it runs there with a instead"):
         model(torch.randn(3, 6))
     assert [config for op, config in one.ran if op == "linear.output"] == ["b", "a"]
+
+
+def test_a_configuration_that_its_backend_does_not_have_stops_the_run_before_its_first_step(install):
+    class Strict(NamedBackend):
+        def build(self, request, config):
+            if config.text not in self.configs:
+                raise Unobtainable(f"there is no configuration {config.text!r}")
+            return super().build(request, config)
+
+    install(Strict("one"))
+    model = net()
+    with pytest.raises(BackendError, match=r"2#0: linear.output as int8 \(one: there is no configuration 'tile=9'\)"):
+        apply_(model, assigned(_2=(INT8, "one", "linear.output=one/tile=9")))
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    request = operator_requests(CallShapes("linear", (4, 6), (8, 6), (4, 8)), INT8, "cpu")[-1].request
+    with pytest.raises(Unobtainable):
+        kernel_selection.build_kernel(request, "one", f"{request.op}=one/tile=9")
 
 
 def test_a_product_that_kernels_were_not_chosen_for_is_not_asked_for(install):
