@@ -114,6 +114,34 @@ def test_everything_else_is_refused_with_its_one_reason(request_, change, reason
     assert re.search(reason, reasons[0])
 
 
+@pytest.mark.parametrize(
+    ("request_", "change", "reason"),
+    [
+        (CONVOLUTION, {"attributes": {"stride": "0,1"}}, "stride is written like '1,1', each number 1 or more, not '0,1'"),
+        (CONVOLUTION, {"attributes": {"padding": "-1,0"}}, "padding is written like '0,0', each number 0 or more, not '-1,0'"),
+        (CONVOLUTION, {"attributes": {"dilation": "2"}}, "dilation is written like '1,1', each number 1 or more, not '2'"),
+        (CONVOLUTION, {"attributes": {"groups": "many"}}, "groups is written like '1', each number 1 or more, not 'many'"),
+        (CONVOLUTION, {"attributes": {"groups": "0"}}, "groups is written like '1'"),
+        (CONVOLUTION, {"shapes": ((8, 64), (64, 64))}, r"two operands of 4 dimensions each, .* \(8, 64\) and \(64, 64\)"),
+        (CONVOLUTION, {"shapes": ((8, 32, 9, 9), (64, 64, 3, 3))}, "do not fit each other: 32 against 64 in conv2d.output"),
+        (OUTPUT, {"shapes": ((), (3, 4))}, r"two operands of 2 dimensions each, and these have the shapes \(\) and \(3, 4\)"),
+        (OUTPUT, {"shapes": ((3, 4),)}, r"two operands of 2 dimensions each, and these have the shapes \(3, 4\)"),
+        (OUTPUT, {"shapes": ((3, -4), (3, -4))}, "two operands of 2 dimensions each"),
+        (OUTPUT, {"shapes": ((3, 4), (3, 5))}, "do not fit each other: 4 against 5 in linear.output"),
+        (GRAD_INPUT, {"shapes": ((3,), (3,))}, "two operands of 2 dimensions each"),
+        (GRAD_WEIGHT, {"shapes": ((3, 4), (5, 4))}, "do not fit each other: 3 against 5 in linear.grad_weight"),
+    ],
+)
+def test_requests_that_are_no_products_are_refused_with_a_sentence(request_, change, reason):
+    import re
+
+    request = attrs.evolve(request_, **change)
+    (said,) = TritonBackend().unsupported_reasons(request)
+    assert re.search(reason, said)
+    with pytest.raises(BackendError, match="backend triton can not run"):
+        TritonBackend().build(request, KernelConfig())
+
+
 def test_only_the_format_of_the_operator_at_hand_counts():
     mixed = attrs.evolve(INT8, grad_input=Precision.FLOAT8_E4M3FN)
     assert TritonBackend().unsupported_reasons(attrs.evolve(OUTPUT, variant=mixed)) == []

@@ -36,6 +36,8 @@ def reasons_against(request: KernelRequest) -> list[str]:
             reasons.append(f"it {what} {' and '.join(EIGHT_BIT)} only, not {request.variant.compute}")
         elif request.op in QUANTIZATIONS:
             reasons.extend(_quantization_reasons(request))
+        elif malformed := _geometry_reasons(request) or _shape_reasons(request):
+            reasons.extend(malformed)  # the other checks, and the candidates, take shapes and geometry for granted
         else:
             reasons.extend(_product_reasons(request))
     if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
@@ -63,6 +65,45 @@ def _quantization_reasons(request: KernelRequest) -> list[str]:
     if request.attributes.get("multiplier") == "channel" and request.shapes and len(request.shapes[0]) not in (2, 4):
         reasons.append(f"channels to multiply are those of 2-d and 4-d tensors, and this one has the shape {request.shapes[0]}")
     return reasons
+
+
+def _geometry_reasons(request: KernelRequest) -> list[str]:
+    """Where stride, padding, dilation and groups are those of no convolution."""
+    if request.op not in CONVOLUTIONS:
+        return []
+    reasons = []
+    for name, default, least in (("stride", "1,1", 1), ("padding", "0,0", 0), ("dilation", "1,1", 1), ("groups", "1", 1)):
+        text = request.attributes.get(name, default)
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if len(values) != len(default.split(",")) or min(values) < least:
+            reasons.append(f"a convolution's {name} is written like {default!r}, each number {least} or more, not {text!r}")
+    return reasons
+
+
+def _shape_reasons(request: KernelRequest) -> list[str]:
+    """Where shapes are not those of a product's operands; none are given where no kernel is about to run."""
+    shapes = request.shapes
+    if not shapes:
+        return []
+    said = " and ".join(str(tuple(shape)) for shape in shapes)
+    ranks = {4} if request.op in CONVOLUTIONS else {2}
+    if len(shapes) != 2 or {len(shape) for shape in shapes} != ranks or any(size < 0 for shape in shapes for size in shape):
+        return [f"it multiplies two operands of {min(ranks)} dimensions each, and these have the shapes {said}"]
+    first, second = shapes
+    groups = int(request.attributes.get("groups", "1")) if request.op in CONVOLUTIONS else 1
+    pairs = {
+        Op.LINEAR_OUTPUT: (first[1], second[1]),
+        Op.LINEAR_GRAD_INPUT: (first[1], second[0]),
+        Op.LINEAR_GRAD_WEIGHT: (first[0], second[0]),
+        Op.CONV2D_OUTPUT: (first[1], second[1] * groups),
+        Op.CONV2D_GRAD_INPUT: (first[1], second[0]),
+        Op.CONV2D_GRAD_WEIGHT: (first[0], second[0]),
+    }
+    one, other = pairs[request.op]
+    return [] if one == other else [f"operands of shapes {said} do not fit each other: {one} against {other} in {request.op}"]
 
 
 def _product_reasons(request: KernelRequest) -> list[str]:
