@@ -174,6 +174,26 @@ def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_n
     assert os.listdir(own_cache) == []
 
 
+def test_compilers_do_not_outlive_a_process_that_is_killed(stand_in_nvcc, own_cache, tmp_path):
+    """Not even one that compiles in another thread than the main one, which gets the signals."""
+    stand_in_nvcc(f"sleep 100 & echo $$ $! > '{tmp_path}/pid'; wait")
+    program = (
+        "import threading; from qsync_kernels_cutlass.compile import compile_files;"
+        "from qsync_kernels_cutlass.kernel_source import KernelSource;"
+        "thread = threading.Thread(target=compile_files, args=([KernelSource('one', 'int x;', 'sm_80')],));"
+        "thread.start(); thread.join()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    for pid in (tmp_path / "pid").read_text().split():
+        while runs(int(pid)):
+            assert time.monotonic() < deadline
+
+
 def runs(pid):
     """Whether a process exists and has not ended (who ended and was not waited for is still listed)."""
     try:

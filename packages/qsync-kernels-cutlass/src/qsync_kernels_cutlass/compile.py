@@ -39,6 +39,20 @@ FLAGS = (
 Compile = Callable[[KernelSource], Library]
 """What front-ends take in place of :func:`compiled` in tests."""
 
+_GUARDED = """\
+exec 3<&0
+"$@" </dev/null 3<&- &
+compiler=$!
+{ read -r _ <&3; kill -KILL 0; } &
+guard=$!
+wait $compiler
+status=$?
+kill $guard
+exit $status
+"""
+"""Runs a command and kills it with all that it started when standard input, a pipe from this process, ends: however this process
+ends, no compiler outlives it.  Its own session keeps Ctrl-C from it, so that errors of ended compilers are not printed."""
+
 _ERROR_CHARACTERS = 2000
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -268,15 +282,18 @@ def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: th
 
 
 def _run(line: list[str], place: Path, stopped: threading.Event) -> tuple[int, str]:
-    """Exit status and output of a command that ends when ``stopped`` is set; nvcc's own children end with it."""
+    """Exit status and output of a command that ends, with all its children, when ``stopped`` is set or this process ends."""
     environment = os.environ | {"TMPDIR": str(place)}
-    with open(place / "log", "w+", errors="replace") as log:
+    guarded = ["/bin/sh", "-c", _GUARDED, "sh", *line]
+    with contextlib.ExitStack() as opened, open(place / "log", "w+", errors="replace") as log:
         try:
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                guarded, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         except OSError as error:
             raise BackendError(f"{line[0]} can not be started: {error.strerror}") from None
+        assert process.stdin is not None
+        opened.enter_context(process.stdin)
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
