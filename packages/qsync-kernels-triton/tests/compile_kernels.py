@@ -52,6 +52,11 @@ def cases(capability):
     yield "mixed_gemm", mixed_gemm, PRODUCT | unit, operands | {"a_ptr": "*bf16"}
     convolution = {"ACCUMULATOR": tl.int32, "BIAS": False, "EVEN_K": True, **FILTER}
     yield "implicit_gemm", implicit_gemm, PRODUCT | convolution, {"x_ptr": "*i8", "out_ptr": "*bf16"}
+    if capability >= 90:
+        float8 = {"ACCUMULATOR": tl.float32, "BLOCK_K": 128}
+        yield "gemm_float8", gemm, PRODUCT | scaled | float8, operands | {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv"}
+        eight = {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+        yield "implicit_gemm_float8", implicit_gemm, PRODUCT | convolution | float8, eight
 
 
 def compiled(function, constants, types, capability):
@@ -85,5 +90,6 @@ if __name__ == "__main__":
                 "mma": ptx.count("mma.sync"),
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "contracted": ptx.count("fma.rn"),
+                "additions": ptx.count("add.f32") + ptx.count("add.rn.f32"),
             }
     print(json.dumps(found))

@@ -214,3 +214,14 @@ def test_candidates_fit_shared_memory_and_large_products_try_large_tiles_first()
         assert costs == sorted(costs)
     assert ranked(8192, 8192, 8192, 1, 1)[0].m * ranked(8192, 8192, 8192, 1, 1)[0].n == 128 * 256
     assert ranked(16, 64, 4096, 1, 1)[0].m == 16
+
+
+@pytest.mark.parametrize("request_", [OUTPUT, GRAD_INPUT, GRAD_WEIGHT, CONVOLUTION, CONV_GRAD_INPUT], ids=lambda r: r.op)
+def test_tiles_of_float8_products_leave_room_for_their_sums_twice(request_):
+    float8 = attrs.evolve(FLOAT8, grad_input=FLOAT8.compute, grad_weight=FLOAT8.compute)
+    texts = [c.text for c in TritonBackend().candidate_configs(attrs.evolve(request_, variant=float8))]
+    configs = [ProductConfig.parse(text) for text in texts]
+    assert len(set(texts)) == len(texts) >= 8
+    assert all(config.m * config.n / (32 * config.warps) <= 96 for config in configs)
+    int8 = [ProductConfig.parse(c.text) for c in TritonBackend().candidate_configs(attrs.evolve(request_, variant=INT8_GRADIENTS))]
+    assert max(config.m * config.n for config in int8) > max(config.m * config.n for config in configs)

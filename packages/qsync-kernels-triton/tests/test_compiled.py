@@ -47,3 +47,12 @@ def test_the_products_run_on_tensor_cores(kernels):
     capability, found = kernels
     instruction = "wgmma" if capability == 90 else "mma"
     assert {name for name in ("gemm", "mixed_gemm", "implicit_gemm") if not found[name][instruction]} == set()
+
+
+def test_sums_of_float8_products_are_taken_over_into_float32(kernels):
+    """Hopper's tensor cores add float8 products in about 14 bits; each of the 64 sums of a thread is added to its float32 one."""
+    capability, found = kernels
+    if capability < 90:
+        pytest.skip("compute capability 8.0 has no float8 tensor cores")
+    assert found["gemm_float8"]["additions"] >= 2 * 64  # and the bias
+    assert found["implicit_gemm_float8"]["additions"] >= 64

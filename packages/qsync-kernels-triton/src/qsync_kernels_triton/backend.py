@@ -61,7 +61,8 @@ class TritonBackend:
         a_bytes = 1 if _is_eight_bit(request) else 2
         b_bytes = 1 if request.op in LINEAR else a_bytes
         tma = request.op in LINEAR and a_bytes == 1 and request.compute_capability.startswith("9.")
-        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, b_bytes, tma))
+        float8 = not request.variant.compute.is_fixed_point
+        return tuple(KernelConfig(str(config)) for config in ranked(m, n, k, a_bytes, b_bytes, tma, float8))
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel; ``docs/writing-a-backend.md`` has its arguments.

@@ -76,7 +76,7 @@ def implicit_gemm(
         if WIDEN:
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
         else:
-            total = tl.dot(a, b, total, out_dtype=ACCUMULATOR, input_precision="ieee")
+            total = tl.dot(a, b, total, out_dtype=ACCUMULATOR, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
     value = total.to(tl.float32)
     if X_SCALE:
         value = value * tl.load(x_scale_ptr)

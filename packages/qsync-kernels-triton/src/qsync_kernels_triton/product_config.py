@@ -64,6 +64,11 @@ class ProductConfig:
         """Shared memory of the operands' tiles in flight, given the bytes of an element of each."""
         return self.stages * self.k * (self.m * a_bytes + self.n * b_bytes)
 
+    @property
+    def sums_per_thread(self) -> int:
+        """How many elements of the result a thread sums."""
+        return self.m * self.n // (32 * self.warps)
+
     def cost(self, m: int, n: int, k: int) -> float:
         """Relative time of a product under a wave model: waves of tiles, times the work of a tile at its expected efficiency.
 
@@ -95,6 +100,13 @@ _EIGHT_BIT = tuple(
         (16, 64, 128, 4, 4),
     )
 )
+FLOAT8_SUMS = 96
+"""Most float32 sums that a thread has of a float8 product.  It keeps them twice (docs/decisions/float8-accumulation.md), and what
+does not fit into its 255 registers spills."""
+_FLOAT8 = (
+    *(ProductConfig(m, n, 128, 8, 3, 8) for m, n in ((128, 128), (64, 256), (256, 64))),
+    *(config for config in _EIGHT_BIT if config.sums_per_thread <= FLOAT8_SUMS),
+)
 _MIXED = tuple(
     ProductConfig(m, n, k, warps, stages, 8)
     for m, n, k, warps, stages in (
@@ -112,12 +124,15 @@ _MIXED = tuple(
 )
 
 
-def ranked(m: int, n: int, k: int, a_bytes: int, b_bytes: int, tma: bool = False) -> tuple[ProductConfig, ...]:
+def ranked(
+    m: int, n: int, k: int, a_bytes: int, b_bytes: int, tma: bool = False, float8: bool = False
+) -> tuple[ProductConfig, ...]:
     """Configurations for an (m, n) result over k, the most promising first, those that do not fit shared memory left out.
 
-    ``tma``: also, and before its like, each with the tensor memory accelerator.
+    ``tma``: also, and before its like, each with the tensor memory accelerator.  ``float8``: of float8 operands, whose sums are
+    kept twice.
     """
-    known = _EIGHT_BIT if a_bytes == b_bytes == 1 else _MIXED
+    known = (_FLOAT8 if float8 else _EIGHT_BIT) if a_bytes == b_bytes == 1 else _MIXED
     fitting = [config for config in known if config.shared_bytes(a_bytes, b_bytes) <= SHARED_BYTES]
     ordered = sorted(fitting, key=lambda config: config.cost(m, n, k))
     if not tma:
