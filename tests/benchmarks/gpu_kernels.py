@@ -10,7 +10,6 @@ Run it on a machine with a CUDA device; a row that can not be measured is missin
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import sys
 import traceback
@@ -42,6 +41,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         outputs=[Precision(name) for name in options.outputs.split(",")],
         modes=[Mode[name.upper()] for name in options.modes.split(",")],
         profile=options.profile,
+        wanted=options.int8,
     )
     return {
         "K1": partial(rows_products.product_rows, bench),
@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default the fastest, tuned first")
     parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")
     parser.add_argument("--modes", default="eager,graph,compiled", help="of K7 and K8, in this order")
+    parser.add_argument("--int8", default="", help="K7 and K8: only the int8 settings whose name has this text in it")
     parser.add_argument("--outputs", default="float16,bfloat16", help="formats of int8 operators' outputs that K7 and K8 try")
     parser.add_argument("--libraries", type=int, default=2, help="kernels that a request may have compiled")
     parser.add_argument("--just-in-time", type=int, default=3, help="configurations of a product from backends that do not compile")
@@ -81,7 +82,6 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available() and not options.quick:
         raise SystemExit("this benchmark needs a CUDA device, and torch sees none; --quick tries it on a CPU")
-    faulthandler.dump_traceback_later(240, repeat=True)  # a hang on a machine that is far away should say where
     bench = Bench(
         torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
         options.out,
@@ -114,7 +114,6 @@ def main() -> None:
                 )
                 os.execv(sys.executable, [sys.executable, *_without_only(sys.argv), "--only", ",".join(rest)])
         release()
-    faulthandler.cancel_dump_traceback_later()
     bench.say("done" + (f"; not measured: {', '.join(missed)}" if missed else ""))
 
 

@@ -74,16 +74,29 @@ def prepare(bench: Bench, job: StepJob, settings: Sequence[Setting]) -> JobKerne
 
 
 def step_rows(
-    bench: Bench, id_: str, *, backend: str | None, outputs: Sequence[Precision], modes: Sequence[Mode], profile: bool
+    bench: Bench,
+    id_: str,
+    *,
+    backend: str | None,
+    outputs: Sequence[Precision],
+    modes: Sequence[Mode],
+    profile: bool,
+    wanted: str = "",
 ) -> Iterator[Row]:
-    """K7 or K8 in the given modes: K7 eager, K7c by torch.compile, K7g as a CUDA graph."""
+    """K7 or K8 in the given modes: K7 eager, K7c by torch.compile, K7g as a CUDA graph.
+
+    ``wanted`` leaves out int8 settings without that text in their names.
+    """
     (job,) = (entry for entry in JOBS if entry.id == id_)
-    settings = [FLOAT16, AMP, *int8_settings(backend, outputs, has_linear=id_ == "K8")]
+    eights = [setting for setting in int8_settings(backend, outputs, has_linear=id_ == "K8") if wanted in setting.name]
+    settings = [FLOAT16, AMP, *eights]
     kernels = prepare(bench, job, settings)
     best_settings: list[Setting] = []
     for mode in modes:
-        # Compiling takes a minute a setting: only what the earlier modes found fastest is.
-        measured = best_settings if mode is Mode.COMPILED and best_settings else settings
+        measured = settings
+        if mode is Mode.COMPILED and best_settings:
+            # Compiling takes a minute a setting: only what the earlier modes found fastest is.
+            measured = [setting for setting in best_settings if setting is not AMP]
         times = _measure(bench, job, kernels, measured, mode)
         yield from _rows(bench, job, times, mode)
         best_settings = [setting for setting in settings if setting.name in (FLOAT16.name, AMP.name, _best(times))]
