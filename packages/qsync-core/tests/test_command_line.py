@@ -34,7 +34,7 @@ class Plugin:
 
     @hookimpl
     def qsync_register_backends(self) -> list[Any]:
-        return [FakeBackend("a"), FakeBackend("b", reasons=("no such chip",))]
+        return [FakeBackend("a", latencies_ns={"": 5, "t128": 4}), FakeBackend("b", reasons=("no such chip",))]
 
     @hookimpl
     def qsync_doctor(self) -> list[DoctorLine]:
@@ -183,6 +183,7 @@ def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
     request = KernelRequest("linear.output", Variant.of(Precision.INT8), ((4608, 768), (768, 768)), {}, "cuda", "7.5")
     store = TuningStore(tmp_path / "tuning.jsonl", "T4", {"torch": "2.12"})
     store.add(TuningRecord(store.key("a", request), "t128", 1_230_000))
+    store.add(TuningRecord(store.key("a", request), "not_of_this_backend", 1_000, 99))
     asked = ("backends", tmp_path / "dag.qsync", "--device", "cuda", "--device-name", "T4", "--tuning", store.path)
     chosen = [entry["chosen"] for entry in json.loads(qsync(*asked, "--json").stdout)["operators"]]
     assert chosen[2] == {"backend": "a", "config": "t128", "latency_ns": 1_230_000, "exact": True}
