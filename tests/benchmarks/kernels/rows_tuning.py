@@ -29,7 +29,7 @@ SHAPES = (*SMALL, LinearShape(8192, 4096, 4096), LARGE)
 _SHOWN = 5
 
 
-def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 90.0, libraries: int = 18) -> Iterator[Row]:
+def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 72.0, libraries: int = 18) -> Iterator[Row]:
     """K10: for every shape, all configurations of ``libraries`` kernels, and what tuning chose among the backend's candidates."""
     (backend,) = find_backends(backend_name)
     ratios, details, counts = [], [], []
