@@ -169,6 +169,20 @@ def test_operands_in_place_are_not_copied(monkeypatch):
         kernel(grad, x, torch.ones(1), out)
 
 
+@pytest.mark.parametrize("path", ["tma", "mma"])
+def test_an_int8_gradient_is_delivered_in_the_activations_format(path):
+    """Which behind a LayerNorm is float32, though the operators' outputs are in 16 bit."""
+    generator = torch.Generator().manual_seed(0)
+    grad, w = integers(generator, 32, 16), integers(generator, 16, 48)
+    kernel = build(Op.LINEAR_GRAD_INPUT, INT8, path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        out = torch.empty(32, 48, dtype=dtype)
+        kernel(grad, w, torch.full((1,), 2.0**-12), out)
+        assert torch.equal(out, (grad.double() @ w.double() * 2.0**-12).to(dtype))
+    with pytest.raises(BackendError, match="float64"):
+        kernel(grad, w, torch.ones(1), torch.empty(32, 48, dtype=torch.float64))
+
+
 def test_scales_along_the_sum_are_refused():
     kernel = build(Op.LINEAR_GRAD_INPUT, INT8, "tma")
     grad, w = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 16, dtype=torch.int8)

@@ -5,12 +5,18 @@ Shapes: M rows (tokens), K input features, N output features.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import attrs
 import torch
 
 from qsync_core.backend import Kernel, KernelRequest, Op
 from qsync_core.errors import BackendError
+from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import GemmConfig
+from qsync_kernels_cutlass.kernels.operands import FORMATS
 from qsync_kernels_cutlass.kernels.product import Product
 from qsync_kernels_cutlass.problem import BYTES, GemmProblem, problem_of
 
@@ -34,7 +40,7 @@ def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Ker
         return _output(product)
     eight_bit = BYTES[problem.a_format] == 1
     if request.op == Op.LINEAR_GRAD_INPUT:
-        return _grad_input_8bit(product) if eight_bit else _grad_input(product)
+        return _grad_input_8bit(_in_any_format(product, config, arch, problem)) if eight_bit else _grad_input(product)
     return _grad_weight_8bit(product) if eight_bit else _grad_weight(product)
 
 
@@ -62,14 +68,34 @@ def _output(product: Product) -> Kernel:
     return kernel
 
 
-def _grad_input_8bit(product: Product) -> Kernel:
+def _in_any_format(
+    product: Product, config: GemmConfig, arch: Architecture, problem: GemmProblem
+) -> Callable[[torch.dtype], Product]:
+    """The product by the format of its result; others than the one asked for are compiled when they are first needed.
+
+    An int8 product delivers the gradient in the format of the activation, which a request does not know: behind a LayerNorm it is
+    float32, whatever the operators' outputs are.
+    """
+
+    @functools.cache
+    def of(dtype: torch.dtype) -> Product:
+        if dtype is product.out_dtype or dtype not in FORMATS:
+            return product
+        other = attrs.evolve(problem, out_format=FORMATS[dtype])
+        fits = not validity.reasons(config, arch, other)
+        return Product(config if fits else candidates.ranked(other, arch)[0], arch, other)
+
+    return of
+
+
+def _grad_input_8bit(product: Callable[[torch.dtype], Product]) -> Kernel:
     def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_MK: torch.Tensor) -> None:
         if scale.numel() != 1:
             raise BackendError(
                 f"linear.grad_input in 8 bit sums over output channels and takes one scale, got {scale.numel()}; multiply the "
                 "gradient by the weight's scales before it is quantized"
             )
-        product(grad_MN, w_NK.t(), scale, None, None, out_MK)
+        product(out_MK.dtype)(grad_MN, w_NK.t(), scale, None, None, out_MK)
 
     return kernel
 

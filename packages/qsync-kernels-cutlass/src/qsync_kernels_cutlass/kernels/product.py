@@ -39,6 +39,7 @@ class Product:
         copies: the kernels that bring operands into shape.
         inner_a, inner_b: dimension of (m, k) and (n, k) operands that the kernel reads contiguously; any where ``strided``.
         strided: the kernel takes any strides.
+        out_dtype: of the result.
     """
 
     def __init__(self, config: GemmConfig, arch: Architecture, problem: GemmProblem) -> None:
@@ -59,7 +60,7 @@ class Product:
         self.inner_a, self.inner_b = int(rows_a), int(rows_b)
         self.strided = config.path is Family.SIMT
         self.a_dtype, self.b_dtype = DTYPES[problem.a_format], DTYPES[problem.b_format]
-        self._out_dtype = DTYPES[problem.out_format]
+        self.out_dtype = DTYPES[problem.out_format]
         # TMA reads zeros beyond any extent.  The 2.x kernels guard 16 bytes at a time, so extents along contiguous dimensions are
         # padded to that.
         whole = config.path is Family.MMA
@@ -134,7 +135,7 @@ class Product:
             every |= address if self._whole_vectors else 0
         if every % ALIGNMENT_BYTES and not self.strided:
             return False
-        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self._out_dtype:
+        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self.out_dtype:
             return False
         if device != q.device or b.get_device() != device or out.get_device() != device:
             return False
@@ -234,7 +235,7 @@ class Product:
         (m, k), (n, width) = a.shape, b.shape
         if k != width or out.shape != (m, n):
             return f"operands of these shapes do not give an output of shape {tuple(out.shape)}"
-        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self._out_dtype:
+        if a.dtype is not self.a_dtype or b.dtype is not self.b_dtype or out.dtype is not self.out_dtype:
             return f"the kernel was built for {self._problem.a_format} x {self._problem.b_format} -> {self._problem.out_format}"
         device = a.get_device()
         if device < 0 or b.get_device() != device or out.get_device() != device:
