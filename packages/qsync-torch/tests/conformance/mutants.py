@@ -5,6 +5,7 @@ import torch
 
 from qsync_core.backend import KernelSpec, Op
 from qsync_torch.aten_backend import AtenBackend
+from qsync_torch.random_bits import stream_key
 
 
 class Mutant(AtenBackend):
@@ -29,6 +30,79 @@ class Float32Accumulation(Mutant):
             out.copy_(y if bias is None else y + bias)
 
         return product
+
+
+class Float32AccumulationOfAnInputGradient(Mutant):
+    op = Op.LINEAR_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda grad, w, scale, out: (
+            out.copy_((grad.float() @ w.float()) * scale) if grad.dtype is torch.int8 else kernel(grad, w, scale, out)
+        )
+
+
+class Float32AccumulationOfAWeightGradient(Mutant):
+    op = Op.LINEAR_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        return lambda grad, x, scale, out: (
+            out.copy_((grad.float().t() @ x.float()) * scale.view(-1, 1))
+            if grad.dtype is torch.int8
+            else kernel(grad, x, scale, out)
+        )
+
+
+class Float32AccumulationOfConvolutions(Mutant):
+    """Of those over many channels: others are exact in float32 too."""
+
+    op = Op.CONV2D_OUTPUT
+
+    def wrap(self, kernel, request):
+        if request.attributes["groups"] != "1":
+            return kernel
+        geometry = {name: [int(n) for n in request.attributes[name].split(",")] for name in ("stride", "padding", "dilation")}
+
+        def convolution(x, x_scale, w, w_scale, bias, out):
+            y = torch.nn.functional.conv2d(x.float(), w.float(), **geometry) * (x_scale * w_scale).view(1, -1, 1, 1)
+            out.copy_(y if bias is None else y + bias.view(1, -1, 1, 1))
+
+        return convolution
+
+
+class SumsTheFirst8192Only(Mutant):
+    def wrap(self, kernel, request):
+        return lambda x, x_scale, w, *others: kernel(x[:, :8192], x_scale, w[:, :8192], *others)
+
+
+class MultipliesAScaleInPlace(Mutant):
+    def wrap(self, kernel, request):
+        def product(x, x_scale, w, w_scale, bias, out):
+            kernel(x, x_scale, w, w_scale, bias, out)
+            x_scale.mul_(w_scale[:1] * 3)
+
+        return product
+
+
+class RoundsBeforeTheBias(Mutant):
+    def wrap(self, kernel, request):
+        def product(x, x_scale, w, w_scale, bias, out):
+            kernel(x, x_scale, w, w_scale, None, out)
+            if bias is not None:
+                out.add_(bias)
+
+        return product
+
+
+class RoundsConvolutionsBeforeTheBias(RoundsBeforeTheBias):
+    op = Op.CONV2D_OUTPUT
+
+    def wrap(self, kernel, request):
+        def convolution(x, x_scale, w, w_scale, bias, out):
+            kernel(x, x_scale, w, w_scale, None, out)
+            if bias is not None:
+                out.add_(bias.view(1, -1, 1, 1))
+
+        return convolution
 
 
 class ForgetsBias(Mutant):
@@ -204,6 +278,112 @@ class ManyWithOneSeed(Mutant):
         return lambda xs, qs, scales, seeds, offset: kernel(xs, qs, scales, [seeds[0]] * len(seeds), offset)
 
 
+class Draws(Mutant):
+    """Rounds one tensor stochastically with draws of its own; all else as it should be."""
+
+    op = Op.QUANTIZE
+
+    def draws(self, count, seed, offset):
+        """In [0, 1), as many as asked for."""
+        generator = torch.Generator().manual_seed(stream_key(seed, offset))
+        return torch.rand(count, generator=generator)
+
+    def in_memory_order(self, x):
+        return x.as_strided((x.numel(),), (1,), x.storage_offset())
+
+    def wrap(self, kernel, request):
+        v = request.variant
+        if (str(v.rounding), str(v.x_granularity), v.compute, request.attributes) != ("stochastic", "tensor", "int8", {}):
+            return kernel
+
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset)
+            u = self.draws(x.numel(), seed, offset)
+            y = self.in_memory_order(x).double() / scale.double()
+            self.in_memory_order(q).copy_((y + u.double()).floor().clamp(-127, 127))
+
+        return quantize
+
+
+class RepeatsDraws(Draws):
+    period = 4096
+
+    def draws(self, count, seed, offset):
+        return super().draws(self.period, seed, offset).repeat(count // self.period + 1)[:count]
+
+
+class RepeatsDrawsLater(RepeatsDraws):
+    period = 1 << 16
+
+
+class RepeatsDrawsOddly(RepeatsDraws):
+    period = 99_991
+
+
+class DrawsUpToOne(Draws):
+    """16 bits divided by the largest number of 16 bits."""
+
+    def draws(self, count, seed, offset):
+        return (super().draws(count, seed, offset) * 65536).floor() / 65535
+
+
+class NumbersDrawsLogically(Draws):
+    def in_memory_order(self, x):
+        return x.reshape(-1) if x.dtype is not torch.int8 or x.is_contiguous() else LogicalOrder(x)
+
+
+class LogicalOrder:
+    def __init__(self, x):
+        self.x = x
+
+    def copy_(self, values):
+        self.x.copy_(values.view(self.x.shape))
+
+
+class KeepsRangeOfSmallValues(Mutant):
+    """Scales are at least 1e-20."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            scale.clamp_(min=1e-20)
+
+        return quantize
+
+
+class CutsTheSeed(Mutant):
+    """To 62 bits."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, q, scale, seed, *more, **named: kernel(x, q, scale, seed & ((1 << 62) - 1), *more, **named)
+
+
+class CutsTheOffset(Mutant):
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, seed, offset & ((1 << 62) - 1), *more, **named)
+
+
+class RaisesNoErrorOnACpu(Mutant):
+    """Writes a scale that is not finite where a CPU is to raise."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, *more, **named):
+            if bool(torch.isfinite(x).all()):
+                kernel(x, q, scale, *more, **named)
+            else:
+                scale.fill_(float("nan"))
+
+        return quantize
+
+
 class HidesNan(Mutant):
     """Its maximum ignores values that are not numbers."""
 
@@ -258,4 +438,4 @@ class ForgetsToFlip(Mutant):
         return lambda grad, w, scale, out: kernel(grad, w.flip(2, 3), scale, out)
 
 
-ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value is not Mutant]
+ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value not in (Mutant, Draws)]

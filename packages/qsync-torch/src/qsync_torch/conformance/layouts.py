@@ -33,6 +33,12 @@ def integers(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.T
     return x.to(device)
 
 
+def large_integers(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
+    """int8 values of one sign, 64..127: their sums of products grow with every term, soon beyond what float32 holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(64, 128, shape, generator=generator, dtype=torch.int8).to(device)
+
+
 def floats(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
     """Standard normal values."""
     generator = torch.Generator().manual_seed(seed)

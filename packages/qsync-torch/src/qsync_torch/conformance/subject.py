@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.backend import KernelBackend, KernelRequest
+from qsync_core.backend import KernelBackend, KernelRequest, Op
 from qsync_core.precision import Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
@@ -90,7 +90,16 @@ class Subject:
     def kernels(
         self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
     ) -> list[Kernel]:
-        """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it."""
+        """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it.
+
+        They fail where they change an operand, a scale or a bias.
+        """
+        return [watched(kernel, op) for kernel in self.bare_kernels(op, variant, shapes, attributes)]
+
+    def bare_kernels(
+        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
+    ) -> list[Kernel]:
+        """The same without looking at their inputs, so that they can be captured."""
         if not self.offers(op, variant.compute):
             pytest.skip(f"{self.backend.name} does not offer {op} in {variant.compute} on {self.device.type}")
         request = self.request(op, variant, shapes, attributes)
@@ -100,6 +109,31 @@ class Subject:
         configs = self.backend.candidate_configs(request)
         assert configs, f"candidate_configs is empty for a request that has no reasons against it: {request}"
         return [self.backend.build(request, config) for config in list(configs)[: self.most_configs]]
+
+
+def watched(kernel: Kernel, op: str) -> Kernel:
+    """A kernel that fails where it changes one of its inputs."""
+
+    def call(*arguments: Any, **named: Any) -> None:
+        if op == Op.QUANTIZE_MANY:
+            inputs = list(arguments[0])
+        elif op == Op.QUANTIZE:
+            inputs = [arguments[0], named.get("multiplier")]
+        else:
+            inputs = list(arguments[:-1])
+        before = [x.clone() if isinstance(x, torch.Tensor) else None for x in inputs]
+        kernel(*arguments, **named)
+        for position, (x, kept) in enumerate(zip(inputs, before, strict=True)):
+            assert kept is None or is_same(x, kept), f"the kernel changed its input {position}, of shape {list(x.shape)}"
+
+    return call
+
+
+def is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN included."""
+    if x.dtype.is_floating_point:
+        x, y = (tensor.double().nan_to_num(7.0) for tensor in (x, y))
+    return torch.equal(x, y)
 
 
 def check_sentences(reasons: list[str]) -> None:

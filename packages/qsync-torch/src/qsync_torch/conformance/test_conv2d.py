@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from qsync_core.backend import Op
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
-from qsync_torch.conformance.layouts import between_others, floats, integers, powers_of_two
+from qsync_torch.conformance.layouts import between_others, floats, integers, large_integers, powers_of_two
 from qsync_torch.conformance.outputs import Outputs
 from qsync_torch.conformance.subject import Subject
-from qsync_torch.conformance.test_linear import DTYPE, check_near, mismatch
+from qsync_torch.conformance.test_linear import DTYPE, HALF_STEP, check_near, mismatch
 
 INT8 = Variant.of(Precision.INT8)
 IMAGES = {
@@ -30,16 +30,22 @@ IMAGES = {
     "odd channels": ((3, 5, 7, 6), (11, 3, 3), {"padding": (1, 1)}),
     "many channels": ((1, 512, 5, 5), (64, 3, 3), {"padding": (1, 1)}),
 }
+LARGE = {
+    "3x3": ((1, 512, 5, 5), (32, 3, 3), {"padding": (1, 1)}),
+    "1x1": ((1, 4096, 3, 3), (32, 1, 1), {}),
+    "many filters": ((1, 16, 5, 5), (512, 3, 3), {"padding": (1, 1)}),
+}
 """Image, filters as (O, KH, KW), geometry."""
 
 
 class Convolution:
     """Operands and geometry of one case."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        image, (out_channels, height, width), self.geometry = IMAGES[name]
+    def __init__(self, name: str, device: torch.device, *, large: bool = False) -> None:
+        image, (out_channels, height, width), self.geometry = (LARGE if large else IMAGES)[name]
         filters = (out_channels, image[1] // self.geometry.get("groups", 1), height, width)
-        self.x, self.w = (self.channels_last(integers(shape, device, i)) for i, shape in enumerate((image, filters)))
+        draw = large_integers if large else integers
+        self.x, self.w = (self.channels_last(draw(shape, device, i)) for i, shape in enumerate((image, filters)))
         self.y_shape = tuple(F.conv2d(self.x.float(), self.w.float(), **self.geometry).shape)
         spread = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), **self.geometry}
         self.attributes = {name: "{},{}".format(*spread[name]) for name in ("stride", "padding", "dilation")}
@@ -71,6 +77,50 @@ def test_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str, o
             out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
             kernel(case.x, x_scale, case.w, w_scale, b, out)
             assert torch.equal(out.nan_to_num(), expected.nan_to_num()), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("name", ["3x3", "1x1"])
+def test_large_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str) -> None:
+    """Operands of one sign: a float32 accumulator holds such sums up to 2²⁴ exactly, and these are beyond it."""
+    case = Convolution(name, subject.device, large=True)
+    one, ones = torch.ones(1, device=subject.device), torch.ones(case.w.shape[0], device=subject.device)
+    expected = case.output(case.x, case.w).float()
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
+        kernel(case.x, one, case.w, ones, None, out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+def test_large_sums_of_an_int8_gradient_of_the_input_are_exact(subject: Subject, outputs: Outputs) -> None:
+    """As above, over the filters."""
+    case = Convolution("many filters", subject.device, large=True)
+    grad = case.channels_last(large_integers(case.y_shape, subject.device, 5))
+    one = torch.ones(1, device=subject.device)
+    variant = attrs.evolve(INT8, grad_input=Precision.INT8)
+    expected = transposed(case, grad, case.w).float()
+    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(tuple(case.x.shape), torch.float32, channels_last=True)
+        kernel(grad, case.w, one, out)
+        assert torch.equal(out, expected), mismatch(out, expected)
+
+
+@pytest.mark.parametrize("output", list(DTYPE), ids=str)
+def test_any_scales_to_rounding_error(subject: Subject, outputs: Outputs, output: Precision) -> None:
+    """Arbitrary scales: within a few roundings of the float32 result, and one rounding to the output after the bias."""
+    case = Convolution("3x3, padded", subject.device)
+    channels = case.w.shape[0]
+    x_scale, w_scale = torch.rand(1, device=subject.device) + 0.01, torch.rand(channels, device=subject.device) * 1e-3 + 1e-6
+    bias = floats((channels,), torch.float32, subject.device, 3)
+    product = case.output(case.x, case.w) * x_scale.double() * w_scale.double().view(1, -1, 1, 1)
+    added = bias.double().view(1, -1, 1, 1)
+    expected = product + added
+    allowed = 2.0**-21 * (product.abs() + added.abs()) + HALF_STEP[DTYPE[output]] * expected.abs() + 2.0**-25
+    variant = attrs.evolve(INT8, output=output)
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+        out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
+        kernel(case.x, x_scale, case.w, w_scale, bias, out)
+        error = ((out.double() - expected).abs() / allowed).max().item()
+        assert error <= 1, f"errors up to {error:.2f} times those of one rounding to {output}"
 
 
 @pytest.mark.parametrize("strided", ["bias", "w_scale"])

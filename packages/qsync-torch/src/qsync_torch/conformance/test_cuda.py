@@ -61,7 +61,7 @@ def kernels(subject: Subject, op: str) -> list[Kernel]:
     if subject.device.type != "cuda":
         pytest.skip("streams and graphs are CUDA's")
     variant, shapes = CASES[op]
-    return subject.kernels(op, variant, shapes)
+    return subject.bare_kernels(op, variant, shapes)
 
 
 @pytest.mark.parametrize("op", CASES)
