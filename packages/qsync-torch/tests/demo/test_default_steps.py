@@ -13,10 +13,9 @@ def plans(*milliseconds):
 @pytest.mark.parametrize(
     "milliseconds, steps",
     [
-        ((200, 120, 150, 120), 40),  # 590 ms a round: 127 would fit
-        ((1000, 500, 500, 400), 30),  # 2.4 s a round: 31 fit, in whole tens
-        ((1000, 640, 780, 640), 20),  # 3.06 s a round: 24 fit
-        ((4000, 2000, 3000, 2000), 20),  # never fewer
+        ((200, 120, 150, 120), 40),  # 590 ms a round: 152 would fit
+        ((900, 600, 600, 300), 30),  # 2.4 s a round: 37 fit, in whole tens
+        ((4000, 2000, 3000, 2000), 30),  # 8 would fit, too few to learn anything
     ],
 )
 def test_a_slow_machine_trains_fewer_steps(milliseconds, steps):

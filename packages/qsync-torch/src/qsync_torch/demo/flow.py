@@ -28,8 +28,8 @@ from qsync_torch.demo.tasks import GROUPS, INFER, Measured, MeasureTask, Method,
 from qsync_torch.demo.workload import load_workload
 from qsync_torch.trace import trace
 
-MOST_STEPS, LEAST_STEPS = 40, 20
-TRAINING_NS = 75_000_000_000
+MOST_STEPS, LEAST_STEPS = 40, 30
+TRAINING_NS = 90_000_000_000
 """How long the compared methods may train all together, so that a slow machine finishes in a few minutes too."""
 
 

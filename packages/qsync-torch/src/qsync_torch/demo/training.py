@@ -34,7 +34,7 @@ from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
 from qsync_torch.profiling.whole_step import StepRunner
 
-_GRADIENT_BATCHES = 4
+_GRADIENT_BATCHES = 2
 LAST_LEARNING_RATE = 0.02
 """Learning rate after the last step over the first one's; it falls linearly."""
 
