@@ -30,7 +30,7 @@ from qsync_torch.tuning.chooser import Chosen
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
-_LONG_STEP_NS = 1_000_000_000
+_LONG_STEP_NS = 300_000_000
 """Steps on a CPU beyond this are measured without their optimizer where that is known."""
 _LEAST_SAMPLES = 3
 _PERIOD_STEPS = 10
