@@ -148,6 +148,23 @@ def test_doctor_reports_and_fails_when_a_plugin_is_broken(qsync: Any) -> None:
     assert "buy one" in qsync("doctor").stdout
 
 
+def test_two_backends_of_one_name_do_not_stop_doctor(qsync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [FakeBackend("x"), FakeBackend("x")]
+    monkeypatch.setattr(Plugin, "qsync_register_backends", hookimpl(lambda self: twice))
+    result = qsync("doctor")
+    assert result.exit_code == 1
+    assert "both offer a backend 'x'; give one of them another name" in " ".join(result.stdout.split())
+
+
+def test_backends_tells_of_those_that_are_disabled(qsync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = [FakeBackend("a"), FakeBackend("old", api_version=0)]
+    monkeypatch.setattr(Plugin, "qsync_register_backends", hookimpl(lambda self: offered))
+    text = qsync("backends").stdout
+    assert "plugin all (backend old) is disabled: its backend API version is 0, this qsync-core has 1" in text
+    assert "plugin broken is disabled: its import failed with ModuleNotFoundError" in text
+    assert json.loads(qsync("backends", "--json").stdout)["disabled"].keys() == {"all (backend old)", "broken"}
+
+
 def test_backends(qsync: Any, tmp_path: Path) -> None:
     listed = json.loads(qsync("backends", "--json").stdout)
     assert [backend["name"] for backend in listed["backends"]] == ["a", "b"]

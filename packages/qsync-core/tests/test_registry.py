@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -13,12 +14,12 @@ import click
 import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
 
-from qsync_core.backend import KernelRequest
+from qsync_core.backend import KernelConfig, KernelRequest, KernelSpec
 from qsync_core.doctor import DoctorLine
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.hooks import DeviceFacts, hookimpl
 from qsync_core.registry import Answer, Registry
-from qsync_core.tuning import TuningStore, tune
+from qsync_core.tuning import CompilingBackend, TuningStore, tune
 
 
 def plugin(**hooks: Callable[..., Any]) -> types.ModuleType:
@@ -81,7 +82,7 @@ def test_a_plugin_that_raises_on_import_disables_itself_only(write_plugin: Calla
 def test_two_plugins_of_one_name_are_refused(write_plugin: Callable[[str, str], EntryPoint]) -> None:
     first = write_plugin("good_plugin", GOOD_SOURCE)
     second = EntryPoint(name="good-plugin", value="another_module", group="qsync")
-    with pytest.raises(PluginError, match=r"two plugins are called 'good-plugin': one of .*; uninstall one of them"):
+    with pytest.raises(PluginError, match=r"two plugins are called 'good-plugin': one of .*; give one of them another name"):
         Registry.load([first, second])
     with pytest.raises(PluginError, match="two plugins are called 'a'; give one of them another name"):
         registry(a=plugin()).register(plugin(), "a")
@@ -124,13 +125,124 @@ def test_unusable_backends_are_reported() -> None:
     assert [backend.name for backend in found.backends()] == ["new"]
     assert found.disabled == {
         "odd (backend old)": "its backend API version is 0, this qsync-core has 1",
-        "odd (backend None)": "a int is not a KernelBackend",
+        "odd (backend None)": "a int is not a kernel backend",
     }
+
+
+class WithoutBuild:
+    name, api_version = "half", 1
+
+    def kernel_specs(self) -> list[KernelSpec]:
+        return []
+
+    unsupported_reasons = candidate_configs = kernel_specs
+
+
+@pytest.mark.parametrize(
+    ("offered", "reason"),
+    [
+        (FakeBackend, "it offers the class FakeBackend itself; offer an instance, FakeBackend()"),
+        (WithoutBuild(), "a WithoutBuild is not a kernel backend: it has no build()"),
+        (FakeBackend("my bad"), "a backend's name has letters, digits, '_', '.' and '-' only, got 'my bad'"),
+        (FakeBackend("a/b"), "a backend's name has letters, digits, '_', '.' and '-' only, got 'a/b'"),
+        (FakeBackend("auto"), "the name 'auto' stands for all backends; give it another name"),
+        (FakeBackend("x", api_version="1"), "its api_version must be the integer 1, got '1'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_backend_is_disabled_with_the_reason(offered: Any, reason: str) -> None:
+    found = registry(odd=offering(offered), good=offering(FakeBackend("good")))
+    assert [backend.name for backend in found.backends()] == ["good"]
+    assert list(found.disabled.values()) == [reason]
+
+
+@pytest.mark.parametrize(("offered", "got"), [(FakeBackend(), "FakeBackend"), (None, "NoneType"), (FakeBackend, "FakeBackend")])
+def test_a_plugin_that_offers_no_list_of_backends_is_disabled(offered: Any, got: str) -> None:
+    found = registry(odd=plugin(qsync_register_backends=lambda: offered), good=offering(FakeBackend("good")))
+    assert [backend.name for backend in found.backends()] == ["good"]
+    assert found.disabled == {"odd": f"its qsync_register_backends must return a list of backends, got {got}"}
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("no\ncompiler")
+
+
+def answering(method: str, answer: Any) -> FakeBackend:
+    """A backend with another answer of one method."""
+    function = answer if callable(answer) else lambda *_: answer
+    return type("Odd", (FakeBackend,), {method: lambda self, *arguments: function(*arguments)})("odd")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (raising, "its kernel_specs failed with RuntimeError: no compiler"),
+        ("linear", "its kernel_specs must return a list of KernelSpec, got str 'linear'"),
+        (["linear"], "its kernel_specs must return a list of KernelSpec, got a list with str 'linear'"),
+        ([KernelSpec("quantize", "int8", ("cpu",))], "whose compute must be a tuple of texts, got str 'int8'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_backend_without_specifications_is_disabled(answer: Any, reason: str) -> None:
+    found = registry(odd=offering(answering("kernel_specs", answer)))
+    assert found.backends() == []
+    assert found.disabled["odd (backend odd)"].startswith("backend odd: its kernel_specs ")
+    assert found.disabled["odd (backend odd)"].endswith(reason)
+    with pytest.raises(BackendError, match="kernel backend 'odd' is installed here and disabled: backend odd: its kernel_specs"):
+        found.select(LINEAR_INT8, "odd")
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "reason"),
+    [
+        ("unsupported_reasons", raising, "its unsupported_reasons failed with RuntimeError: no compiler"),
+        ("unsupported_reasons", "no", "its unsupported_reasons must return a list of texts, got str 'no'"),
+        ("unsupported_reasons", None, "its unsupported_reasons must return a list of texts, got NoneType None"),
+        ("unsupported_reasons", False, "its unsupported_reasons must return a list of texts, got bool False"),
+        ("candidate_configs", None, "its candidate_configs must return a list of KernelConfig, got NoneType None"),
+        ("candidate_configs", ["a"], "its candidate_configs must return a list of KernelConfig, got a list with str 'a'"),
+        (
+            "candidate_configs",
+            [],
+            "its candidate_configs must return at least one KernelConfig for a request that it takes, got list []",
+        ),
+    ],
+)
+def test_wrong_answers_are_told_and_leave_the_request_to_the_others(method: str, answer: Any, reason: str) -> None:
+    found = registry(one=offering(answering(method, answer), FakeBackend("other")))
+    assert found.answers(LINEAR_INT8)[0].reasons == (reason,)
+    assert found.select(LINEAR_INT8)[0].name == "other"
+    with pytest.raises(BackendError, match=re.escape(f"backend odd: {reason}")):
+        getattr(found.backends()[0], method)(LINEAR_INT8)
+
+
+def test_a_kernel_that_is_none_is_told() -> None:
+    found = registry(one=offering(answering("build", None)))
+    with pytest.raises(BackendError) as caught:
+        found.backends()[0].build(LINEAR_INT8, KernelConfig())
+    assert str(caught.value) == "backend odd: its build must return a function for linear.output, got NoneType None"
+
+
+def test_errors_of_qsync_pass_as_they_are() -> None:
+    class Particular(BackendError):
+        for_any_sizes = True
+
+    def refuse(*_: Any) -> Any:
+        raise Particular("never")
+
+    with pytest.raises(Particular):
+        registry(one=offering(answering("build", refuse))).backends()[0].build(LINEAR_INT8, KernelConfig())
+
+
+def test_a_backend_that_compiles_ahead_still_does() -> None:
+    compiling = type("Compiling", (FakeBackend,), {"compile_ahead": lambda self, requests, arch, progress: (arch, len(requests))})
+    one, other = registry(one=offering(compiling("a"), FakeBackend("b"))).backends()
+    assert isinstance(one, CompilingBackend)
+    assert one.compile_ahead([], "sm_90", lambda done, total, what: None) == ("sm_90", 0)
+    assert not isinstance(other, CompilingBackend)
 
 
 def test_two_backends_of_one_name_are_refused() -> None:
     found = registry(one=offering(FakeBackend("x")), two=offering(FakeBackend("x")))
-    with pytest.raises(PluginError, match="plugins one and two both offer a backend 'x'; uninstall one of them"):
+    with pytest.raises(PluginError, match="plugins one and two both offer a backend 'x'; give one of them another name"):
         found.backends()
 
 
@@ -258,7 +370,7 @@ def test_a_backend_that_fails_when_asked_leaves_the_request_to_the_others() -> N
             raise IndexError("tuple index out of range")
 
     found = registry(one=offering(Careless("a"), FakeBackend("b")))
-    assert found.answers(LINEAR_INT8)[0].reasons == ("asking it failed with IndexError: tuple index out of range",)
+    assert found.answers(LINEAR_INT8)[0].reasons == ("its unsupported_reasons failed with IndexError: tuple index out of range",)
     assert found.select(LINEAR_INT8)[0].name == "b"
 
 

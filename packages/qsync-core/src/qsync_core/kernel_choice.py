@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from qsync_core.backend import Op
 from qsync_core.errors import BackendError
 
 AUTO_BACKEND = "auto"
@@ -26,8 +27,9 @@ QUANTIZE_WEIGHT = "quantize.weight"
 QUANTIZE_GRADIENT = "quantize.gradient"
 """Pins the quantization of the output's gradient (8-bit backward products)."""
 
-_BACKEND = re.compile(r"[A-Za-z0-9_.-]+")
-_OP = re.compile(r"[a-z0-9_.]+")
+BACKEND_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""What plans can name a backend."""
+_KNOWN = (*Op.ALL, QUANTIZE_WEIGHT, QUANTIZE_GRADIENT)
 _CONFIG = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 
 
@@ -39,7 +41,7 @@ class OpChoice:
     config: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if not _BACKEND.fullmatch(self.backend):
+        if not BACKEND_NAME.fullmatch(self.backend):
             raise BackendError(f"a backend's name has letters, digits, '_', '.' and '-' only, got {self.backend!r}")
         if not _CONFIG.fullmatch(self.config):
             raise BackendError(
@@ -55,8 +57,8 @@ class KernelChoice:
 
     def __attrs_post_init__(self) -> None:
         for op in self.ops:
-            if not _OP.fullmatch(op):
-                raise BackendError(f"an operator's name has lower-case letters, digits, '_' and '.' only, got {op!r}")
+            if op not in _KNOWN:
+                raise BackendError(f"a choice of kernels is for one of {', '.join(_KNOWN)}; got {op!r}")
 
     def __str__(self) -> str:
         """Canonical text: operators in alphabetical order."""
@@ -96,7 +98,7 @@ def split_chain(names: str) -> tuple[str, ...]:
     """
     chain = tuple(names.split("+"))
     for name in chain:
-        if not _BACKEND.fullmatch(name):
+        if not BACKEND_NAME.fullmatch(name):
             raise BackendError(
                 f"not a kernel backend: {name!r} in {names!r}; write names such as 'aten', or 'triton+aten' for both"
             )

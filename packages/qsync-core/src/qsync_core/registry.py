@@ -11,7 +11,8 @@ import attrs
 import pluggy
 
 from qsync_core import compat, hooks
-from qsync_core.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.checked_backend import backend_problem, checked
 from qsync_core.doctor import DoctorLine
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 
@@ -64,6 +65,7 @@ class Registry:
     _backends: list[KernelBackend] | None = attrs.field(default=None, init=False)
     _distributions: dict[str, str] = attrs.field(factory=dict, init=False)
     _owners: dict[str, str] = attrs.field(factory=dict, init=False)
+    _unusable: dict[str, str] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._manager.add_hookspecs(hooks)
@@ -95,7 +97,8 @@ class Registry:
         origin = entry_point.dist.name if entry_point.dist else entry_point.value
         if name in self._distributions:
             raise PluginError(
-                f"two plugins are called {name!r}: one of {self._distributions[name]}, one of {origin}; uninstall one of them"
+                f"two plugins are called {name!r}: one of {self._distributions[name]}, one of {origin}; "
+                "give one of them another name, or uninstall it"
             )
         self._distributions[name] = origin
         try:
@@ -200,7 +203,7 @@ class Registry:
         return found
 
     def backends(self) -> list[KernelBackend]:
-        """Every usable kernel backend, in order of their names.
+        """Every usable kernel backend, in order of their names; they raise nothing but BackendError.
 
         Raises:
             PluginError: when two have one name, because plans name the backend that they want.
@@ -209,21 +212,38 @@ class Registry:
             owners: dict[str, str] = {}
             found: list[KernelBackend] = []
             for plugin, offered in self._call_each("qsync_register_backends"):
-                for backend in offered or ():
+                if not isinstance(offered, (list, tuple)):
+                    got = offered.__name__ if isinstance(offered, type) else type(offered).__name__
+                    self._disable(plugin, f"its qsync_register_backends must return a list of backends, got {got}")
+                    continue
+                for backend in offered:
                     name = str(getattr(backend, "name", None))
-                    problem = _backend_problem(backend)
+                    problem = backend_problem(backend)
                     if problem:
                         self.disabled[f"{plugin} (backend {name})"] = problem
+                        self._unusable[name] = problem
                         continue
                     if name in owners:
                         raise PluginError(
-                            f"plugins {owners[name]} and {plugin} both offer a backend {name!r}; uninstall one of them"
+                            f"plugins {owners[name]} and {plugin} both offer a backend {name!r}; give one of them another name, "
+                            "or uninstall it"
                         )
                     owners[name] = plugin
-                    found.append(backend)
+                    found.append(checked(backend))
             self._owners = owners
             self._backends = sorted(found, key=lambda backend: backend.name)
         return self._backends
+
+    def why_disabled(self, backend: str) -> str:
+        """A sentence on a backend that a plugin offers and that can not be used; empty where no plugin offers it."""
+        self.backends()
+        if backend not in self._unusable:
+            return ""
+        return f"kernel backend {backend!r} is installed here and disabled: {self._unusable[backend]}"
+
+    def all_disabled(self) -> str:
+        """What to add to a message about something that is missing: it may be in a plugin that is disabled."""
+        return "".join(f"; plugin {plugin} is disabled: {reason}" for plugin, reason in self.disabled.items())
 
     def answers(
         self, request: KernelRequest, names: Sequence[str] | None = None, *, store: TuningStore | None = None
@@ -242,8 +262,9 @@ class Registry:
         for name in names or ():
             if name not in backends:
                 raise BackendError(
-                    f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}"
-                    + "".join(f"; plugin {plugin} is disabled: {reason}" for plugin, reason in self.disabled.items())
+                    self.why_disabled(name)
+                    or f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}"
+                    + self.all_disabled()
                 )
         return [_answer(backend, request, store) for name, backend in backends.items() if names is None or name in names]
 
@@ -294,20 +315,12 @@ def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore |
         if reasons := backend.unsupported_reasons(request):
             return Answer(backend.name, tuple(reasons))
         configs = [config.text for config in backend.candidate_configs(request)]
-    except Exception as error:  # somebody else's code: a backend that fails here can not run the request, and the others may
-        return Answer(backend.name, (f"asking it failed with {_describe(error)}",))
+    except BackendError as error:  # a backend that fails here can not run the request, and the others may
+        return Answer(backend.name, (_one_line(error).removeprefix(f"backend {backend.name}: "),))
     match = store.look_up(backend.name, request, configs) if store is not None else None
     if match is None:
         return Answer(backend.name, config=configs[0] if configs else "")
     return Answer(backend.name, (), match.record.config, match.latency_ns, match.exact)
-
-
-def _backend_problem(backend: Any) -> str | None:
-    if not isinstance(backend, KernelBackend) or not isinstance(backend.name, str):
-        return f"a {type(backend).__name__} is not a KernelBackend"
-    if backend.api_version != BACKEND_API_VERSION:
-        return f"its backend API version is {backend.api_version}, this qsync-core has {BACKEND_API_VERSION}"
-    return None
 
 
 def _refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:

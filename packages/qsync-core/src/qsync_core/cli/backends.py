@@ -54,6 +54,7 @@ def backends(
     """
     registry = Registry.load()
     data: dict[str, Any] = {"backends": [_describe(backend) for backend in registry.backends()]}
+    data["disabled"] = dict(registry.disabled)
     facts = _device_facts(registry, device, compute_capability, device_name)
     if job is not None:
         graph = _graph(job, registry)
@@ -131,6 +132,8 @@ def _render(console: Console, data: dict[str, Any]) -> None:
             row = (backend["name"], spec["op"], " ".join(spec["compute"]), " ".join(spec["device_kinds"]))
             kernels.add_row(*row, spec["min_compute_capability"] or "any")
     console.print(kernels)
+    for plugin, reason in data["disabled"].items():
+        console.print(f"plugin {plugin} is disabled: {reason}", style="yellow", markup=False, soft_wrap=True)
     if "operators" not in data:
         return
     entries = data["operators"]

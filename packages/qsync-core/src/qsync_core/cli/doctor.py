@@ -9,6 +9,7 @@ import click
 
 from qsync_core.cli.output import emit, json_option
 from qsync_core.doctor import DoctorLine, Status, core_lines
+from qsync_core.errors import PluginError
 from qsync_core.registry import Registry
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ def doctor(ctx: click.Context, json_flag: bool) -> None:
     """
     registry = Registry.load()
     lines = core_lines() + registry.doctor_lines()
-    registry.backends()  # asks every plugin, so that those that fail are listed too
+    try:
+        registry.backends()  # asks every plugin, so that those that fail are listed too
+    except PluginError as error:
+        lines.append(DoctorLine("kernel backends", str(error), Status.ERROR))
     disabled = registry.disabled.items()
     lines += [DoctorLine(f"plugin {name}", "loaded") for name in registry.plugins]
     lines += [DoctorLine(f"plugin {name}", f"disabled: {reason}", Status.ERROR) for name, reason in disabled]
