@@ -69,7 +69,7 @@ class Job:
         name: for people; artifacts store it as the model's name.
         model: the module; parameters may be on any device and are not copied.
         batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  Whatever
-            it raises becomes a JobError, as does a result that is not a :class:`Batch`.
+            it raises becomes a JobError, as do other arguments (at once) and a result that is not a :class:`Batch`.
         loss: ``loss(model_output, batch)``, a scalar tensor.
         optimizer: makes the optimizer from the parameters.
         batch_size: samples a rank gets per step.
@@ -100,6 +100,7 @@ def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[in
     """The batch function, with its failures told apart from QSync's own."""
     if hasattr(make, "checked_by_qsync"):
         return make
+    _check_batch_arguments(make, name)
 
     @functools.wraps(make)
     def batch(step: int, batch_size: int) -> Batch:
@@ -117,6 +118,25 @@ def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[in
 
     batch.checked_by_qsync = True  # type: ignore[attr-defined]
     return batch
+
+
+def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None:
+    """Refuse a batch function that can not be called as it will be, before anything is traced or measured.
+
+    Raises:
+        JobError: with the arguments that it has, and those that it is called with.
+    """
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # nothing is known of some callables that are written in C
+        return
+    try:
+        signature.bind(0, DEFAULT_BATCH_SIZE)
+    except TypeError:
+        raise JobError(
+            f"the batch function of {name} has the arguments {signature}; it is called as batch(step, batch_size) "
+            "and must return a qsync_torch.job.Batch"
+        ) from None
 
 
 def load_job(text: str, batch_size: int | None = None) -> Job:

@@ -1,7 +1,13 @@
 """The page on writing a backend: what it shows, put together as it says, passes the suite that it names."""
 
+import json
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 from .test_suite import ENVIRONMENT, run
 
@@ -14,19 +20,64 @@ def blocks(language):
     return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
 
 
-def test_the_backend_of_the_page_passes(tmp_path, monkeypatch):
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The page's package where Python finds it, with the entry points that its pyproject.toml gives it; the folder."""
     plugin, backend, kernel = blocks("python")[:3]
     package = tmp_path / "qsync_kernels_mine"
     package.mkdir()
     for name, text in (("__init__", ""), ("plugin", plugin), ("backend", backend), ("product", kernel)):
         (package / f"{name}.py").write_text(text, encoding="utf-8")
+    project = tomllib.loads(blocks("toml")[0])["project"]
+    about = tmp_path / f"qsync_kernels_mine-{project['version']}.dist-info"
+    about.mkdir()
+    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (about / "METADATA").write_text(head + "".join(f"Requires-Dist: {line}\n" for line in project["dependencies"]))
+    entries = [line for group, names in project["entry-points"].items() for line in (f"[{group}]", *map(" = ".join, names.items()))]
+    (about / "entry_points.txt").write_text("\n".join(entries) + "\n")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}")
+    monkeypatch.setitem(ENVIRONMENT, "QSYNC_TUNING", str(tmp_path / "tuning.jsonl"))
+    return tmp_path
+
+
+def test_the_package_of_the_page_can_be_built():
+    system = tomllib.loads(blocks("toml")[0])["build-system"]
+    assert system == {"requires": ["hatchling"], "build-backend": "hatchling.build"}
+    files = re.findall(r"^ +([\w.]+\.\w+)\b", blocks("text")[0], re.MULTILINE)
+    assert files == ["pyproject.toml", "__init__.py", "plugin.py", "backend.py", "product.py"]
+
+
+def test_the_backend_of_the_page_passes(installed):
     arguments = ["-m", "pytest", "-q", "-p", "qsync_torch.conformance.plugin", "--pyargs", "qsync_torch.conformance"]
-    result = run(*arguments, "--backend", "qsync_kernels_mine.backend:MyBackend", cwd=tmp_path)
+    result = run(*arguments, "--backend", "mine", cwd=installed)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 40
-    offered = run("-c", "from qsync_kernels_mine.plugin import *; print(qsync_register_backends()[0].name)", cwd=tmp_path)
-    assert offered.stdout == "mine\n", offered.stderr
+
+
+def test_the_model_of_the_page_runs_on_the_backend(installed):
+    count = """
+import qsync_kernels_mine.product as product
+kernel, calls = product.linear_output, []
+product.linear_output = lambda *arguments: calls.append(1) or kernel(*arguments)
+"""
+    result = run("-c", count + blocks("python")[3] + "print(len(calls), model[0].weight.grad.shape)", cwd=installed)
+    assert result.stdout == "1 torch.Size([32, 64])\n", result.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(installed):
+    """Those that list and time kernels, as they stand there."""
+    lines = "".join(blocks("bash")).splitlines()
+    script = "\n".join(line for line in lines if line.startswith(("qsync ", "JOB=", "RUNGS=")))
+    assert script.count("qsync tune") == 2
+    with_module = f'set -e\nqsync() {{ "{sys.executable}" -m qsync_core.cli "$@"; }}\n{script}\n'
+    result = subprocess.run(
+        ["bash", "-c", with_module], cwd=installed, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    records = [json.loads(line) for line in (installed / "tuning.jsonl").read_text().splitlines()]
+    assert {record["op"] for record in records if record.get("backend") == "mine"} == {"linear.output"}
+    assert any("gw=int8" in record["formats"] for record in records if record.get("op") == "linear.grad_weight")
 
 
 def test_the_page_names_every_operator():

@@ -1,5 +1,6 @@
 """Jobs by name and from a person's own file, and what is said when they can not be loaded."""
 
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from qsync_core.errors import JobError
-from qsync_torch.job import Batch, load_job
+from qsync_torch.job import Batch, Job, load_job
 
 TINY_BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
 TINY = {
@@ -133,6 +134,14 @@ JOB_FILE = """
 
     def needs(path):
         return path
+
+    def batchless():
+        model, batch, loss, optimizer = parts()
+        return model, lambda: batch(0, 8), loss, optimizer
+
+    def stepless():
+        model, batch, loss, optimizer = parts()
+        return Job("stepless", model, lambda size: batch(0, size), loss, optimizer)
 """
 
 
@@ -169,6 +178,8 @@ def test_a_function_may_return_a_job_or_its_parts(job_file) -> None:
         ("{file}:fails", "failed: RuntimeError: no data here"),
         ("{file}:leaves", "failed: SystemExit: 3"),
         ("{file}:needs", "needs a value for path"),
+        ("{file}:batchless", "batch function of batchless has the arguments (); it is called as batch(step, batch_size) and must"),
+        ("{file}:stepless", "the batch function of stepless has the arguments (size); it is called as batch(step, batch_size)"),
     ],
 )
 def test_what_can_not_be_loaded_is_named(text: str, message: str, job_file) -> None:
@@ -176,6 +187,21 @@ def test_what_can_not_be_loaded_is_named(text: str, message: str, job_file) -> N
         load_job(text.format(file=job_file))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda *arguments: Batch((torch.ones(arguments[1]),)),
+        lambda step, batch_size=4, seed=0: Batch((torch.ones(batch_size),)),
+        functools.partial(lambda seed, step, size: Batch((torch.ones(size),)), 7),
+    ],
+    ids=["any", "defaults", "partial"],
+)
+def test_a_batch_function_may_have_any_arguments_that_can_be_called_with_two(batch) -> None:
+    job = Job("mine", torch.nn.Identity(), batch, lambda y, _: y.sum(), lambda _: None)
+    assert job.batch(0, 3).size == 3
+    assert next(job.batches(1, batch_size=5)).size == 5
 
 
 def test_the_readmes_job_is_one() -> None:
