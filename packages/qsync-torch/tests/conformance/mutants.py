@@ -5,6 +5,7 @@ import torch
 
 from qsync_core.backend import KernelSpec, Op
 from qsync_torch.aten_backend import AtenBackend
+from qsync_torch.aten_quantize import multiplied
 from qsync_torch.random_bits import stream_key
 
 
@@ -291,16 +292,32 @@ class Draws(Mutant):
     def in_memory_order(self, x):
         return x.as_strided((x.numel(),), (1,), x.storage_offset())
 
+    def build(self, request, config):
+        if request.op != Op.QUANTIZE_MANY:
+            return super().build(request, config)
+        AtenBackend.build(self, request, config)
+        quantize = self.build(attrs.evolve(request, op=Op.QUANTIZE, shapes=request.shapes[:1]), config)
+
+        def quantize_many(xs, qs, scales, seeds, offset):
+            for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
+                quantize(x, q, scale, seed, offset)
+
+        return quantize_many
+
     def wrap(self, kernel, request):
         v = request.variant
-        if (str(v.rounding), str(v.x_granularity), v.compute, request.attributes) != ("stochastic", "tensor", "int8", {}):
+        if (str(v.rounding), str(v.x_granularity), v.compute) != ("stochastic", "tensor", "int8"):
             return kernel
 
         def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
-            kernel(x, q, scale, seed, offset)
+            kernel(x, q, scale, seed, offset, multiplier)
+            if multiplier is not None:
+                x = multiplied(x, multiplier)
             u = self.draws(x.numel(), seed, offset)
             y = self.in_memory_order(x).double() / scale.double()
             self.in_memory_order(q).copy_((y + u.double()).floor().clamp(-127, 127))
+            if transposed_out is not None:
+                transposed_out.copy_(q.t())
 
         return quantize
 

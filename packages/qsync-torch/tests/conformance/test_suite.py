@@ -35,8 +35,9 @@ def verdicts(tmp_path_factory):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_reference_backend_passes(tmp_path):
-    result = run_suite("aten", tmp_path)
+@pytest.mark.parametrize("backend", ["aten", "mutants:Draws"])
+def test_backends_without_mistakes_pass(tmp_path, backend):
+    result = run_suite(backend, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "passed" in result.stdout
 
