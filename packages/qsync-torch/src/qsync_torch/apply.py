@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from qsync_core.errors import PlanError
+from qsync_core.kernel_choice import split_chain
 from qsync_core.op_id import OpId
 from qsync_core.plan import Assignment, PrecisionPlan
 from qsync_core.precision import Precision
@@ -108,7 +109,7 @@ def _last_per_module(replaced: list[tuple[nn.Module, Any, Any]]) -> list[tuple[n
 
 def apply_(
     model: nn.Module,
-    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant | Assignment],
+    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant | Assignment] | Mapping[str, Variant | Assignment | str],
     *,
     group: str | None = None,
     backend: str | None = None,
@@ -121,8 +122,9 @@ def apply_(
 
     Args:
         model: any module; its parameters stay as they are.
-        plan: a plan, the path of one, or variants (or whole assignments) by operator.  Operators for which only a variant is given
-            run on the kernels that were tuned fastest on a GPU, on PyTorch's own on a CPU.
+        plan: a plan, the path of one, or variants (or whole assignments) by operator; operators and variants may be texts, as in
+            ``{"encoder.0#0": "int8"}``.  Operators for which only a variant is given run on the kernels that were tuned fastest on
+            a GPU, on PyTorch's own on a CPU.
         group: which device group of the plan this process belongs to; found by :func:`qsync_torch.group.which_group` if omitted.
         backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
             ``auto`` whatever was tuned fastest here.
@@ -146,6 +148,8 @@ def apply_(
         from qsync_core.artifact import load
 
         plan = load(Path(plan), PrecisionPlan)
+    if backend is not None:
+        split_chain(backend)
     whole_plan = isinstance(plan, PrecisionPlan)
     if isinstance(plan, PrecisionPlan):
         from qsync_torch.agreement import check_ranks_agree
@@ -155,7 +159,8 @@ def apply_(
         group = which_group(plan) if group is None else group
         check_rank0(plan, group)
     device = _device_of(model)
-    assigned = assignments_of(plan, group, backend, default_backend(device))
+    entries = plan if isinstance(plan, PrecisionPlan) else _read(plan)
+    assigned = assignments_of(entries, group, backend, default_backend(device))
     addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
     check_backends(addressed, device)
     prebuild(addressed, device)
@@ -166,6 +171,27 @@ def apply_(
             applied.replace_forward(module, functools.partial(_refuse, fqn))
     model.__dict__[_MARK] = True
     return applied
+
+
+def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:
+    """Operators and variants, of which some may be texts.
+
+    Raises:
+        PlanError: when one is neither.
+    """
+    if not isinstance(entries, Mapping):
+        raise PlanError(f"apply_ takes a plan, the path of one, or variants by operator, got {type(entries).__name__}")
+    found = {}
+    for op_id, entry in entries.items():
+        try:
+            key = OpId.parse(op_id) if isinstance(op_id, str) else op_id
+            value = Variant.parse(entry) if isinstance(entry, str) else entry
+        except ValueError as error:
+            raise PlanError(f"not an operator and its variant: {op_id!r}: {entry!r} ({error}); write {{'0#0': 'int8'}}") from None
+        if not isinstance(key, OpId) or not isinstance(value, (Variant, Assignment)):
+            raise PlanError(f"not an operator and its variant: {op_id!r}: {entry!r}; write {{'0#0': 'int8'}}")
+        found[key] = value
+    return found
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -284,6 +284,19 @@ def _render(found: JobTuning, store: TuningStore, console: Console) -> None:
         said = "  ".join(f"{record.key.backend} {format_ns(record.latency_ns)}" for record in others)
         table.add_row(describe(entry.asked), best.key.backend, best.config or "–", format_ns(best.latency_ns), said or "–")
     console.print(table, markup=False)
+    failed = [
+        (name, why) for entry in found.requests if entry.best is None for name, said in entry.refusals.items() for why in said
+    ]
+    if failed:
+        console.print("\nWhy nobody:")
+        for name, why in dict.fromkeys(failed):
+            console.print(f"{name}: {why}", markup=False, soft_wrap=True)
+        console.print(
+            "a failure is kept for the backend's version; when it is repaired, raise the version of its package or tune into "
+            "another file (-o)\n",
+            markup=False,
+            soft_wrap=True,
+        )
     count = sum(len(entry.records) for entry in found.requests)
     again = f", {found.reused} of them known already" if found.reused else ""
     where = f"wrote {store.path}" if store.added else f"nothing was added to {store.path}"

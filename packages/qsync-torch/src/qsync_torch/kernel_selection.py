@@ -54,8 +54,9 @@ def _find_backend(name: str) -> KernelBackend:
     if name not in backends:
         known = ", ".join(sorted({*backends, DEFAULT_BACKEND}))
         raise BackendError(
-            f"kernel backend {name!r} is not installed here (found: {known}); install the package that provides it, "
-            "or name another backend"
+            installed().why_disabled(name)
+            or f"kernel backend {name!r} is not installed here (found: {known}); install the package that provides it, "
+            f"or name another backend{installed().all_disabled()}"
         )
     return backends[name]
 
@@ -94,7 +95,12 @@ def reasons_against(request: KernelRequest, names: str, config: str = "", role: 
     chain, pinned = asked_for(role or request.op, names, config)
     refusals: list[str] = []
     for backend in find_backends(chain):
-        reasons = backend.unsupported_reasons(request)
+        try:
+            reasons = backend.unsupported_reasons(request)
+        except BackendError as error:
+            if chain != AUTO_BACKEND:  # somebody named it
+                raise
+            reasons = [str(error)]
         if not reasons:
             unknown = "" if pinned is None else _why_unknown(backend, request, pinned.config)
             return [f"{backend.name}: {unknown}"] if unknown else []

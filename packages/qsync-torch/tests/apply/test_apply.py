@@ -317,6 +317,31 @@ def test_a_backend_that_is_not_installed_is_named():
     apply_(ConvNet(), plan_of(named(conv1=INT8, conv2=INT8, fc=INT8), backend="tensorrt"), backend="aten")
 
 
+def test_operators_and_variants_may_be_texts():
+    applied = apply_(ConvNet(), {"fc#0": "int8", "conv1": INT8})
+    assert applied.variants == {OpId("fc"): Variant.parse("int8"), OpId("conv1"): INT8}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({5: INT8}, r"not an operator and its variant: 5: Variant\(.*\); write {'0#0': 'int8'}"),
+        ({"fc": 8}, "not an operator and its variant: 'fc': 8; write"),
+        ({"fc": "int9"}, "not an operator and its variant: 'fc': 'int9' .*not a variant"),
+        ({"fc#x": "int8"}, "not an operator and its variant: 'fc#x': 'int8' .*an operator is written 'fcn?q?n?#call'|fqn#call"),
+        ([OpId("fc")], "apply_ takes a plan, the path of one, or variants by operator, got list"),
+    ],
+)
+def test_what_is_no_plan_is_refused(plan, message):
+    with pytest.raises(PlanError, match=message):
+        apply_(ConvNet(), plan)
+
+
+def test_an_empty_name_of_a_backend_is_refused():
+    with pytest.raises(BackendError, match="not a kernel backend: ''"):
+        apply_(ConvNet(), named(fc=INT8), backend="")
+
+
 def test_an_unknown_group_is_named_with_those_there_are():
     with pytest.raises(PlanError, match="the plan has no group 'gpu'; its groups are infer"):
         apply_(ConvNet(), plan_of(named(**EVERYTHING)), group="gpu")

@@ -63,6 +63,23 @@ def result_of(done):
     return json.loads(done.stdout)
 
 
+def test_a_broken_backend_does_not_stop_tuning(qsync, install, monkeypatch):
+    broken = NamedBackend("broken")
+    install(broken)
+    monkeypatch.setattr(broken, "unsupported_reasons", lambda request: "no")
+    found = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--json"))
+    wrong = "backend broken: its unsupported_reasons must return a list of texts, got str 'no'"
+    assert all(set(kernel["backends"]) == {"aten"} for kernel in found["kernels"])
+    assert all(kernel["reasons"] == {"broken": [wrong]} for kernel in found["kernels"])
+    monkeypatch.setattr(broken, "unsupported_reasons", lambda request: [])
+    monkeypatch.setattr(broken, "build", lambda request, config: None)
+    said = qsync("tune", "job.py:tiny", "--device", "cpu", "--backend", "broken").stdout
+    assert "nobody" in said
+    assert "broken: no configuration of backend broken runs quantize in int8" in said
+    assert "its build must return a function for quantize, got NoneType None" in said
+    assert "a failure is kept for the backend's version; when it is repaired, raise the version of its package" in said
+
+
 def test_a_job_is_tuned_once(qsync, install, own_store):
     install(NamedBackend("one"))
     first = result_of(qsync("tune", "job.py:tiny", "--device", "cpu", "--json"))

@@ -74,6 +74,37 @@ def test_a_missing_backend_stops_the_run_before_its_first_step(install):
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+def test_a_disabled_backend_is_named_with_the_reason(install):
+    old = NamedBackend("old")
+    old.api_version = 0
+    install(old)
+    with pytest.raises(BackendError, match="kernel backend 'old' is installed here and disabled: its backend API version is 0"):
+        apply_(net(), assigned(_2=(INT8, "old", "")))
+
+
+def test_a_backend_that_fails_when_asked_is_named(install, monkeypatch):
+    broken = NamedBackend("broken")
+    install(broken)
+    monkeypatch.setattr(broken, "unsupported_reasons", lambda request: 1 / 0)
+    with pytest.raises(BackendError, match="backend broken: its unsupported_reasons failed with ZeroDivisionError"):
+        apply_(net(), assigned(_2=(INT8, "broken+aten", "")))
+    step_of = net()
+    apply_(step_of, assigned(_2=(INT8, "auto", "")))
+    step(step_of)
+    monkeypatch.setattr(broken, "unsupported_reasons", lambda request: [])
+    monkeypatch.setattr(broken, "build", lambda request, config: None)
+    model = net()
+    apply_(model, assigned(_2=(INT8, "broken", "")))
+    with pytest.raises(BackendError, match="backend broken: its build must return a function for quantize, got NoneType None"):
+        step(model)
+
+
+def test_an_operator_that_does_not_exist_can_not_be_pinned(install):
+    install(NamedBackend("one"))
+    with pytest.raises(BackendError, match=r"a choice of kernels is for one of .*linear.output.*; got 'linear.outpt'"):
+        apply_(net(), assigned(_2=(INT8, "one", "linear.outpt=one/a")))
+
+
 def test_refusals_of_backward_kernels_stop_it_too_with_all_reasons(install):
     install(
         NamedBackend("one", refuses={"grad_input": "too narrow", "conv2d.grad_weight": "not offered"}),

@@ -49,9 +49,9 @@ def find_backend(name: str | None) -> KernelBackend:
     registry = Registry.load()
     backends = {backend.name: backend for backend in registry.backends()}
     if name not in backends:
-        disabled = "".join(f"; {plugin} is disabled: {reason}" for plugin, reason in registry.disabled.items())
         raise pytest.UsageError(
-            f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}{disabled}; "
+            registry.why_disabled(name)
+            or f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}{registry.all_disabled()}; "
             "install the package that provides it, or write --backend package.module:Class"
         )
     return backends[name]

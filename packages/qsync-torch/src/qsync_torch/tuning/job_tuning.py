@@ -113,12 +113,12 @@ def tune_requests(
             for backend in compiler.backends:
                 progress(done, total, f"{describe(asked)} {backend.name}")
                 done += 1
-                if reasons := backend.unsupported_reasons(asked.request):
-                    refusals[backend.name] = tuple(reasons)
-                    continue
-                valid = _known_configs(backend, asked.request)
-                known = store.find(backend.name, asked.request, valid)
                 try:
+                    if reasons := backend.unsupported_reasons(asked.request):
+                        refusals[backend.name] = tuple(reasons)
+                        continue
+                    valid = _known_configs(backend, asked.request)
+                    known = store.find(backend.name, asked.request, valid)
                     if timer is None and not _is_done(known, backend, asked.request, effort):
                         timer = KernelTimer(rotating_sets(asked, device), device)
                     measure = timer or _never
