@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -99,7 +98,7 @@ def run_demo(options: Options, progress: Progress) -> Result:
         predicted = {name: replayer.timeline({INFER: infer_variants(plan)}) for name, plan in _with_timeline(plans).items()}
         _save_plans(folder, plans, sensitivity, predicted, profiles[INFER].device.share)
         steps = options.steps or default_steps(plans)
-        trained = _train(options, steps, plans, measured, profiles, dag, progress)
+        trained = _train(options, steps, plans, measured, dag, progress)
     finally:
         remove_abandoned_quotas()
     outcome = make_outcome(
@@ -148,12 +147,10 @@ def _train(
     steps: int,
     plans: Plans,
     measured: Measured,
-    profiles: Mapping[str, Profile],
     dag: PrecisionDag,
     progress: Progress,
 ) -> Trained:
     folder = options.folder
-    train_ns, infer_ns = (profiles[group].steps[0].iteration_ns for group in GROUPS)
 
     def methods(named: dict[str, PrecisionPlan]) -> tuple[Method, ...]:
         return tuple(
@@ -165,7 +162,7 @@ def _train(
         tiny=options.tiny,
         folder=str(folder),
         weakness=measured.weakness,
-        step_ratio=infer_ns / train_ns,
+        step_ratio=measured.ratio,
         steps=steps,
         block=options.block,
         compared=methods(dict(plans.compared)),

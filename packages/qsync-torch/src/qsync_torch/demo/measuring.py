@@ -54,7 +54,7 @@ def _share(measured: Measured, rank: int) -> float:
 
 
 def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, weak: WeakWorker | None) -> Measured:
-    """Both workers run float32 steps at once until the weak one's take the wanted multiple of the strong one's."""
+    """Both workers run float32 steps in turns until the weak one's take the wanted multiple of the strong one's."""
     rounds = 0
     last: StepRatio | None = None
 

@@ -1,4 +1,8 @@
-"""How much slower the weak worker is: both run float32 steps at once, and their medians are compared."""
+"""How much slower the weak worker is: each runs float32 steps while the other waits, and their medians are compared.
+
+One after the other, because side by side they slow each other down (they share memory and power) as they do not in training, where
+the faster one waits for the slower.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import attrs
 from qsync_torch.demo.rendezvous import Rendezvous
 from qsync_torch.profiling.whole_step import StepRunner
 
-_SECONDS = 2.5
-_LEAST_STEPS = 5
+_SECONDS = 1.5
+_LEAST_STEPS = 3
 
 
 @attrs.frozen
@@ -33,7 +37,18 @@ class StepRatio:
 
 
 def measure_step_ratio(runner: StepRunner, rendezvous: Rendezvous, *, quick: bool) -> StepRatio:
-    """Run steps on both workers for a while (``quick``: a few); all ranks must call it."""
+    """Run steps on one worker after the other for a while (``quick``: a few); all ranks must call it."""
+    medians_ns, core_shares = [], []
+    for rank in range(rendezvous.world_size):
+        mine = _measure(runner, quick) if rendezvous.rank == rank else None
+        median_ns, share = rendezvous.gather(mine)[rank]
+        medians_ns.append(median_ns)
+        core_shares.append(share)
+    return StepRatio(tuple(medians_ns), tuple(core_shares))
+
+
+def _measure(runner: StepRunner, quick: bool) -> tuple[int, float]:
+    """This rank's median step, and its CPU time over elapsed time meanwhile."""
     before, cpu_before = time.perf_counter(), time.process_time()
     times: list[int] = []
     while len(times) < _LEAST_STEPS or (not quick and time.perf_counter() - before < _SECONDS):
@@ -41,5 +56,4 @@ def measure_step_ratio(runner: StepRunner, rendezvous: Rendezvous, *, quick: boo
         runner.train_step(len(times))
         times.append(time.perf_counter_ns() - start)
     share = (time.process_time() - cpu_before) / (time.perf_counter() - before)
-    medians = rendezvous.gather(round(statistics.median(times)))
-    return StepRatio(tuple(medians), tuple(rendezvous.gather(share)))
+    return round(statistics.median(times)), share

@@ -73,7 +73,7 @@ class TrainTask:
     Attributes:
         compared: methods trained to the end and evaluated; ``probes`` are only timed.
         timelines: methods of which one step is recorded operator by operator.
-        step_ratio: the weak worker's float32 step over the strong one's, as profiled.
+        step_ratio: the weak worker's float32 step over the strong one's when the profiles were made.
     """
 
     model: str

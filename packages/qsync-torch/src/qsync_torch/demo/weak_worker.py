@@ -79,7 +79,7 @@ class WeakWorker:
         return tried[best]
 
     def keep(self, measure_ratio: Callable[[], float], wanted: float) -> None:
-        """Before training, some minutes after profiling: bring a quota back to the ratio that was profiled.
+        """Before training, some minutes after profiling: bring a quota back to the ratio that there was then.
 
         The two cores of a shared host drift against each other, and the weak worker is to stay as weak as its profile says.  Every
         rank must take part in ``measure_ratio``.
