@@ -6,7 +6,7 @@ names the backend and the method, what was expected and what came instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec
@@ -116,7 +116,6 @@ class CheckedBackend:
 class CheckedCompilingBackend(CheckedBackend):
     """The same of a backend that compiles ahead of time."""
 
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Callable[[int, int, str], None]) -> object:
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Update) -> object:
         """Compile the candidates of requests that the backend supports, into its cache."""
-        update: Update = progress
-        return self._ask("compile_ahead", requests, arch, update)
+        return self._ask("compile_ahead", requests, arch, progress)

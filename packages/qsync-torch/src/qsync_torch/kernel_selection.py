@@ -115,11 +115,11 @@ def _why_unknown(backend: KernelBackend, request: KernelRequest, config: str) ->
     try:
         backend.build(request, KernelConfig(config))
     except BackendError as error:
-        return str(error) if _is_for_any_sizes(error) else ""
+        return str(error) if is_for_any_sizes(error) else ""
     return ""
 
 
-def _is_for_any_sizes(error: BackendError) -> bool:
+def is_for_any_sizes(error: BackendError) -> bool:
     """Whether a backend says of its error that other shapes would not help (an attribute ``for_any_sizes``)."""
     return bool(getattr(error, "for_any_sizes", False))
 
@@ -150,7 +150,7 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
                     return backend.build(request, KernelConfig(pinned.config))
                 except BackendError as error:
                     first = backend.candidate_configs(request)[0]
-                    if first.text == pinned.config or _is_for_any_sizes(error):
+                    if first.text == pinned.config or is_for_any_sizes(error):
                         raise
                     warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
                     return backend.build(request, first)

@@ -17,7 +17,7 @@ from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_r
 from qsync_core.tuning import CompilingBackend
 from qsync_torch.binding import device_facts
 from qsync_torch.int8_product import conv_output_size
-from qsync_torch.kernel_selection import asked_for, find_backends, missing_backends, parse_choice, reasons_against
+from qsync_torch.kernel_selection import asked_for, find_backends, is_for_any_sizes, missing_backends, parse_choice, reasons_against
 from qsync_torch.operators.conv2d import IntPair, pair
 from qsync_torch.plan_fit import Addressed, Assigned
 
@@ -165,7 +165,7 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
         try:
             find_backends(name)[0].build(asked.request, KernelConfig(config))
         except BackendError as error:
-            return error if getattr(error, "for_any_sizes", False) else None
+            return error if is_for_any_sizes(error) else None
         return None
 
     compiled = [item for item in todo.items() if isinstance(find_backends(item[0][0])[0], CompilingBackend)]

@@ -60,16 +60,20 @@ class Convolution:
         """The convolution in float64: exact for integers."""
         return F.conv2d(x.double(), w.double(), **self.geometry)
 
+    def scaled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scales of x and w that are powers of two, a bias of integers, and the product with these scales, exact in float32."""
+        channels, device = self.w.shape[0], self.x.device
+        x_scale, w_scale = torch.full((1,), 0.5, device=device), powers_of_two(channels, device)
+        bias = torch.arange(channels, dtype=torch.float32, device=device) - 9
+        return x_scale, w_scale, bias, self.output(self.x, self.w).float() * (0.5 * w_scale).view(1, -1, 1, 1)
+
 
 @pytest.mark.parametrize("output", list(DTYPE), ids=str)
 @pytest.mark.parametrize("name", IMAGES)
 def test_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str, output: Precision) -> None:
     """Against int64 arithmetic, with scales that are powers of two and a bias of integers."""
     case = Convolution(name, subject.device)
-    channels = case.w.shape[0]
-    x_scale, w_scale = torch.full((1,), 0.5, device=subject.device), powers_of_two(channels, subject.device)
-    bias = torch.arange(channels, dtype=torch.float32, device=subject.device) - 9
-    product = case.output(case.x, case.w).float() * (0.5 * w_scale).view(1, -1, 1, 1)
+    x_scale, w_scale, bias, product = case.scaled()
     variant = attrs.evolve(INT8, output=output)
     for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
         for b in (None, bias):
@@ -128,10 +132,7 @@ def test_any_scales_to_rounding_error(subject: Subject, outputs: Outputs, output
 def test_scales_and_bias_may_be_strided(subject: Subject, outputs: Outputs, name: str, strided: str) -> None:
     """A kernel that reads them as if they were dense reads the numbers beside them."""
     case = Convolution(name, subject.device)
-    channels = case.w.shape[0]
-    x_scale, w_scale = torch.full((1,), 0.5, device=subject.device), powers_of_two(channels, subject.device)
-    bias = torch.arange(channels, dtype=torch.float32, device=subject.device) - 9
-    product = case.output(case.x, case.w).float() * (0.5 * w_scale).view(1, -1, 1, 1)
+    x_scale, w_scale, bias, product = case.scaled()
     expected = product + bias.view(1, -1, 1, 1)
     if strided == "bias":
         bias = between_others(bias)
