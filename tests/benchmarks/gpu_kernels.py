@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def main() -> None:
     where = {"directory": options.directory} if options.directory else {}
     missed = []
     for name in wanted:
-        command = f"{COMMAND} --only {name}" + (f" --backend {options.backend}" if options.backend else "")
+        command = f"{COMMAND} --only {name}" + _settings(parser, options)
         try:
             if name in COMPILED and not options.quick:
                 _compile(bench, [later for later in wanted[wanted.index(name) :] if later in COMPILED])
@@ -115,6 +116,16 @@ def main() -> None:
                 os.execv(sys.executable, [sys.executable, *_without_only(sys.argv), "--only", ",".join(rest)])
         release()
     bench.say("done" + (f"; not measured: {', '.join(missed)}" if missed else ""))
+
+
+def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """The options that decide what a row says, as far as they are not the defaults."""
+    text = ""
+    for name in ("backend", "modes", "int8", "outputs", "libraries", "just_in_time"):
+        value = getattr(options, name)
+        if value != parser.get_default(name):
+            text += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+    return text
 
 
 def _device_lives() -> bool:

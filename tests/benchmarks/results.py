@@ -52,8 +52,7 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
 def merge_file(path: Path, *, directory: Path = RESULTS) -> Path:
     """Merge a results file that was written on another machine; its rows keep that machine, its versions, commit and command."""
     stored = json.loads(path.read_text(encoding="utf-8"))
-    run = {name: value for name, value in stored.items() if name != "rows"}
-    return _merge(path.stem, [{name: row[name] for name in row if name not in run} for row in stored["rows"]], run, directory)
+    return _merge(path.stem, stored["rows"], {name: value for name, value in stored.items() if name != "rows"}, directory)
 
 
 def _merge(topic: str, rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any], directory: Path) -> Path:
@@ -65,7 +64,9 @@ def _merge(topic: str, rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any]
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         earlier = {name: stored[name] for name in run if name in stored}
         merged = {row["id"]: earlier | row for row in stored["rows"]}
-        merged |= {row["id"]: {**run, **_complete(row)} for row in rows}
+        for row in rows:
+            own = {name: row[name] for name in run if name in row}
+            merged[row["id"]] = run | own | _complete({name: row[name] for name in row if name not in own})
         ordered = [_without(merged[key], run) for key in sorted(merged, key=_natural)]
         text = json.dumps({**run, "rows": ordered}, ensure_ascii=False, indent=2, allow_nan=False)
         write_atomically(path, (text + "\n").encode())

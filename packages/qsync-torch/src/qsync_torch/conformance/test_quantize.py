@@ -314,7 +314,8 @@ def test_many_tensors_come_out_as_each_alone(subject: Subject, outputs: Outputs,
     shapes = ((16, 8), (4, 3, 3, 3), (1, 1), (33, 129), (300, 40))
     variant = variant_of(Rounding.STOCHASTIC, granularity)
     xs = [floats(shape, torch.float32, subject.device, i) * 10.0**i for i, shape in enumerate(shapes)]
-    xs[1] = xs[1].to(memory_format=torch.channels_last)
+    if granularity is not ROW:  # a kernel is only given rows that follow each other in memory
+        xs[1] = xs[1].to(memory_format=torch.channels_last)
     seeds = [3, 1 << 60, 5, 6, 7]
     for kernel in subject.kernels(Op.QUANTIZE_MANY, variant, shapes):
         qs = [outputs.like(x, torch.int8) for x in xs]
