@@ -94,9 +94,9 @@ def step_rows(
     best_settings: list[Setting] = []
     for mode in modes:
         measured = settings
-        if mode is Mode.COMPILED and best_settings:
+        if mode is Mode.COMPILED:
             # Compiling takes a minute a setting: only what the earlier modes found fastest is.
-            measured = [setting for setting in best_settings if setting is not AMP]
+            measured = [setting for setting in best_settings or settings if setting is not AMP]
         times = _measure(bench, job, kernels, measured, mode)
         yield from _rows(bench, job, times, mode)
         best_settings = [setting for setting in settings if setting.name in (FLOAT16.name, AMP.name, _best(times))]
