@@ -78,33 +78,32 @@ def _split(
 
 def classes(dag: PrecisionDag, group: GroupProblem, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], ...]:
     """Group blocks into isomorphism classes, in the order of each class's first block."""
-    operators_of: dict[int, int] = {}
-    block_of_unit = {index: number for number, block in enumerate(blocks) for index in block.units}
-    for index, unit in enumerate(group.units):
-        for op_id in unit.operators:
-            operators_of[dag.index[op_id]] = block_of_unit[index]
-    members = _members(dag, operators_of, blocks)
     found: dict[object, list[Block]] = {}
-    for number, block in enumerate(blocks):
-        found.setdefault(_signature(dag, group, block, members[number]), []).append(block)
+    for block, positions in zip(blocks, members(dag, group, blocks), strict=True):
+        found.setdefault(_signature(dag, group, block, positions), []).append(block)
     return tuple(tuple(entry) for entry in found.values())
 
 
-def _members(dag: PrecisionDag, block_of: dict[int, int], blocks: Sequence[Block]) -> list[list[int]]:
+def members(dag: PrecisionDag, group: GroupProblem, blocks: Sequence[Block]) -> list[list[int]]:
     """Positions of all operators of each block: its adjustable ones and, in its module or between them, those that follow them."""
+    block_of_unit = {index: number for number, block in enumerate(blocks) for index in block.units}
+    block_of: dict[int, int] = {}
+    for index, unit in enumerate(group.units):
+        for op_id in unit.operators:
+            block_of[dag.index[op_id]] = block_of_unit[index]
     last = {number: position for position, number in sorted(block_of.items())}
-    members: list[list[int]] = [[] for _ in blocks]
+    found: list[list[int]] = [[] for _ in blocks]
     owner: dict[int, int] = dict(block_of)
     for position, operator in enumerate(dag.operators):
         if position not in owner:
             # A dependent operator belongs to the block of its latest producer that has one.
             owners = [owner[dag.index[p]] for p in operator.inputs if dag.index[p] in owner]
-            owners.sort(key=lambda number: members[number][-1])
+            owners.sort(key=lambda number: found[number][-1])
             if owners and (position < last[owners[-1]] or operator.op_id.fqn.startswith(f"{blocks[owners[-1]].name}.")):
                 owner[position] = owners[-1]
         if position in owner:
-            members[owner[position]].append(position)
-    return members
+            found[owner[position]].append(position)
+    return found
 
 
 def _signature(dag: PrecisionDag, group: GroupProblem, block: Block, members: Sequence[int]) -> object:

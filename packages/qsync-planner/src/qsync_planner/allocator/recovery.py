@@ -59,6 +59,16 @@ def recover(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]
     return history
 
 
+def recover_as_printed(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
+    """As :func:`recover`, to the letter of the paper: one sweep, in which a refused step is the end of its unit.
+
+    Whether a step lowers Ω is not asked.  Refusals are judged against the plan as it stood when the step was tried.
+    """
+    history = new_history(state)
+    _sweep(state, limit_ns, history, as_printed=True)
+    return history
+
+
 def new_history(state: SearchState) -> dict[str, tuple[History, ...]]:
     """Histories that begin at the accepted plan."""
     return {name: tuple(History(rung) for rung in rungs) for name, rungs in state.all_rungs().items()}
@@ -70,7 +80,7 @@ def sweep_until_stable(state: SearchState, limit_ns: int, history: Mapping[str, 
         pass
 
 
-def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> bool:
+def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]], *, as_printed: bool = False) -> bool:
     """Try every step once, group by group in turn; returns whether any was kept."""
     heaps: dict[str, list[tuple[float, int, int]]] = {}
     for group in state.problem.groups:
@@ -83,8 +93,13 @@ def _sweep(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[His
         for name, heap in heaps.items():
             if heap:
                 negative_gain, index, rung = heapq.heappop(heap)
-                kept |= try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
-                _push(state, heap, name, index, rung + 1)
+                if as_printed:
+                    taken = keep_if_fitting(state, name, index, rung, limit_ns, history[name][index])
+                else:
+                    taken = try_step(state, name, index, rung, -negative_gain, limit_ns, history[name][index])
+                kept |= taken
+                if taken or not as_printed:
+                    _push(state, heap, name, index, rung + 1)
     return kept
 
 
@@ -101,13 +116,14 @@ def try_step(state: SearchState, group: str, index: int, rung: int, gain: float,
     if gain <= 0:
         history.refusals.append(Refusal(rung, 0, 0, gains=False))
         return False
-    problem = state.problem.by_name[group]
+    return keep_if_fitting(state, group, index, rung, limit_ns, history)
+
+
+def keep_if_fitting(state: SearchState, group: str, index: int, rung: int, limit_ns: int, history: History) -> bool:
+    """Keep a step of one unit if both limits hold, else record the refusal.  Returns whether it was kept."""
     before = state.prediction.groups[group].busy_ns
     prediction = state.try_moves(group, {index: rung})
-    over_time = max(0, prediction.iteration_ns - limit_ns)
-    over_memory = 0
-    if not problem.fits(prediction.groups[group].peak_bytes):
-        over_memory = prediction.groups[group].peak_bytes - problem.group.memory_bytes
+    over_time, over_memory = overruns(state, group, prediction, limit_ns)
     if over_time or over_memory:
         state.reject()
         history.refusals.append(Refusal(rung, over_time, over_memory, gains=True))
@@ -116,6 +132,13 @@ def try_step(state: SearchState, group: str, index: int, rung: int, gain: float,
     history.refusals.clear()
     history.steps.append(Step(rung, prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)))
     return True
+
+
+def overruns(state: SearchState, group: str, prediction: Prediction, limit_ns: int) -> tuple[int, int]:
+    """By how many nanoseconds and bytes a prediction breaks the time limit and the group's memory budget (0: it does not)."""
+    problem, peak = state.problem.by_name[group], prediction.groups[group].peak_bytes
+    over_memory = 0 if problem.fits(peak) else peak - problem.group.memory_bytes
+    return max(0, prediction.iteration_ns - limit_ns), over_memory
 
 
 def slack_ns(prediction: Prediction, group: str, limit_ns: int) -> int:
