@@ -26,7 +26,7 @@ RESULTS = ROOT / "docs" / "results"
 _FIELDS = ("id", "what", "value", "unit", "spread", "target")
 _VERSIONS = (
     "qsync-core", "qsync-planner", "qsync-torch", "qsync-kernels-cutlass", "qsync-kernels-triton", "torch", "numpy", "transformers",
-    "triton", "nvidia-cutlass", "torchao", "msgpack", "cattrs",
+    "triton", "nvidia-cutlass", "torchao", "msgpack", "cattrs", "highspy",
 )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``kernels`` (the kernel suite), or both.
+"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``kernels`` (the kernel suite), or all.
 
     tox run -e benchmark -- spine
+    tox run -e benchmark -- allocator --only A1,A2
     tox run -e benchmark -- kernels --set bert-base --compare docs/results/kernels/nvidia-h200.json
 
-What follows ``kernels`` goes to pytest.
+What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``kernels`` to pytest.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ def commands(arguments: list[str]) -> list[list[str]]:
     """Command lines of what is asked for.
 
     Raises:
-        SystemExit: when the first argument names neither part.
+        SystemExit: when the first argument names no part.
     """
     spine = [[sys.executable, f"tests/benchmarks/{script}", *rest] for script, *rest in map(shlex.split, SPINE)]
+    allocator = [sys.executable, "tests/benchmarks/allocator_rows.py"]
     kernels = [sys.executable, "-m", "pytest", "tests/benchmarks/kernels"]
     match arguments:
         case []:
-            return [*spine, kernels]
+            return [*spine, allocator, kernels]
         case ["spine"]:
             return spine
+        case ["allocator", *rest]:
+            return [[*allocator, *rest]]
         case ["kernels", *rest]:
             return [[*kernels, *rest]]
-    raise SystemExit(f"benchmarks are 'spine' and 'kernels', got {arguments[0]!r}; only 'kernels' takes arguments, pytest's")
+    raise SystemExit(f"benchmarks are 'spine', 'allocator' and 'kernels', got {arguments[0]!r}; 'spine' takes no arguments")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,12 @@ class Instance:
     profiles: Mapping[str, Profile]
     sensitivity: Sensitivity
     tolerance: float
+    symmetric: bool = False
+
+    @property
+    def label(self) -> str:
+        """How the instance is called in results."""
+        return f"{self.name} {self.cluster.name} {self.regime} {self.seed}{' symmetric' if self.symmetric else ''}"
 
 
 def instance(name: str, hardware: str, regime: str, seed: int, *, symmetric: bool = False) -> Instance:
@@ -74,7 +80,7 @@ def instance(name: str, hardware: str, regime: str, seed: int, *, symmetric: boo
     cluster = cluster_of(hardware, [Helpers(train, 2)], [Helpers(infer, 2)], draw.choice(LINKS_GBPS))
     profiles = profiles_of(dag, cluster, draw)
     sensitivity = drawn_sensitivity(dag, ladder(infer), draw, symmetric=seed if symmetric else None)
-    return _in_regime(name, regime, seed, dag, cluster, profiles, sensitivity)
+    return attrs.evolve(_in_regime(name, regime, seed, dag, cluster, profiles, sensitivity), symmetric=symmetric)
 
 
 def large_instance(
@@ -95,7 +101,7 @@ def large_instance(
     profiles = profiles_of(dag, cluster, draw)
     variants = [variant for chip in dict.fromkeys(LARGE_INFER) for variant in ladder(chip)]
     sensitivity = drawn_sensitivity(dag, variants, draw, symmetric=seed if symmetric else None)
-    return _in_regime(name, regime, seed, dag, cluster, profiles, sensitivity)
+    return attrs.evolve(_in_regime(name, regime, seed, dag, cluster, profiles, sensitivity), symmetric=symmetric)
 
 
 def _real(name: str, regime: str, seed: int) -> Instance:
@@ -106,7 +112,8 @@ def _real(name: str, regime: str, seed: int) -> Instance:
     profiles = {group.name: load(folder / f"profile.{group.name}.qsync", Profile) for group in groups}
     sensitivity = load(folder / "sensitivity.qsync", Sensitivity)
     dag = load(folder / "dag.qsync", PrecisionDag)
-    return _in_regime(name, regime, seed, dag, attrs.evolve(cluster, groups=groups), profiles, sensitivity)
+    cluster = attrs.evolve(cluster, name="H200", groups=groups)
+    return _in_regime(name, regime, seed, dag, cluster, profiles, sensitivity)
 
 
 def _in_regime(

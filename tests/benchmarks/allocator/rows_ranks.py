@@ -1,0 +1,28 @@
+"""Row A7: planning for 4,096 ranks takes no longer than for 32."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from allocator.bench import Bench, row, timed_turns
+from allocator.instances import large_instance
+from allocator.solving import Row, solve
+
+FEW, MANY = 32, 4096
+ROUNDS = 3
+
+
+def rank_rows(bench: Bench) -> Iterator[Row]:
+    """A7: the same job of eight groups, in turns in one process."""
+    name, solver = bench.deep("transformer-2000"), bench.solver or "auto"
+    jobs = [large_instance(0, name=name, ranks=ranks) for ranks in (FEW, MANY)]
+    few, many = timed_turns(ROUNDS, *(lambda job=job: solve(job, solver).seconds for job in jobs))
+    yield row(
+        "A7",
+        f"planning time for {MANY:,} ranks over that for {FEW}, 8 device groups, 2,000 operators, processor time in turns",
+        round(statistics.median(many) / statistics.median(few), 4),
+        "ratio",
+        "≤ 1.1",
+        f"{MANY:,}: {', '.join(f'{t:.2f}' for t in many)} s; {FEW}: {', '.join(f'{t:.2f}' for t in few)} s",
+    )

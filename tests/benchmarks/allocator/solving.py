@@ -1,0 +1,72 @@
+"""One plan by one solver: its objective, the proven bound, and the processor time that it took."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import attrs
+
+from allocator.instances import Instance
+from qsync_core.plan import PrecisionPlan, Role
+from qsync_planner.allocator import allocate
+from qsync_planner.replay import Replayer, plan_variants
+
+Row = dict[str, Any]
+"""A row as :func:`results.write_rows` takes it."""
+
+
+@attrs.frozen
+class Solved:
+    """A plan's figures.
+
+    Attributes:
+        instance: how the instance is called.
+        objective, bound: Σ Ω of the plan, and a lower bound of that of any plan; None without a proof.
+        seconds: processor time of ``allocate``, of all its threads.
+    """
+
+    instance: str
+    objective: float
+    bound: float | None
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / objective, 0 where the objective is 0, 1 where nothing is proven."""
+        if self.objective == 0:
+            return 0.0
+        return 1.0 if self.bound is None else max(0.0, self.objective - self.bound) / self.objective
+
+
+def solve(found: Instance, solver: str, *, seconds: float | None = None) -> Solved:
+    """Plan with ``solver``, ``seconds`` of wall-clock time at most if given, and check the plan.
+
+    Raises:
+        AssertionError: a plan that, replayed from scratch, breaks a limit, or is better than its own bound allows.
+    """
+    options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
+    start = time.process_time()
+    plan = allocate(
+        found.dag, found.cluster, found.profiles, found.sensitivity, solver=solver, tolerance=found.tolerance, **options
+    )
+    took = time.process_time() - start
+    check(found, plan)
+    return Solved(found.label, plan.objective, plan.bound, took)
+
+
+def check(found: Instance, plan: PrecisionPlan) -> None:
+    """The plan keeps its limits when it is replayed from scratch, its objective is Σ Ω, and its bound is not above that."""
+    prediction = Replayer(found.dag, found.cluster, found.profiles).replay(plan_variants(plan, found.cluster))
+    assert prediction.iteration_ns <= plan.time_limit_ns, f"{found.label}: {prediction.iteration_ns} ns > {plan.time_limit_ns} ns"
+    total = 0.0
+    for group in plan.groups:
+        budget = found.cluster.group(group.group).memory_bytes
+        peak = prediction.groups[group.group].peak_bytes
+        assert budget == 0 or peak <= budget, f"{found.label}: {group.group} takes {peak} bytes of {budget}"
+        if group.role is Role.INFER:
+            omegas = (found.sensitivity.omega[op_id].get(a.variant, 0.0) for op_id, a in group.assignments.items())
+            total += group.count * sum(omegas)
+    assert abs(total - plan.objective) <= 1e-9 * total, f"{found.label}: Σ Ω is {total}, the plan says {plan.objective}"
+    if plan.bound is not None:
+        assert plan.bound <= plan.objective * (1 + 1e-9), f"{found.label}: bound {plan.bound} above objective {plan.objective}"
