@@ -14,7 +14,11 @@ from mkdocs.structure.files import File, Files
 from nav_section import extend_section
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-TITLES = {"spine": "The main job, end to end", "allocator": "The allocator: how good its plans are", "kernels": "Kernels: the figures to reach"}
+TITLES = {
+    "spine": "The main job, end to end",
+    "allocator": "The allocator: how good plans are",
+    "kernels": "Kernels: the figures to reach",
+}
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}
 INTRODUCTION = """# Results
 
