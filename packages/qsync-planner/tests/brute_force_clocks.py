@@ -1,0 +1,157 @@
+"""The steady state of a job by clocks: every rank issues its kernels one by one, collectives wait for the last rank.
+
+Shares no code with the product, and works the other way round: there is no formula for the period.  One step is played through
+with explicit clocks, and a pace is tried: if everybody is given ``pace`` ns more from step to step, does anything still fall
+behind?  A step moves clocks by sums and maxima only, so lateness that is not caught up with after as many steps as there are clocks
+comes back for ever (Bellman and Ford's argument), and the answer is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT, WantedCast
+from brute_force_walk import Walked, Walker
+
+from qsync_core.dag import PrecisionDag
+
+
+@attrs.frozen
+class Program:
+    """What one rank does in a step.
+
+    Attributes:
+        kernels: of forward and backward, in order: ``(dispatch ns, compute ns, dispatched?)``; collectives that run on the rank's
+            own compute are not dispatched.
+        ready_after: per bucket how many of these have run when its gradients are complete.
+        optimizer: dispatch and compute time of the optimizer step.
+        one_clock: the CPU runs the kernels.
+        synchronises: the CPU waits for everything at the end of every step.
+    """
+
+    kernels: tuple[tuple[int, int, bool], ...]
+    ready_after: tuple[int, ...]
+    optimizer: tuple[int, int]
+    one_clock: bool
+    synchronises: bool
+
+
+def bucket_places(dag: PrecisionDag) -> list[int]:
+    """Per bucket the operator whose backward completes it: of all users of its parameters the one that runs backward last."""
+    places = []
+    for bucket in dag.buckets:
+        first = len(dag.operators)
+        for name in bucket.parameters:
+            users = [place for place, operator in enumerate(dag.operators) if name in operator.parameters]
+            first = min([first, *users]) if users else 0
+        places.append(first)
+    return places
+
+
+def write_program(
+    walker: Walker, walked: Sequence[Walked], collective_ns: Sequence[int], compute_share: float, *, synchronises: bool
+) -> Program:
+    """The step of one rank: casts around each kernel, buckets in the backward pass.
+
+    A collective takes its share of the rank's compute after the operator that completed its bucket; the last one delays nothing.
+    """
+    one_clock = walker.profile.device.kind == "cpu"
+    kernels: list[tuple[int, int, bool]] = []
+
+    def issue(dispatch: int, compute: int) -> None:
+        if dispatch or compute:
+            kernels.append((0, dispatch + compute, False) if one_clock else (dispatch, compute, True))
+
+    def cast(wanted: WantedCast) -> None:
+        model = walker.cast_models[wanted.key]
+        issue(model.dispatch_ns, max(0, round(model.intercept_ns + model.ns_per_element * wanted.elements)))
+
+    for one in walked:
+        for wanted in one.performed:
+            if wanted.where in BEFORE_FORWARD:
+                cast(wanted)
+        issue(one.cost.forward_dispatch_ns, one.cost.forward_compute_ns)
+    places = bucket_places(walker.dag)
+    ready = [0] * len(places)
+    for place in reversed(range(len(walked))):
+        one = walked[place]
+        for wanted in one.performed:
+            if wanted.where == OUTPUT_GRADIENT:
+                cast(wanted)
+        issue(one.cost.backward_dispatch_ns, one.cost.backward_compute_ns)
+        for wanted in one.performed:
+            if wanted.where == INPUT_GRADIENT:
+                cast(wanted)
+        completed = [bucket for bucket, at in enumerate(places) if at == place]
+        for bucket in completed:
+            ready[bucket] = len(kernels)
+        for bucket in completed:
+            if bucket < len(places) - 1:
+                kernels.append((0, round(compute_share * collective_ns[bucket]), False))
+    profile = walker.profile
+    optimizer = (profile.optimizer_dispatch_ns, profile.optimizer_compute_ns)
+    if one_clock:
+        optimizer = (0, sum(optimizer))
+    return Program(tuple(kernels), tuple(ready), optimizer, one_clock, synchronises)
+
+
+def play_step(programs: Sequence[Program], collective_ns: Sequence[int], clocks: Sequence[int]) -> list[int]:
+    """The clocks after one step: per rank that of its CPU and that of its device, and last that of the network."""
+    after: list[int] = []
+    complete: list[list[int]] = []
+    for number, program in enumerate(programs):
+        cpu, device = clocks[2 * number], clocks[2 * number + 1]
+        moments = [device]
+        for dispatch, compute, dispatched in program.kernels:
+            if dispatched:
+                cpu += dispatch
+                device = max(device, cpu)
+            device += compute
+            moments.append(device)
+        complete.append([moments[count] for count in program.ready_after])
+        after += [cpu, device]
+    network = clocks[-1]
+    for bucket, duration in enumerate(collective_ns):
+        network = max([network, *[moments[bucket] for moments in complete]]) + duration
+    for number, program in enumerate(programs):
+        cpu, device = after[2 * number], after[2 * number + 1]
+        dispatch, compute = program.optimizer
+        if collective_ns:
+            device = max(device, network)
+        if dispatch:
+            cpu += dispatch
+        if not program.one_clock:
+            device = max(device, cpu)
+        device += compute
+        if program.synchronises and not program.one_clock:
+            cpu = max([cpu, device, network] if collective_ns else [cpu, device])
+        after[2 * number], after[2 * number + 1] = cpu, device
+    return [*after, network]
+
+
+def keeps_pace(programs: Sequence[Program], collective_ns: Sequence[int], pace_ns: int) -> bool:
+    """Whether a step every ``pace_ns`` can be kept up for ever."""
+    late = [0] * (2 * len(programs) + 1)
+    for _ in range(len(late) + 1):
+        played = play_step(programs, collective_ns, late)
+        then = [max(before, clock - pace_ns) for before, clock in zip(late, played, strict=True)]
+        if then == late:
+            return True
+        late = then
+    return False
+
+
+def fastest_pace(programs: Sequence[Program], collective_ns: Sequence[int]) -> int:
+    """The least whole number of nanoseconds from step to step that can be kept up."""
+    one_by_one = sum(
+        sum(program.optimizer) + sum(dispatch + compute for dispatch, compute, _ in program.kernels) for program in programs
+    )
+    low, high = -1, one_by_one + sum(collective_ns)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keeps_pace(programs, collective_ns, middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,120 @@
+"""Peak memory of one rank by keeping house: forward and backward are walked, every tensor allocated and freed in its moment.
+
+Shares no code with the product: no intervals, no running sums, only tensors and who still needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from brute_force_formats import BYTES, INPUT, WantedCast, gradient_reads, size
+from brute_force_walk import Walked, Walker
+
+FORWARD, BACKWARD = "forward", "backward"
+FOR_EVER = ("for ever", 0)
+ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+class House:
+    """Tensors that are alive, each with the visits of operators that still need it."""
+
+    def __init__(self) -> None:
+        self.alive: dict[object, tuple[int, set[tuple[str, int]]]] = {}
+        self.awaiting: dict[tuple[str, int], list[object]] = {}
+        self.present = self.highest = 0
+
+    def allocate(self, name: object, nbytes: int, needed_by: set[tuple[str, int]]) -> None:
+        assert name not in self.alive, f"{name} is allocated twice"
+        assert needed_by, f"nobody needs {name}"
+        self.alive[name] = (nbytes, needed_by)
+        self.present += nbytes
+        for visit in needed_by:
+            self.awaiting.setdefault(visit, []).append(name)
+
+    def finish(self, visit: tuple[str, int], workspace: int) -> None:
+        """An operator has run: note the peak, then free what nobody needs any more."""
+        self.highest = max(self.highest, self.present + workspace)
+        for name in self.awaiting.pop(visit, []):
+            nbytes, needed_by = self.alive[name]
+            needed_by.remove(visit)
+            if not needed_by:
+                del self.alive[name]
+                self.present -= nbytes
+
+
+def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> int:
+    """The peak of one rank's step, in bytes."""
+    dag, profile = walker.dag, walker.profile
+    static = sum(size(parameter.shape) * ELEMENT_BYTES[parameter.dtype] for parameter in dag.parameters)
+    static += profile.optimizer_state_bytes + profile.input_bytes
+    if several_ranks:
+        static += sum(bucket.nbytes for bucket in dag.buckets)
+    house = House()
+    outputs, copies = _needs(walker, walked)
+    for place, operator in enumerate(dag.operators):
+        one = walked[place]
+        if operator.kind != "input":
+            house.allocate(("output", place), size(operator.output_shape) * BYTES[one.leaving], outputs[place])
+        for cast in one.wanted:
+            if cast.where == INPUT:
+                name = _copy_name(walker, place, cast)
+                if name not in house.alive:
+                    house.allocate(name, cast.elements * BYTES[cast.key.target], copies[name])
+        if one.cost.saved_own_bytes:
+            house.allocate(("own", place), one.cost.saved_own_bytes, {(BACKWARD, place)})
+        house.finish((FORWARD, place), one.cost.workspace_bytes)
+    for place in reversed(range(len(walked))):
+        _go_backward(walker, walked, house, place)
+    return static + house.highest
+
+
+def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: int) -> None:
+    operator, one = walker.dag.operators[place], walked[place]
+
+    def gradient_of(tensor: int) -> None:
+        producer = walker.dag.operators[tensor]
+        if producer.kind != "input" and ("gradient", tensor) not in house.alive:
+            nbytes = size(producer.output_shape) * BYTES[walked[tensor].leaving]
+            house.allocate(("gradient", tensor), nbytes, {(BACKWARD, tensor)})
+
+    if not walker.is_read[place]:
+        gradient_of(place)
+    for argument, source in enumerate(walker.sources[place]):
+        if argument not in operator.no_grad_inputs:
+            gradient_of(source)
+    for fqn in operator.parameters:
+        parameter, name = walker.parameters[fqn], ("parameter", fqn)
+        if parameter.requires_grad and name not in house.alive:
+            house.allocate(name, size(parameter.shape) * 4, {FOR_EVER})
+    passing = one.cost.workspace_bytes
+    if one.variant is not None:
+        for read in gradient_reads(operator, one.variant):
+            if read != one.leaving:
+                passing += size(operator.output_shape) * BYTES[read]
+    house.finish((BACKWARD, place), passing)
+
+
+def _copy_name(walker: Walker, place: int, cast: WantedCast) -> tuple[object, ...]:
+    return ("copy", walker.sources[place][cast.argument], cast.key)
+
+
+def _needs(
+    walker: Walker, walked: Sequence[Walked]
+) -> tuple[list[set[tuple[str, int]]], dict[tuple[object, ...], set[tuple[str, int]]]]:
+    """Who needs each operator's output, and each cast copy of it: those that read it, and in backward those that saved it."""
+    outputs: list[set[tuple[str, int]]] = [{(FORWARD, place)} for place in range(len(walked))]
+    copies: dict[tuple[object, ...], set[tuple[str, int]]] = {}
+    for place, one in enumerate(walked):
+        if one.cost.saves_output:
+            outputs[place].add((BACKWARD, place))
+        for source in walker.sources[place]:
+            outputs[source].add((FORWARD, place))
+        received: dict[int, tuple[object, ...]] = {}
+        for cast in one.wanted:
+            if cast.where == INPUT:
+                received[cast.argument] = _copy_name(walker, place, cast)
+                copies.setdefault(received[cast.argument], set()).add((FORWARD, place))
+        for argument in one.cost.saves_inputs:
+            holders = copies[received[argument]] if argument in received else outputs[walker.sources[place][argument]]
+            holders.add((BACKWARD, place))
+    return outputs, copies

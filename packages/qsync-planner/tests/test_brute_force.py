@@ -1,0 +1,195 @@
+"""The allocator against brute force on small random instances, and brute force's own evaluator against the replayer.
+
+Evaluator and replayer were written separately, from the same documentation, and work differently (clocks and tensors one by one
+against sums and intervals): they must agree to the nanosecond and the byte.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import math
+import random
+from pathlib import Path
+
+import attrs
+import pytest
+from brute_force import (
+    MISSED,
+    PROVEN,
+    Job,
+    agreement,
+    close,
+    disagreements,
+    draw,
+    hopeless,
+    optimum,
+    optimum_of_all_together,
+    time_limit_ns,
+    wrong_with,
+)
+from brute_force_clocks import Program, fastest_pace, keeps_pace
+from brute_force_instances import random_instance
+
+from qsync_core.dag import OpClass
+from qsync_core.plan import Role
+from qsync_planner.allocator import SOLVERS, allocate
+from qsync_planner.replay import Replayer
+
+SEED = 4
+
+
+def available(solver: str) -> object:
+    """The solver as a parameter, skipped by name where it is not there."""
+    missing = solver not in SOLVERS or (solver in PROVEN and importlib.util.find_spec("highspy") is None)
+    return pytest.param(solver, marks=pytest.mark.skipif(missing, reason=f"solver {solver!r} or its extra is not installed"))
+
+
+def small_jobs(most_choices: int, at_least_groups: int, count: int) -> list[Job]:
+    """The first instances of the series whose groups have few assignments taken together."""
+    found = []
+    for number in itertools.count():
+        instance = random_instance(SEED, number)
+        groups = Job(instance).inference
+        combinations = math.prod(len(rungs) for group in groups for _, rungs in group.choices)
+        if len(groups) >= at_least_groups and combinations <= most_choices:
+            found.append(draw(SEED, number))
+        if len(found) == count:
+            return found
+    raise AssertionError
+
+
+def test_the_evaluator_and_the_replayer_agree_to_the_nanosecond_and_the_byte() -> None:
+    for number in range(60):
+        job = Job(random_instance(SEED, number))
+        instance, rng = job.instance, random.Random(number)
+        replayer = Replayer(instance.dag, instance.cluster, instance.profiles)
+        assert tuple(job.collective_ns) == replayer.collective_ns
+        for _ in range(3):
+            variants = {
+                name: {op_id: rung for op_ids, rungs in group.choices for rung in (rng.choice(rungs),) for op_id in op_ids}
+                for name, group in job.groups.items()
+            }
+            predicted = replayer.replay(variants)
+            assert predicted.iteration_ns == job.pace_ns(variants), instance.name
+            for name, group in job.groups.items():
+                of_group = predicted.groups[name]
+                assert of_group.peak_bytes == group.peak_bytes(variants[name]), f"{name} of {instance.name}"
+                assert of_group.period_ns == fastest_pace([group.program(variants[name])], job.collective_ns), instance.name
+
+
+@pytest.mark.parametrize(
+    ("synchronises", "one_clock", "expected"),
+    [
+        (False, False, 5 + 50 + 20 + 3),  # the CPU is ahead: device, bucket, optimizer
+        (True, False, 10 + 10 + 50 + 20 + 3),  # the device waits for both dispatches of a cold step
+        (False, True, 5 + 50 + 20 + 3),
+    ],
+)
+def test_clocks_on_a_step_worked_by_hand(synchronises: bool, one_clock: bool, expected: int) -> None:
+    kernels = ((10, 5, not one_clock), (10, 50, not one_clock))
+    program = Program(kernels, (2,), (1, 3), one_clock, synchronises)
+    assert fastest_pace([program], [20]) == expected
+    assert keeps_pace([program], [20], expected)
+    assert not keeps_pace([program], [20], expected - 1)
+
+
+def test_the_slowest_rank_and_the_network_set_the_pace() -> None:
+    quick = Program(((1, 10, True), (1, 10, True)), (1, 2), (1, 4), False, False)
+    slow = Program(((1, 20, True), (1, 30, True)), (1, 2), (1, 2), False, False)
+    assert fastest_pace([quick, slow], [5, 5]) == 20 + 30 + 5 + 2
+    assert (
+        fastest_pace([quick, slow], [40, 5]) == 20 + 40 + 5 + 2
+    )  # the quick one's longer optimizer ends before the slow one's gradients are there
+    dispatched = Program(((70, 20, True), (1, 30, True)), (1, 2), (1, 2), False, False)
+    assert fastest_pace([quick, dispatched], [5, 5]) == 70 + 1 + 1
+
+
+def test_brute_force_shares_no_code_with_the_product() -> None:
+    allowed = {"artifact", "cluster", "dag", "errors", "op_id", "plan", "precision", "profile", "sensitivity", "variant"}
+    here = Path(__file__).parent
+    for path in [*here.glob("brute_force*.py"), here / "synthetic.py"]:
+        for node in ast.parse(path.read_text()).body:
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [module or ""] if module else [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith("qsync_planner"), f"{path.name} imports {name}"
+                assert not name.startswith("qsync_core") or name.split(".")[1] in allowed, f"{path.name} imports {name}"
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names_used = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+                assert not names_used & {"promote", "cost_ns", "is_synchronous"}, f"{path.name}: {node.name}"
+
+
+def test_the_series_has_what_it_promises() -> None:
+    instances = [random_instance(SEED, number) for number in range(150)]
+    groups = [group for instance in instances for group in instance.cluster.groups]
+    operators = [operator for instance in instances for operator in instance.dag.operators]
+    adjustable = [len(instance.dag.adjustable) for instance in instances]
+    assert (min(adjustable), max(adjustable)) == (2, 9)
+    assert {operator.op_class for operator in operators} == set(OpClass)
+    assert any(operator.not_applicable for operator in operators)
+    assert any(operator.op_id.call for operator in operators)
+    assert any(len(instance.dag.buckets) > 2 for instance in instances)
+    assert {len([g for g in instance.cluster.groups if g.role is Role.INFER]) for instance in instances} == {1, 2, 3}
+    assert {len([g for g in instance.cluster.groups if g.role is Role.TRAIN]) for instance in instances} == {0, 1, 2}
+    assert {len(group.ladder) for group in groups if group.role is Role.INFER} == {2, 3, 4}
+    assert {group.sync_per_step for group in groups} == {True, False}
+    assert {profile.device.is_synchronous for instance in instances for profile in instance.profiles.values()} == {True, False}
+    assert any(hopeless(draw(SEED, number)) for number in range(60))
+    assert any(time_limit_ns(job) is None and not hopeless(job) for job in (draw(SEED, number) for number in range(60)))
+
+
+def test_at_a_given_pace_no_groups_choice_depends_on_anothers() -> None:
+    for job in small_jobs(most_choices=400, at_least_groups=2, count=12):
+        pace = time_limit_ns(job)
+        if pace is None:
+            continue
+        for limit_ns in (pace, int(1.05 * pace), int(0.97 * pace)):
+            apart, together = optimum(job, limit_ns), optimum_of_all_together(job, limit_ns)
+            trainers_keep_up = all(g.keeps_pace(g.base, limit_ns) for g in job.groups.values() if g.group.role is Role.TRAIN)
+            if apart is None or not trainers_keep_up:
+                assert together is None, job.instance.name
+            else:
+                assert together is not None
+                assert close(apart[0], together), job.instance.name
+
+
+def test_a_plan_that_says_something_else_than_it_does_is_found_out() -> None:
+    job = small_jobs(most_choices=100, at_least_groups=1, count=1)[0]
+    instance = job.instance
+    plan = allocate(instance.dag, instance.cluster, instance.profiles, instance.sensitivity, solver="full")
+    plan = attrs.evolve(plan, time_limit_ns=time_limit_ns(job))
+    honest = wrong_with(job, plan, "full")
+    groups = (attrs.evolve(plan.groups[0], predicted_peak_bytes=plan.groups[0].predicted_peak_bytes - 1), *plan.groups[1:])
+    for change, word in [
+        ({"predicted_iteration_ns": plan.predicted_iteration_ns + 1}, "the plan predicts"),
+        ({"time_limit_ns": plan.time_limit_ns - 1}, "the time limit is"),
+        ({"objective": plan.objective + 1.0}, "the plan says"),
+        ({"objective": -1.0}, "below the least"),
+        ({"bound": 1e9}, "above the least"),
+        ({"groups": groups}, "predicts a peak"),
+    ]:
+        new = [sentence for sentence in wrong_with(job, attrs.evolve(plan, **change), "full") if sentence not in honest]
+        assert any(word in sentence for sentence in new), (word, new)
+
+
+@pytest.mark.slow
+def test_greedy_never_beats_the_optimum_and_says_what_is_true() -> None:
+    """Greedy may miss the least Σ Ω, and a plan where memory is very tight; what it returns must be what it says."""
+    _, _, wrong = agreement(40, SEED, "greedy")
+    assert [sentence for sentence in wrong if MISSED not in sentence] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [available(solver) for solver in PROVEN])
+def test_proven_plans_are_optimal(solver: str) -> None:
+    agreeing, total, wrong = agreement(40, SEED, solver)
+    assert wrong == []
+    assert agreeing == total == 40
+
+
+@pytest.mark.parametrize("solver", [available(solver) for solver in PROVEN])
+def test_proven_plans_of_a_few_small_instances_are_optimal(solver: str) -> None:
+    for job in small_jobs(most_choices=100, at_least_groups=1, count=8):
+        assert disagreements(job, solver) == [], job.instance.name
