@@ -15,6 +15,9 @@ from qsync_planner.replay import Replayer, plan_variants
 Row = dict[str, Any]
 """A row as :func:`results.write_rows` takes it."""
 
+LIMITED = ("exact", "auto")
+"""Solvers that can be told when to stop."""
+
 
 @attrs.frozen
 class Solved:
@@ -45,7 +48,7 @@ def solve(found: Instance, solver: str, *, seconds: float | None = None) -> Solv
     Raises:
         AssertionError: a plan that, replayed from scratch, breaks a limit, or is better than its own bound allows.
     """
-    options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
+    options: dict[str, Any] = {} if seconds is None or solver not in LIMITED else {"seconds": seconds}
     start = time.process_time()
     plan = allocate(
         found.dag, found.cluster, found.profiles, found.sensitivity, solver=solver, tolerance=found.tolerance, **options
