@@ -116,7 +116,7 @@ def test_dependents_follow_the_widest_input_and_float16_with_bfloat16_gives_floa
     change = built.update({op("b"): FP16})
     assert [built.settled[i].output for i in positions] == [FLOAT32, FLOAT32]
     # b, sum, relu and c are settled again; a and the loss are not: nothing about them follows from b.
-    assert change.settled == tuple(dag.index[op(name)] for name in ("b", "sum", "relu", "c"))
+    assert change.settled == [dag.index[op(name)] for name in ("b", "sum", "relu", "c")]
     built.rollback()
     assert [built.settled[i].output for i in positions] == [BFLOAT16, BFLOAT16]
 

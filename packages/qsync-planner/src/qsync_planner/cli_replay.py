@@ -79,7 +79,7 @@ def replay(
                 write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
             except OSError as error:
                 raise PlanError(f"can not write {perfetto}: {error.strerror or error}") from None
-    data = {**attrs.asdict(prediction), "local_batches": batches}
+    data = {**prediction.as_dict(), "local_batches": batches}
     emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
 
 

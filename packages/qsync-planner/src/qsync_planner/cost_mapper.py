@@ -11,52 +11,43 @@ Updates are transactions: :meth:`CostMapper.update` keeps what it overwrote unti
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
-
-import attrs
 
 from qsync_core.dag import OpClass, PrecisionDag
 from qsync_core.errors import PlanError
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
-from qsync_core.semantics import CastSite
 from qsync_core.variant import Variant
 from qsync_planner.cost_model import CostModel, PricedCast, Settled
-from qsync_planner.work import NOTHING, Work, kernel, sequence
+from qsync_planner.setting import FORWARD_SITES, Charge, Setting
+from qsync_planner.work import Work
 
-FORWARD_SITES = (CastSite.INPUT, CastSite.WEIGHT)
-"""Casts that happen before an operator's forward kernel; the others belong to its backward."""
+__all__ = ["FORWARD_SITES", "Change", "CostMapper"]
 
-
-class Recosted(NamedTuple):
-    """An operator whose charged work may differ, and what it was before."""
-
-    position: int
-    forward: Work
-    backward: Work
+_PLAIN = Variant.of(Precision.FLOAT32)
+_NUMBER = {precision: number for number, precision in enumerate(Precision, 1)}
 
 
-@attrs.frozen
-class Change:
-    """What an update touched; operators are positions in ``dag.operators``.
+class Change(NamedTuple):
+    """What an update touched; operators are positions in ``dag.operators``, ascending.
 
     Attributes:
-        settled: those whose variant or formats may differ, ascending.
-        recosted: those whose charged work may.
-        producers: those whose output is read under other casts than before, or changed itself.
+        settled: those whose variant or formats may differ.
+        recosted: those whose charged work differs.
+        producers: those whose output is kept or read in another way than before.
     """
 
-    settled: tuple[int, ...]
-    recosted: tuple[Recosted, ...]
-    producers: tuple[int, ...]
+    settled: list[int]
+    recosted: list[int]
+    producers: list[int]
 
 
 class CostMapper:
     """The state of one device group's operators under some assignment of variants.
 
     Attributes:
-        settled: per operator its formats and costs, see :class:`~qsync_planner.cost_model.Settled`.
+        settings: per operator how it now runs; ``settled``: its formats and costs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
         inputs: per operator the positions of its producers; ``readers``: of its consumers, each once, ascending.
@@ -68,15 +59,23 @@ class CostMapper:
         index = dag.index
         self.inputs: list[tuple[int, ...]] = [tuple(index[p] for p in operator.inputs) for operator in dag.operators]
         self.readers: list[tuple[int, ...]] = [tuple(dict.fromkeys(entry)) for entry in dag.consumers]
-        self._variant = self._initial_variants(variants)
+        # Non-adjustable operators are settled under one number: their variant plays no part.
+        plain = model.intern(_PLAIN)
+        adjustable = [operator.op_class is OpClass.ADJUSTABLE for operator in dag.operators]
+        self._variant = [n if free else plain for n, free in zip(self._initial_variants(variants), adjustable, strict=True)]
+        self._known: list[dict[int, Setting]] = [{} for _ in dag.operators]
+        self.settings: list[Setting] = []
         self.settled: list[Settled] = []
+        self._format: list[int] = []
         for position in range(len(dag.operators)):
-            self.settled.append(self._settle(position))
-        self.charged: list[tuple[PricedCast, ...]] = [self._charge(i) for i in range(len(dag.operators))]
-        self.forward: list[Work] = [NOTHING] * len(dag.operators)
-        self.backward: list[Work] = [NOTHING] * len(dag.operators)
-        for position in range(len(dag.operators)):
-            self.forward[position], self.backward[position] = self._work(position)
+            setting = self._setting(position)
+            self.settings.append(setting)
+            self.settled.append(setting.settled)
+            self._format.append(_NUMBER[setting.settled.output])
+        charges = [self._charge(position) for position in range(len(dag.operators))]
+        self.charged: list[tuple[PricedCast, ...]] = [charge.casts for charge in charges]
+        self.forward: list[Work] = [charge.forward for charge in charges]
+        self.backward: list[Work] = [charge.backward for charge in charges]
         self._undo: _Undo | None = None
 
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
@@ -124,7 +123,7 @@ class CostMapper:
             raise
 
     def _update(self, variants: Mapping[OpId, Variant], undo: _Undo) -> Change:
-        heap: list[int] = []
+        changed = []
         for op_id, variant in variants.items():
             position = self.dag.index.get(op_id, -1)
             if position < 0 or not self.dag.operators[position].is_adjustable:
@@ -133,21 +132,14 @@ class CostMapper:
             if number != self._variant[position]:
                 undo.variant.append((position, self._variant[position]))
                 self._variant[position] = number
-                heap.append(position)
-        heapq.heapify(heap)
-        settled = self._sweep(heap, undo)
-        producers = set(settled)
-        for position in settled:
-            producers.update(self.inputs[position])
+                changed.append(position)
+        heapq.heapify(changed)
+        settled = self._sweep(changed, undo)
+        producers: set[int] = set()
         recosted = set(settled)
-        for producer in producers:
-            recosted.update(self.readers[producer])
-        for position in recosted:
-            undo.charged.append((position, self.charged[position]))
-            undo.work.append(Recosted(position, self.forward[position], self.backward[position]))
-            self.charged[position] = self._charge(position)
-            self.forward[position], self.backward[position] = self._work(position)
-        return Change(tuple(settled), tuple(undo.work), tuple(producers))
+        for position, before in undo.setting:
+            self._compare(position, before, producers, recosted)
+        return Change(settled, self._recost(recosted, undo), sorted(producers))
 
     def _sweep(self, heap: list[int], undo: _Undo) -> list[int]:
         """Settle the closure of the positions on the heap, in order of execution."""
@@ -157,14 +149,43 @@ class CostMapper:
             if visited and visited[-1] == position:
                 continue
             visited.append(position)
-            before = self.settled[position]
-            after = self._settle(position)
-            undo.settled.append((position, before))
-            self.settled[position] = after
-            if after.output is not before.output:
+            before, after = self.settings[position], self._setting(position)
+            undo.setting.append((position, before))
+            self.settings[position] = after
+            self.settled[position] = after.settled
+            if after.settled.output is not before.settled.output:
+                self._format[position] = _NUMBER[after.settled.output]
                 for reader in self.readers[position]:
                     heapq.heappush(heap, reader)
         return visited
+
+    def _compare(self, position: int, before: Setting, producers: set[int], recosted: set[int]) -> None:
+        """Add the tensors that an operator's change of setting concerns, and later readers who share a cast with it."""
+        after = self.settings[position]
+        was, now = before.settled, after.settled
+        if was.output_bytes != now.output_bytes or was.saves_output != now.saves_output:
+            producers.add(position)
+        if before.readings != after.readings:
+            producers.update(self.inputs[position])
+        if before.shared.keys() != after.shared.keys():
+            for cast in before.shared.keys() ^ after.shared.keys():
+                for reader in reversed(self.readers[cast[0]]):
+                    if reader <= position:
+                        break
+                    if cast in self.settings[reader].shared:
+                        recosted.add(reader)
+
+    def _recost(self, positions: Iterable[int], undo: _Undo) -> list[int]:
+        """Charge operators anew; returns those whose charge differs."""
+        differ = []
+        for position in sorted(positions):
+            casts, forward, backward = self._charge(position)
+            before = Charge(self.charged[position], self.forward[position], self.backward[position])
+            if casts != before.casts or forward != before.forward or backward != before.backward:
+                undo.charge.append((position, before))
+                self.charged[position], self.forward[position], self.backward[position] = casts, forward, backward
+                differ.append(position)
+        return differ
 
     def commit(self) -> None:
         """Keep the pending update."""
@@ -175,60 +196,39 @@ class CostMapper:
         undo, self._undo = self._undo, None
         if undo is None:
             return
-        for position, number in reversed(undo.variant):
+        for position, number in undo.variant:
             self._variant[position] = number
-        for position, settled in reversed(undo.settled):
-            self.settled[position] = settled
-        for position, charged in undo.charged:
-            self.charged[position] = charged
-        for position, forward, backward in undo.work:
-            self.forward[position], self.backward[position] = forward, backward
+        for position, setting in undo.setting:
+            self.settings[position] = setting
+            self.settled[position] = setting.settled
+            self._format[position] = _NUMBER[setting.settled.output]
+        for position, (casts, forward, backward) in undo.charge:
+            self.charged[position], self.forward[position], self.backward[position] = casts, forward, backward
 
-    def _settle(self, position: int) -> Settled:
-        formats: tuple[Precision, ...] = tuple([self.settled[p].output for p in self.inputs[position]])
-        number = self._variant[position] if self.dag.operators[position].op_class is OpClass.ADJUSTABLE else self._plain
-        return self.model.settle(position, number, formats)
-
-    @property
-    def _plain(self) -> int:
-        """The number under which non-adjustable operators are settled: their variant plays no part."""
-        return self.model.intern(_PLAIN)
-
-    def _charge(self, position: int) -> tuple[PricedCast, ...]:
-        """The casts of an operator without those that an earlier consumer of the same tensor already does."""
+    def _setting(self, position: int) -> Setting:
+        """How an operator now runs, given its variant and the formats of its inputs."""
         inputs = self.inputs[position]
-        charged = []
-        for i, priced in enumerate(self.settled[position].casts):
-            if priced.share >= 0:
-                producer = inputs[priced.cast.input_index]
-                own = self.settled[position].casts[:i]
-                if self._shared_already(own, inputs, priced.share, producer) or any(
-                    self._shared_already(self.settled[reader].casts, self.inputs[reader], priced.share, producer)
-                    for reader in self.readers[producer]
-                    if reader < position
-                ):
-                    continue
-            charged.append(priced)
-        return tuple(charged)
+        key = self._variant[position]
+        for producer in inputs:
+            key = key * 8 + self._format[producer]
+        found = self._known[position].get(key)
+        if found is None:
+            formats = tuple([self.settled[producer].output for producer in inputs])
+            found = self._known[position][key] = Setting(self.model.settle(position, self._variant[position], formats), inputs)
+        return found
 
-    @staticmethod
-    def _shared_already(casts: Sequence[PricedCast], inputs: Sequence[int], share: int, producer: int) -> bool:
-        return any(other.share == share and inputs[other.cast.input_index] == producer for other in casts)
-
-    def _work(self, position: int) -> tuple[Work, Work]:
-        settled = self.settled[position]
-        charged = self.charged[position]
-        forward_kernel = kernel(settled.forward_dispatch_ns, settled.forward_compute_ns)
-        backward_kernel = kernel(settled.backward_dispatch_ns, settled.backward_compute_ns)
-        if not charged:
-            return forward_kernel, backward_kernel
-        before = [kernel(p.dispatch_ns, p.compute_ns) for p in charged if p.cast.site in FORWARD_SITES]
-        gradient_in = [kernel(p.dispatch_ns, p.compute_ns) for p in charged if p.cast.site is CastSite.GRAD_OUTPUT]
-        gradient_out = [kernel(p.dispatch_ns, p.compute_ns) for p in charged if p.cast.site is CastSite.GRAD_INPUT]
-        return sequence([*before, forward_kernel]), sequence([*gradient_in, backward_kernel, *gradient_out])
-
-
-_PLAIN = Variant.of(Precision.FLOAT32)
+    def _charge(self, position: int) -> Charge:
+        """What an operator takes, without the casts that an earlier reader of the same tensor already makes."""
+        setting = self.settings[position]
+        elsewhere = 0
+        for cast, bit in setting.shared.items():
+            for reader in self.readers[cast[0]]:
+                if reader >= position:
+                    break
+                if cast in self.settings[reader].shared:
+                    elsewhere |= bit
+                    break
+        return setting.charge(elsewhere)
 
 
 class _Undo:
@@ -236,6 +236,5 @@ class _Undo:
 
     def __init__(self) -> None:
         self.variant: list[tuple[int, int]] = []
-        self.settled: list[tuple[int, Settled]] = []
-        self.charged: list[tuple[int, tuple[PricedCast, ...]]] = []
-        self.work: list[Recosted] = []
+        self.setting: list[tuple[int, Setting]] = []
+        self.charge: list[tuple[int, Charge]] = []

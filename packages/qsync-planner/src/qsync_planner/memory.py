@@ -12,24 +12,28 @@ moments:
 * workspace and the gradient's copies in the gradient formats live for one moment.
 
 Memory is then integer additions at moments, and the peak is the highest running sum: the same from scratch or after any number of
-updates.  A measured peak of whole steps calibrates it (:mod:`qsync_planner.calibration`).
+updates, each of which costs O(log V) for every operator whose memory changes.  A measured peak of whole steps calibrates it
+(:mod:`qsync_planner.calibration`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
 
 import attrs
-import numpy as np
 
 from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.profile import Profile
-from qsync_core.semantics import CastSite
 from qsync_core.variant import Variant
 from qsync_planner.cost_mapper import CostMapper
-from qsync_planner.cost_model import CostModel
+from qsync_planner.cost_model import CostModel, Settled
+from qsync_planner.sequence_tree import Node, SequenceTree
+from qsync_planner.work import NEVER
 
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -53,8 +57,29 @@ class MemoryEstimate:
     peak_bytes: int
 
 
+Intervals = list[tuple[int, int, int]]
+"""(first moment, moment after the last, bytes)."""
+OwnBytes = tuple[int, int, int, int]
+"""Own saved bytes, workspace, gradient copy, calibration."""
+
+
+class MemoryBefore(NamedTuple):
+    """What a refresh replaced, and what it added at each moment."""
+
+    root: Node
+    correction: int
+    tensors: list[tuple[int, Intervals]]
+    own: list[tuple[int, OwnBytes]]
+    deltas: dict[int, int]
+    moments: dict[int, int]
+
+
 class MemoryLedger:
-    """Memory of one device group's rank, kept up to date with its cost mapper."""
+    """Memory of one device group's rank, kept up to date with its cost mapper.
+
+    The operators are the leaves of a :class:`~qsync_planner.sequence_tree.SequenceTree`; a node holds what a run of them adds until
+    its end and the highest sum on the way, forward and, in reverse, backward.
+    """
 
     def __init__(self, mapper: CostMapper, *, distributed: bool = True) -> None:
         self._mapper = mapper
@@ -68,17 +93,25 @@ class MemoryLedger:
             + profile.input_bytes
             + self._bucket_bytes
         )
-        self._delta = np.zeros(2 * count + 1, dtype=np.int64)
-        self._moment = np.zeros(2 * count + 1, dtype=np.int64)
+        self._delta = [0] * (2 * count + 1)
+        self._moment = [0] * (2 * count + 1)
         self._correction = 0
         self._count_parameter_gradients(dag)
         self._gradient_start = [self._first_gradient(i) for i in range(count)]
-        self._tensors: list[list[tuple[int, int, int]]] = [self._tensor_intervals(i) for i in range(count)]
+        self._tensors: list[Intervals] = [self._tensor_intervals(i) for i in range(count)]
         for intervals in self._tensors:
-            self._add(intervals, 1)
-        self._own: list[tuple[int, int, int, int]] = [self._own_of(i) for i in range(count)]
-        for position, own in enumerate(self._own):
-            self._add_own(position, own, 1)
+            for start, end, nbytes in intervals:
+                self._delta[start] += nbytes
+                self._delta[end] -= nbytes
+        self._own: list[OwnBytes] = [_own_bytes(settled) for settled in mapper.settled]
+        for position, (saved, workspace, gradient_copy, correction) in enumerate(self._own):
+            backward = self._backward_of[position]
+            self._delta[position] += saved
+            self._delta[backward + 1] -= saved
+            self._moment[position] += workspace
+            self._moment[backward] += workspace + gradient_copy
+            self._correction += correction
+        self._tree = SequenceTree([self._leaf(i) for i in range(count)], _NOTHING, _join)
 
     def _count_parameter_gradients(self, dag: PrecisionDag) -> None:
         numel = {p.fqn: p.numel for p in dag.parameters if p.requires_grad}
@@ -89,37 +122,28 @@ class MemoryLedger:
             if name in last_user:
                 self._delta[self._backward_of[last_user[name]]] += size * GRADIENT_NBYTES
 
-    def _tensor_intervals(self, position: int) -> list[tuple[int, int, int]]:
+    def _tensor_intervals(self, position: int) -> Intervals:
         """(first moment, moment after the last, bytes) of an operator's output, of its cast copies, and of its gradient."""
         mapper = self._mapper
-        operator = mapper.dag.operators[position]
         settled = mapper.settled[position]
         readers = mapper.readers[position]
-        intervals: list[tuple[int, int, int]] = []
+        intervals: Intervals = []
         kept_until = self._backward_of[position] if settled.saves_output else -1
         copies: dict[int, tuple[int, int, int]] = {}
         for reader in readers:
-            reading = mapper.settled[reader]
-            inputs = mapper.inputs[reader]
-            for priced in reading.casts:
-                if priced.cast.site is CastSite.INPUT and inputs[priced.cast.input_index] == position:
-                    start, end, _ = copies.get(priced.share, (reader, 0, 0))
-                    nbytes = priced.cast.numel * priced.cast.key.target.nbytes
-                    copies[priced.share] = (start, max(end, reader), nbytes)
-            for saved in reading.saved_inputs:
-                if inputs[saved.input_index] != position:
-                    continue
-                if saved.share < 0:
-                    kept_until = max(kept_until, self._backward_of[reader])
+            for share, nbytes, keeps in mapper.settings[reader].readings.get(position, ()):
+                end = self._backward_of[reader] if keeps else reader
+                if share < 0:
+                    kept_until = max(kept_until, end)
                 else:
-                    start, end, nbytes = copies[saved.share]
-                    copies[saved.share] = (start, max(end, self._backward_of[reader]), nbytes)
-        if operator.kind != "input":
+                    first, last, _ = copies.get(share, (reader, 0, 0))
+                    copies[share] = (first, max(last, end), nbytes)
+        if mapper.dag.operators[position].kind != "input":
             intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
             gradient_start = self._gradient_start[position]
             if gradient_start is not None:
                 intervals.append((gradient_start, self._backward_of[position] + 1, settled.output_bytes))
-        intervals.extend((start, end + 1, nbytes) for start, end, nbytes in copies.values())
+        intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
         return intervals
 
     def _first_gradient(self, producer: int) -> int | None:
@@ -134,60 +158,89 @@ class MemoryLedger:
                 return self._backward_of[reader]
         return None if readers else self._backward_of[producer]
 
-    def _own_of(self, position: int) -> tuple[int, int, int, int]:
-        """Own saved bytes, workspace, gradient copy, calibration."""
-        settled = self._mapper.settled[position]
-        return settled.saved_own_bytes, settled.workspace_bytes, settled.gradient_copy_bytes, settled.memory_correction_bytes
+    def _leaf(self, position: int) -> Node:
+        """What an operator's two moments add, and the highest sum during each.
 
-    def _add(self, intervals: Iterable[tuple[int, int, int]], sign: int) -> None:
-        for start, end, nbytes in intervals:
-            self._delta[start] += sign * nbytes
-            self._delta[end] -= sign * nbytes
-
-    def _add_own(self, position: int, own: tuple[int, int, int, int], sign: int) -> None:
-        saved, workspace, gradient_copy, correction = own
+        Nothing begins at the last moment of all, the one after the backward pass, so that the peak is never there.
+        """
         backward = self._backward_of[position]
-        self._delta[position] += sign * saved
-        self._delta[backward + 1] -= sign * saved
-        self._moment[position] += sign * workspace
-        self._moment[backward] += sign * (workspace + gradient_copy)
-        self._correction += sign * correction
+        forward_delta, backward_delta = self._delta[position], self._delta[backward]
+        return (
+            None,
+            None,
+            forward_delta,
+            forward_delta + self._moment[position],
+            backward_delta,
+            backward_delta + self._moment[backward],
+        )
 
     def refresh(self, settled: Iterable[int], producers: Iterable[int]) -> MemoryBefore:
         """Account for changed operators and changed readings of producers; returns what was there, for :meth:`restore`."""
-        before = MemoryBefore([(p, self._tensors[p]) for p in producers], [(p, self._own[p]) for p in settled])
-        for position, tensors in before.tensors:
-            self._replace_tensors(position, tensors, self._tensor_intervals(position))
-        for position, own in before.own:
-            self._replace_own(position, own, self._own_of(position))
+        before = MemoryBefore(self._tree.root, self._correction, [], [], {}, {})
+        deltas, moments = before.deltas, before.moments
+        for position in producers:
+            old, new = self._tensors[position], self._tensor_intervals(position)
+            if old == new:
+                continue
+            before.tensors.append((position, old))
+            self._tensors[position] = new
+            for start, end, nbytes in old:
+                deltas[start] = deltas.get(start, 0) - nbytes
+                deltas[end] = deltas.get(end, 0) + nbytes
+            for start, end, nbytes in new:
+                deltas[start] = deltas.get(start, 0) + nbytes
+                deltas[end] = deltas.get(end, 0) - nbytes
+        for position in settled:
+            was, now = self._own[position], _own_bytes(self._mapper.settled[position])
+            if was == now:
+                continue
+            before.own.append((position, was))
+            self._own[position] = now
+            saved, workspace, gradient_copy, correction = map(sub, now, was)
+            backward = self._backward_of[position]
+            deltas[position] = deltas.get(position, 0) + saved
+            deltas[backward + 1] = deltas.get(backward + 1, 0) - saved
+            moments[position] = workspace
+            moments[backward] = workspace + gradient_copy
+            self._correction += correction
+        self._replace_leaves(deltas, moments)
         return before
+
+    def _replace_leaves(self, deltas: Mapping[int, int], moments: Mapping[int, int]) -> None:
+        """Add to what happens at some moments."""
+        last = 2 * len(self._backward_of) - 1
+        changed: set[int] = set()
+        for changes, values in ((deltas, self._delta), (moments, self._moment)):
+            for moment, difference in changes.items():
+                if difference:
+                    values[moment] += difference
+                    if moment <= last:
+                        changed.add(min(moment, last - moment))
+        self._tree.replace([(position, self._leaf(position)) for position in sorted(changed)])
 
     def restore(self, before: MemoryBefore) -> None:
         """Undo a refresh."""
+        self._tree.root, self._correction = before.root, before.correction
         for position, tensors in before.tensors:
-            self._replace_tensors(position, self._tensors[position], tensors)
+            self._tensors[position] = tensors
         for position, own in before.own:
-            self._replace_own(position, self._own[position], own)
-
-    def _replace_tensors(self, position: int, old: list[tuple[int, int, int]], new: list[tuple[int, int, int]]) -> None:
-        if old != new:
-            self._add(old, -1)
-            self._add(new, 1)
-        self._tensors[position] = new
-
-    def _replace_own(self, position: int, old: tuple[int, int, int, int], new: tuple[int, int, int, int]) -> None:
-        if old != new:
-            self._add_own(position, old, -1)
-            self._add_own(position, new, 1)
-        self._own[position] = new
+            self._own[position] = own
+        for moment, difference in before.deltas.items():
+            self._delta[moment] -= difference
+        for moment, difference in before.moments.items():
+            self._moment[moment] -= difference
 
     def peak_bytes(self) -> int:
         """Predicted peak of one rank."""
-        running = np.cumsum(self._delta)
-        highest = int((running + self._moment).max()) if running.size else 0
+        _, _, added, forward_peak, _, backward_peak = self._tree.root
         calibration = self._mapper.model.calibration
+        highest: int = max(forward_peak, added + backward_peak)
         modelled = self.static_bytes + highest + self._correction + calibration.memory_bytes
         return max(modelled, calibration.memory_floor_bytes + self._bucket_bytes)
+
+    def moments_bytes(self) -> list[int]:
+        """Memory at each of the 2V moments, without what is static and without calibration."""
+        return [running + more for running, more in zip(accumulate(self._delta), self._moment, strict=True)][:-1]
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward when the forward pass ends."""
@@ -203,12 +256,28 @@ class MemoryLedger:
         return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak)
 
 
-@attrs.frozen
-class MemoryBefore:
-    """What a refresh replaced."""
+def _own_bytes(settled: Settled) -> OwnBytes:
+    return settled.saved_own_bytes, settled.workspace_bytes, settled.gradient_copy_bytes, settled.memory_correction_bytes
 
-    tensors: list[tuple[int, list[tuple[int, int, int]]]]
-    own: list[tuple[int, tuple[int, int, int, int]]]
+
+_NOTHING: Node = (None, None, 0, NEVER, 0, NEVER)
+"""No operators: no moment at which anything could be highest."""
+
+
+def _join(left: Node, right: Node) -> Node:
+    """Two neighbouring runs of operators: ``right`` follows ``left`` in the forward pass and precedes it in the backward pass."""
+    _, _, added, peak, back_added, back_peak = left
+    _, _, added2, peak2, back_added2, back_peak2 = right
+    peak2 += added
+    back_peak += back_added2
+    return (
+        left,
+        right,
+        added + added2,
+        peak if peak > peak2 else peak2,
+        back_added + back_added2,
+        back_peak if back_peak > back_peak2 else back_peak2,
+    )
 
 
 def estimate_memory(

@@ -7,7 +7,7 @@ scratch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -24,8 +24,10 @@ from qsync_planner.calibration import calibrated_model
 from qsync_planner.communication import collective_ns, compute_share
 from qsync_planner.cost_mapper import CostMapper
 from qsync_planner.cost_model import CostModel
+from qsync_planner.deferred import Deferred
 from qsync_planner.memory import MemoryBefore, MemoryEstimate, MemoryLedger
-from qsync_planner.step_timing import StepShape, StepTimes, StepTiming, TimingBefore
+from qsync_planner.sequence_tree import Node
+from qsync_planner.step_timing import StepShape, StepTimes, StepTiming
 from qsync_planner.work import kernel
 
 Variants = Mapping[OpId, Variant]
@@ -36,23 +38,54 @@ class GroupPrediction:
     """One rank of a group, in nanoseconds and bytes.
 
     Attributes:
-        busy_ns: forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more.
-        forward_ns, backward_ns, optimizer_ns: compute time of the phases; dispatch_ns: CPU time of the step.
-        period_ns: the job's period if this group were the only one that limits it.
-        slack_ns: how much longer the job's period is than that.
-        bucket_ready_ns: when each bucket's gradients are complete, from the start of the group's step.
         peak_bytes: predicted peak memory.
+        slack_ns: how much longer the job's period is than ``period_ns``.
     """
 
-    busy_ns: int
-    forward_ns: int
-    backward_ns: int
-    optimizer_ns: int
+    _times: StepTimes
     peak_bytes: int
     slack_ns: int
-    dispatch_ns: int
-    period_ns: int
-    bucket_ready_ns: tuple[int, ...]
+
+    @property
+    def busy_ns(self) -> int:
+        """Forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more."""
+        times = self._times
+        return max(times.forward_ns + times.backward_ns + times.optimizer_ns, times.dispatch_ns)
+
+    @property
+    def forward_ns(self) -> int:
+        """Compute time of the forward pass."""
+        return self._times.forward_ns
+
+    @property
+    def backward_ns(self) -> int:
+        """Compute time of the backward pass."""
+        return self._times.backward_ns
+
+    @property
+    def optimizer_ns(self) -> int:
+        """Compute time of the optimizer step."""
+        return self._times.optimizer_ns
+
+    @property
+    def dispatch_ns(self) -> int:
+        """CPU time of the step."""
+        return self._times.dispatch_ns
+
+    @property
+    def period_ns(self) -> int:
+        """The job's period if this group were the only one that limits it."""
+        return self._times.period_ns
+
+    @property
+    def bucket_ready_ns(self) -> tuple[int, ...]:
+        """When each bucket's gradients are complete, from the start of the group's step."""
+        return self._times.bucket_ready_ns
+
+    def as_dict(self) -> dict[str, object]:
+        """Every number by its name."""
+        names = ("busy_ns", "forward_ns", "backward_ns", "optimizer_ns", "peak_bytes", "slack_ns", "dispatch_ns", "period_ns")
+        return {name: getattr(self, name) for name in (*names, "bucket_ready_ns")}
 
 
 @attrs.frozen
@@ -62,12 +95,21 @@ class Prediction:
     Attributes:
         iteration_ns: the period of training steps.
         groups: per group.
-        bucket_end_ns: when each bucket's collective ends, counted from the end of the last collective of the step before.
     """
 
     iteration_ns: int
     groups: Mapping[str, GroupPrediction]
-    bucket_end_ns: tuple[int, ...]
+    _bucket_end: Deferred[tuple[int, ...]]
+
+    @property
+    def bucket_end_ns(self) -> tuple[int, ...]:
+        """When each bucket's collective ends, counted from the end of the last collective of the step before."""
+        return self._bucket_end.value
+
+    def as_dict(self) -> dict[str, object]:
+        """Every number by its name."""
+        groups = {name: group.as_dict() for name, group in self.groups.items()}
+        return {"iteration_ns": self.iteration_ns, "groups": groups, "bucket_end_ns": self.bucket_end_ns}
 
 
 def uniform_variants(dag: PrecisionDag, group: DeviceGroup, rung: Variant) -> dict[OpId, Variant]:
@@ -116,7 +158,7 @@ class _GroupState:
         self.memory = MemoryLedger(self.mapper, distributed=replayer.ranks > 1)
         self.times: StepTimes = self.timing.times()
         self.peak_bytes = self.memory.peak_bytes()
-        self._before: tuple[TimingBefore, MemoryBefore, StepTimes, int] | None = None
+        self._before: tuple[Node, MemoryBefore, StepTimes, int] | None = None
 
     def update(self, variants: Variants) -> None:
         """Change some operators, until ``commit`` or ``rollback``."""
@@ -127,8 +169,7 @@ class _GroupState:
             self.times,
             self.peak_bytes,
         )
-        self.times = self.timing.times()
-        self.peak_bytes = self.memory.peak_bytes()
+        self.times, self.peak_bytes = self.timing.times(), self.memory.peak_bytes()
 
     def commit(self) -> None:
         """Keep the update."""
@@ -274,36 +315,20 @@ class Replayer:
         self._pending = None
 
     def _predict(self, states: Mapping[str, _GroupState]) -> Prediction:
-        tails = [0] * (len(self.collective_ns) + 1)
-        for bucket in reversed(range(len(self.collective_ns))):
-            tails[bucket] = tails[bucket + 1] + self.collective_ns[bucket]
-        alone: dict[str, int] = {}
-        for name, state in states.items():
-            times = state.times
-            waits = [ready + tail for ready, tail in zip(times.bucket_ready_ns, tails, strict=False)]
-            alone[name] = max(times.alone_ns, times.optimizer_ns + max(waits, default=0))
-        period = max(alone.values())
+        times = [state.times for state in states.values()]
+        period = max([entry.period_ns for entry in times])
         groups = {
-            name: GroupPrediction(
-                busy_ns=max(t.forward_ns + t.backward_ns + t.optimizer_ns, t.dispatch_ns),
-                forward_ns=t.forward_ns,
-                backward_ns=t.backward_ns,
-                optimizer_ns=t.optimizer_ns,
-                peak_bytes=state.peak_bytes,
-                slack_ns=period - alone[name],
-                dispatch_ns=t.dispatch_ns,
-                period_ns=alone[name],
-                bucket_ready_ns=t.bucket_ready_ns,
-            )
-            for name, state in states.items()
-            for t in (state.times,)
+            name: GroupPrediction(state.times, state.peak_bytes, period - state.times.period_ns) for name, state in states.items()
         }
+        return Prediction(period, groups, Deferred(lambda: self._bucket_ends(times)))
+
+    def _bucket_ends(self, times: Sequence[StepTimes]) -> tuple[int, ...]:
+        """The recurrence of the collectives over all groups."""
         end, ends = 0, []
         for bucket, duration in enumerate(self.collective_ns):
-            ready = max(g.optimizer_ns + g.bucket_ready_ns[bucket] for g in groups.values())
-            end = max(end, ready) + duration
+            end = max(end, *(entry.optimizer_ns + entry.bucket_ready_ns[bucket] for entry in times)) + duration
             ends.append(end)
-        return Prediction(period, groups, tuple(ends))
+        return tuple(ends)
 
     def global_dfg(self, variants: Mapping[str, Variants]) -> GlobalDfg:
         """The job's data-flow graph; groups not named run at their base precision."""

@@ -1,25 +1,28 @@
-"""One device group's training step in time: its segments between gradient buckets, and when each bucket is ready.
+"""One device group's training step in time: how long it takes, and when each gradient bucket is ready.
 
-A step is the forward pass, then the backward pass cut at the operators after which a gradient bucket is complete, then the
-optimizer.  A change of some operators changes the sums of the segments they lie in and nothing else.
+A step is the forward pass, then the backward pass, in which a gradient bucket is complete after some operators, then the optimizer.
+The operators are the leaves of a :class:`~qsync_planner.sequence_tree.SequenceTree`: a change of some of them costs O(log V) each.
 
 How dispatch binds (DESIGN 6.3) depends on the group:
 
 * free-running (a GPU whose step does not synchronise): the CPU runs ahead, so dispatch binds through its sum alone;
-* synchronising every step: every step starts with CPU and device level, so each segment's longest dispatch-then-compute chain
-  counts;
+* synchronising every step: every step starts with CPU and device level, so the longest dispatch-then-compute chain counts;
 * synchronous (the CPU runs the kernels): one resource; the cost model has merged dispatch into compute, so both formulas agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import attrs
 
 from qsync_core.dag import PrecisionDag
-from qsync_planner.cost_mapper import CostMapper, Recosted
-from qsync_planner.work import NEVER, Work, device_only, sequence
+from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.deferred import Deferred
+from qsync_planner.sequence_tree import Node, SequenceTree
+from qsync_planner.work import NEVER, Work
 
 
 def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
@@ -44,12 +47,14 @@ class StepShape:
         host_work_ns: per bucket the compute time its collective takes from this rank's own backward (0 for the last one: nothing is
             left to delay).
         optimizer: the optimizer step.
+        left_ns: per bucket how long its collective and those after it take.
     """
 
     ready_after: tuple[int, ...]
     cuts: tuple[int, ...]
     host_work_ns: tuple[int, ...]
     optimizer: Work
+    left_ns: tuple[int, ...]
 
     @classmethod
     def of(cls, dag: PrecisionDag, collective_ns: Sequence[int], compute_share: float, optimizer: Work) -> StepShape:
@@ -65,115 +70,158 @@ class StepShape:
         host = [round(compute_share * duration) for duration in collective_ns]
         if host:
             host[-1] = 0
-        return cls(ready, tuple(sorted(set(ready), reverse=True)), tuple(host), optimizer)
+        left = tuple(accumulate(reversed(collective_ns)))[::-1]
+        return cls(ready, tuple(sorted(set(ready), reverse=True)), tuple(host), optimizer, left)
 
     def host_work_after(self, cut: int) -> int:
         """Compute time that collectives of buckets ready at this operator take from what follows it."""
         return sum(work for work, position in zip(self.host_work_ns, self.ready_after, strict=True) if position == cut)
 
 
-TimingBefore = tuple[Work, list[Work]]
-"""What a refresh replaced: the forward pass and the segments of the backward pass."""
-
-
-@attrs.frozen
-class StepTimes:
+class StepTimes(NamedTuple):
     """One group's step, in nanoseconds from its own start.
 
     Attributes:
         forward_ns, backward_ns, optimizer_ns: compute time of the phases (host work of collectives counts as backward).
         dispatch_ns: CPU time of the whole step.
-        bucket_ready_ns: per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum.
         alone_ns: the period of the group without waiting for any collective.
+        period_ns: the job's period if this group were the only one that limits it.
+        bucket_ready: see :attr:`bucket_ready_ns`, worked out when it is asked for.
     """
 
     forward_ns: int
     backward_ns: int
     optimizer_ns: int
     dispatch_ns: int
-    bucket_ready_ns: tuple[int, ...]
     alone_ns: int
+    period_ns: int
+    bucket_ready: Deferred[tuple[int, ...]]
+
+    @property
+    def bucket_ready_ns(self) -> tuple[int, ...]:
+        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum."""
+        return self.bucket_ready.value
 
 
 class StepTiming:
-    """Segment sums of one group, kept up to date with its cost mapper."""
+    """The step of one group, kept up to date with its cost mapper.
+
+    A node of the tree maps, in the algebra of sums and maxima, the moments at which the CPU and the device become free before a run
+    of operators to those after it (see :mod:`qsync_planner.work`): dispatch, compute and chain of the forward pass, then of the
+    backward pass, which runs through the operators in reverse.  Two more numbers map them to the latest end of the collectives
+    of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.
+    """
 
     def __init__(self, mapper: CostMapper, shape: StepShape, *, synchronises: bool) -> None:
         self.mapper = mapper
         self.shape = shape
         self.cold = synchronises and not mapper.model.synchronous
-        count = len(mapper.forward)
-        ends = [*shape.cuts, 0] if not shape.cuts or shape.cuts[-1] > 0 else list(shape.cuts)
-        self._starts = [count - 1, *[cut - 1 for cut in ends[:-1]]]
-        self._ends = ends if count else []
-        self._segment_of = [0] * count
-        for number, (start, end) in enumerate(zip(self._starts, self._ends, strict=False)):
-            for position in range(end, start + 1):
-                self._segment_of[position] = number
-        self._host = [0, *[shape.host_work_after(cut) for cut in shape.cuts]]
-        self._forward = self._compose_forward()
-        self._backward = [self._compose(number) for number in range(len(self._ends))]
+        left: dict[int, int] = {}
+        for position, left_ns in zip(shape.ready_after, shape.left_ns, strict=True):
+            left[position] = max(left.get(position, 0), left_ns)
+        self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
+        leaves = [self._leaf(position) for position in range(len(mapper.forward))]
+        self._tree = SequenceTree(leaves, _NOTHING, _join)
 
-    def _sequence(self, parts: Iterable[Work]) -> Work:
-        """All parts one after the other; only their sums where nothing else binds."""
-        if self.cold:
-            return sequence(parts)
-        dispatch = compute = 0
-        for part in parts:
-            dispatch += part.dispatch_ns
-            compute += part.compute_ns
-        return Work(dispatch, compute, NEVER)
+    def _leaf(self, position: int) -> Node:
+        """One operator: forward; then backward, the buckets that are then ready, and what their collectives take of the device."""
+        dispatch, compute, chain = self.mapper.forward[position]
+        back_dispatch, back_compute, back_chain = self.mapper.backward[position]
+        if not self.cold:
+            chain = back_chain = NEVER
+        if position not in self._cuts:
+            return (None, None, dispatch, compute, chain, back_dispatch, back_compute, back_chain, NEVER, NEVER)
+        host, left = self._cuts[position]
+        ready = (back_compute + left, back_chain + left)
+        return (None, None, dispatch, compute, chain, back_dispatch, back_compute + host, back_chain + host, *ready)
 
-    def _compose_forward(self) -> Work:
-        return self._sequence(self.mapper.forward)
-
-    def _compose(self, number: int) -> Work:
-        works = self.mapper.backward[self._ends[number] : self._starts[number] + 1]
-        return self._sequence([device_only(self._host[number]), *reversed(works)])
-
-    def refresh(self, recosted: Sequence[Recosted]) -> TimingBefore:
-        """Account for changed operators; returns what was there before, for :meth:`restore`."""
-        before = self._forward, list(self._backward)
-        if self.cold:
-            if recosted:
-                self._forward = self._compose_forward()
-            for number in {self._segment_of[entry.position] for entry in recosted}:
-                self._backward[number] = self._compose(number)
-            return before
-        for position, forward, backward in recosted:
-            number = self._segment_of[position]
-            self._forward = _exchange(self._forward, forward, self.mapper.forward[position])
-            self._backward[number] = _exchange(self._backward[number], backward, self.mapper.backward[position])
+    def refresh(self, recosted: Sequence[int]) -> Node:
+        """Account for changed operators, given ascending; returns what was there before, for :meth:`restore`."""
+        before = self._tree.root
+        self._tree.replace([(position, self._leaf(position)) for position in recosted])
         return before
 
-    def restore(self, before: TimingBefore) -> None:
+    def restore(self, before: Node) -> None:
         """Undo a refresh."""
-        self._forward, self._backward = before
+        self._tree.root = before
 
     def times(self) -> StepTimes:
         """The step as it now is."""
         optimizer = self.shape.optimizer
-        total = self._forward
-        ready_at: dict[int, int] = {}
-        for work, end in zip(self._backward, self._ends, strict=True):
-            total = total.then(work)
-            ready_at[end] = max(total.compute_ns, total.chain_ns) if self.cold else total.compute_ns
-        tail_host = self._host[len(self._ends)] if len(self._host) > len(self._ends) else 0
-        if tail_host:
-            total = total.then(device_only(tail_host))
-        dispatch = total.dispatch_ns + optimizer.dispatch_ns
-        computed = max(total.compute_ns, total.chain_ns, dispatch) if self.cold else total.compute_ns
-        alone = max(computed + optimizer.compute_ns, dispatch)
+        root = self._tree.root
+        _, _, dispatch, forward, chain, back_dispatch, backward, back_chain, after_device, after_cpu = root
+        device = max(forward, chain)
+        finished = max(device + backward, dispatch + back_chain)
+        last = max(device + after_device, dispatch + after_cpu)
+        dispatch += back_dispatch + optimizer.dispatch_ns
+        if self.cold:
+            finished = max(finished, dispatch)
+        alone = max(finished + optimizer.compute_ns, dispatch)
         return StepTimes(
-            forward_ns=self._forward.compute_ns,
-            backward_ns=total.compute_ns - self._forward.compute_ns,
+            forward_ns=forward,
+            backward_ns=backward,
             optimizer_ns=optimizer.compute_ns,
             dispatch_ns=dispatch,
-            bucket_ready_ns=tuple(ready_at[position] for position in self.shape.ready_after),
             alone_ns=alone,
+            period_ns=max(alone, last + optimizer.compute_ns),
+            bucket_ready=Deferred(lambda: self._bucket_ready(root)),
         )
 
+    def _bucket_ready(self, root: Node) -> tuple[int, ...]:
+        """Walks the backward pass, over runs without a bucket in one step."""
+        cpu, device = root[2], max(root[3], root[4])
+        ready: dict[int, int] = {}
+        ahead = [(root, self._tree.half, 0)]
+        while ahead:
+            node, half, position = ahead.pop()
+            left, right, _, _, _, dispatch, compute, chain, after_device, after_cpu = node
+            if left is not None and after_device > _UNREADY:
+                ahead.append((left, half >> 1, position))
+                ahead.append((right, half >> 1, position + half))
+                continue
+            if position in self._cuts and left is None:
+                ready[position] = max(device + after_device, cpu + after_cpu) - self._cuts[position][1]
+            device = max(device + compute, cpu + chain)
+            cpu += dispatch
+        return tuple([ready[position] for position in self.shape.ready_after])
 
-def _exchange(total: Work, old: Work, new: Work) -> Work:
-    """A sum with one part exchanged; chains are not kept."""
-    return Work(total.dispatch_ns + new.dispatch_ns - old.dispatch_ns, total.compute_ns + new.compute_ns - old.compute_ns, NEVER)
+
+_UNREADY = NEVER // 2
+_NOTHING: Node = (None, None, 0, 0, NEVER, 0, 0, NEVER, NEVER, NEVER)
+"""No operators."""
+
+
+def _join(left: Node, right: Node) -> Node:
+    """Two neighbouring runs of operators: ``right`` follows ``left`` in the forward pass and precedes it in the backward pass."""
+    _, _, dispatch, compute, chain, back_dispatch, back_compute, back_chain, after_device, after_cpu = left
+    _, _, dispatch2, compute2, chain2, back_dispatch2, back_compute2, back_chain2, after_device2, after_cpu2 = right
+    # Comparisons instead of max: this is where trials spend their time.
+    chain += compute2
+    chain2 += dispatch
+    if chain2 > chain:
+        chain = chain2
+    after_cpu += back_dispatch2
+    by_device = back_chain2 + after_device
+    if by_device > after_cpu:
+        after_cpu = by_device
+    if after_cpu2 > after_cpu:
+        after_cpu = after_cpu2
+    after_device += back_compute2
+    if after_device2 > after_device:
+        after_device = after_device2
+    back_chain += back_dispatch2
+    back_chain2 += back_compute
+    if back_chain2 > back_chain:
+        back_chain = back_chain2
+    return (
+        left,
+        right,
+        dispatch + dispatch2,
+        compute + compute2,
+        chain,
+        back_dispatch + back_dispatch2,
+        back_compute + back_compute2,
+        back_chain,
+        after_device,
+        after_cpu,
+    )
