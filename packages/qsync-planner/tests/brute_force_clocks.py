@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
-from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT, WantedCast
+from brute_force_calibration import WholeSteps, cast_times, one_clock
+from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT
 from brute_force_walk import Walked, Walker
 
 from qsync_core.dag import PrecisionDag
@@ -50,50 +51,47 @@ def bucket_places(dag: PrecisionDag) -> list[int]:
 
 
 def write_program(
-    walker: Walker, walked: Sequence[Walked], collective_ns: Sequence[int], compute_share: float, *, synchronises: bool
+    walker: Walker,
+    walked: Sequence[Walked],
+    whole: WholeSteps,
+    collective_ns: Sequence[int],
+    compute_share: float,
+    *,
+    synchronises: bool,
 ) -> Program:
     """The step of one rank: casts around each kernel, buckets in the backward pass.
 
     A collective takes its share of the rank's compute after the operator that completed its bucket; the last one delays nothing.
     """
-    one_clock = walker.profile.device.kind == "cpu"
+    on_cpu = one_clock(walker)
     kernels: list[tuple[int, int, bool]] = []
 
     def issue(dispatch: int, compute: int) -> None:
         if dispatch or compute:
-            kernels.append((0, dispatch + compute, False) if one_clock else (dispatch, compute, True))
+            kernels.append((dispatch, compute, not on_cpu))
 
-    def cast(wanted: WantedCast) -> None:
-        model = walker.cast_models[wanted.key]
-        issue(model.dispatch_ns, max(0, round(model.intercept_ns + model.ns_per_element * wanted.elements)))
-
-    for one in walked:
+    def cast(one: Walked, *places: str) -> None:
         for wanted in one.performed:
-            if wanted.where in BEFORE_FORWARD:
-                cast(wanted)
-        issue(one.cost.forward_dispatch_ns, one.cost.forward_compute_ns)
+            if wanted.where in places:
+                issue(*cast_times(walker, wanted))
+
+    for place, one in enumerate(walked):
+        cast(one, *BEFORE_FORWARD)
+        issue(*whole.kernel(walker, place, one)[:2])
     places = bucket_places(walker.dag)
     ready = [0] * len(places)
     for place in reversed(range(len(walked))):
         one = walked[place]
-        for wanted in one.performed:
-            if wanted.where == OUTPUT_GRADIENT:
-                cast(wanted)
-        issue(one.cost.backward_dispatch_ns, one.cost.backward_compute_ns)
-        for wanted in one.performed:
-            if wanted.where == INPUT_GRADIENT:
-                cast(wanted)
+        cast(one, OUTPUT_GRADIENT)
+        issue(*whole.kernel(walker, place, one)[2:])
+        cast(one, INPUT_GRADIENT)
         completed = [bucket for bucket, at in enumerate(places) if at == place]
         for bucket in completed:
             ready[bucket] = len(kernels)
         for bucket in completed:
             if bucket < len(places) - 1:
                 kernels.append((0, round(compute_share * collective_ns[bucket]), False))
-    profile = walker.profile
-    optimizer = (profile.optimizer_dispatch_ns, profile.optimizer_compute_ns)
-    if one_clock:
-        optimizer = (0, sum(optimizer))
-    return Program(tuple(kernels), tuple(ready), optimizer, one_clock, synchronises)
+    return Program(tuple(kernels), tuple(ready), whole.optimizer, on_cpu, synchronises)
 
 
 def play_step(programs: Sequence[Program], collective_ns: Sequence[int], clocks: Sequence[int]) -> list[int]:

@@ -3,9 +3,8 @@
 Two to nine adjustable operators with two to four rungs, not all of them measured; modules that run twice; residual additions,
 guarded and fixed operators, calls that no plan can address, several readers of one tensor, detached inputs; several gradient
 buckets with collectives that take time; devices with and without a CPU clock of their own, synchronising or not; one to three
-inference groups beside up to two training groups.  Memory budgets are added in ``brute_force``, which knows what plans need.
-
-Profiles hold no whole steps, so that costs are the plain sum of parts: calibration has tests of its own.
+inference groups beside up to two training groups.  Whole steps and memory budgets are added in ``brute_force``,
+which knows what plans need.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ def _detached(rng: random.Random, operator: Operator) -> Operator:
 def _profile(rng: random.Random, dag: PrecisionDag, device: DeviceType, slowness: float, base: Variant) -> Profile:
     costs: list[OpCost] = []
     index: dict[OpId, dict[Variant, int]] = {}
-    dispatch_ns = rng.choice((500, 3_000, 30_000)) if device.kind is DeviceKind.CUDA else 1_000
+    dispatch_ns = rng.choice((1, 500, 3_000, 30_000)) if device.kind is DeviceKind.CUDA else 1_000
     casts_ns = rng.choice((200, 2_000, 10_000))
     symmetric, gaps = rng.random() < 0.15, rng.choice((0.0, 0.0, 0.15))
     drawn: dict[object, OpCost] = {}
@@ -284,7 +283,7 @@ def _cost(rng: random.Random, operator: Operator, variant: Variant, slowness: fl
     return OpCost(
         forward_dispatch_ns=rng.randrange(dispatch_ns // 2, dispatch_ns),
         forward_compute_ns=round(scale * rng.uniform(*SPEED[variant.compute])),
-        backward_dispatch_ns=rng.randrange(dispatch_ns // 2, 2 * dispatch_ns),
+        backward_dispatch_ns=2 * rng.randrange(dispatch_ns // 2, dispatch_ns),
         backward_compute_ns=round(2 * scale * rng.uniform(*SPEED[variant.compute])),
         saves_inputs=saves,
         saves_output=operator.op_class is not OpClass.ADJUSTABLE and keeps < 0.4,
