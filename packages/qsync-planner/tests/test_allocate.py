@@ -96,7 +96,7 @@ def test_a_feasible_problem_stays_feasible_with_more_memory_or_time(case: Case, 
 @settings(max_examples=15)
 @given(case=CASES)
 def test_never_more_sensitive_than_uniform(case: Case) -> None:
-    greedy = allocate(*case.arguments)
+    greedy = allocate(*case.arguments, solver="greedy")
     uniform = allocate(*case.arguments, solver="uniform")
     assert greedy.objective <= uniform.objective * (1 + 1e-12)
 
@@ -172,7 +172,7 @@ def test_neighbours_that_can_only_rise_together_do() -> None:
     """A step up of either costs casts between the two; that of both does not."""
     case = random_case(13, blocks=2, ladder=LADDERS[1], kind=DeviceKind.CUDA)
     smallest, full = leanest(case), allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes
-    plan = allocate(*case.with_memory(smallest + 4 * (full - smallest) // 10).arguments, tolerance=0.2)
+    plan = allocate(*case.with_memory(smallest + 4 * (full - smallest) // 10).arguments, solver="greedy", tolerance=0.2)
     reasons = [assignment.reason for assignment in plan.group("infer0").assignments.values()]
     assert any(text.startswith("recovered to float32 together with block.0.") for text in reasons)
 
@@ -292,12 +292,12 @@ def test_a_rung_that_nothing_was_measured_at_is_said() -> None:
 
 def test_bad_arguments_are_named() -> None:
     case = random_case(0)
-    with pytest.raises(PlanError, match="there is no solver 'simplex'; choose one of greedy, uniform, full, dynamic-batch"):
+    with pytest.raises(PlanError, match="there is no solver 'simplex'; choose one of auto, exact, greedy, greedy-paper, uniform, full, dynamic-batch"):
         allocate(*case.arguments, solver="simplex")
     for tolerance in (-0.1, math.nan, math.inf, 1e300):
         with pytest.raises(PlanError, match="the tolerance must be a finite number ≥ 0"):
             allocate(*case.arguments, tolerance=tolerance)
-    with pytest.raises(PlanError, match="the greedy solver needs a sensitivity; make one with 'qsync indicate'"):
+    with pytest.raises(PlanError, match="the solver auto needs a sensitivity; make one with 'qsync indicate'"):
         allocate(case.dag, case.cluster, case.profiles, None)
 
 

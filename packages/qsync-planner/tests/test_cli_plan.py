@@ -99,7 +99,7 @@ def test_from_observations_to_an_explained_plan(folder: Path) -> None:
     result = run(*plan_arguments(folder, "plan.qsync", "--sensitivity", sensitivity))
     assert result.exit_code == 0
     plan = load(folder / "plan.qsync", PrecisionPlan)
-    assert plan.solver == "greedy"
+    assert plan.solver == "auto"
     assert plan.input_digests["sensitivity"] == digest(found)
     for text in ("this plan", "baseline uniform", "verdict: ", "train (2 × V100)", "infer (2 × T4)", "15 GiB"):
         assert text in result.output
@@ -123,7 +123,7 @@ def test_json_of_every_command(folder: Path) -> None:
     assert set(data["baselines_ns"]) == {"full", "uniform", "dynamic-batch"}
     assert run(*plan_arguments(folder, "b.qsync", "--solver", "full")).exit_code == 0
     data = json.loads(run("plan", "--diff", folder / "a.qsync", folder / "b.qsync", "--json").output)
-    assert data["totals"]["solver"] == {"before": "greedy", "after": "full"}
+    assert data["totals"]["solver"] == {"before": "auto", "after": "full"}
     data = json.loads(run("explain", folder / "a.qsync", "--json").output)
     assert len(data["groups"][1]["operators"]) == 13
     data = json.loads(run("indicate", "--list", "--json").output)

@@ -26,7 +26,13 @@ _PATH = click.Path(path_type=Path)
 @click.option("--cluster", type=_PATH, help="Cluster description (TOML).")
 @profiles_option
 @click.option("--sensitivity", type=_PATH, help="Sensitivity; the baselines do without.")
-@click.option("--solver", default="greedy", show_default=True, help="greedy, or a baseline: uniform, full, dynamic-batch.")
+@click.option(
+    "--solver",
+    default="auto",
+    show_default=True,
+    help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
+)
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
 @click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
@@ -39,6 +45,7 @@ def plan(
     profiles: dict[str, Path],
     sensitivity: Path | None,
     solver: str,
+    time_limit: float | None,
     tolerance: float,
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
@@ -71,6 +78,7 @@ def plan(
         load(sensitivity, Sensitivity) if sensitivity else None,
         solver=solver,
         tolerance=tolerance,
+        seconds=time_limit,
         batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
     )
     save(found, output)

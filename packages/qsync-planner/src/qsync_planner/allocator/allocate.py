@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import attrs
+
 from qsync_core.artifact import digest
 from qsync_core.cluster import Cluster
 from qsync_core.dag import OpClass, PrecisionDag
@@ -14,8 +16,11 @@ from qsync_core.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.batch_scaling import BatchProfile
 from qsync_planner.allocator.dynamic_batch import balance_batches
+from qsync_planner.allocator.exact.choices import TooManyCombinations
+from qsync_planner.allocator.exact.solve import AUTO, EXACT, bounded, is_installed, solve_exactly
 from qsync_planner.allocator.full import solve_full
 from qsync_planner.allocator.greedy import solve_greedy
+from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.infeasible import infeasible
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.search_state import SearchState
@@ -25,8 +30,11 @@ from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 from qsync_planner.verdict import judge
 
-SOLVERS = ("greedy", "uniform", "full", "dynamic-batch")
-"""``greedy`` plans; the others are the baselines it is compared with."""
+SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
+"""The first four plan; the others are the baselines they are compared with."""
+
+PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
+"""Solvers that need a sensitivity."""
 
 MAX_TOLERANCE = 1000.0
 """Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
@@ -38,11 +46,12 @@ def allocate(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity | None,
     *,
-    solver: str = "greedy",
+    solver: str = "auto",
     tolerance: float = 0.0,
+    seconds: float | None = None,
     batch_profiles: Mapping[str, BatchProfile] | None = None,
 ) -> PrecisionPlan:
-    """Find a plan.  The same inputs give the same bytes.
+    """Find a plan.  The same inputs give the same bytes, unless ``seconds`` is given.
 
     Args:
         dag: the model.
@@ -51,6 +60,8 @@ def allocate(
         sensitivity: Ω; may be None for the baselines, whose objective is then 0.
         solver: one of :data:`SOLVERS`.
         tolerance: share by which the plan may be slower than uniform precision; 0 means not at all.
+        seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
+            and ``auto`` with an amount of work that does not depend on the machine.
         batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
 
     Raises:
@@ -59,7 +70,7 @@ def allocate(
         PlanError: an unknown solver, or artifacts that do not belong together.
         ClusterError: a group without a profile, or one of another device.
     """
-    _check_arguments(cluster, sensitivity, solver, tolerance, batch_profiles or {})
+    _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
@@ -79,8 +90,8 @@ def allocate(
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
-    elif solver == "greedy":
-        solution = solve_greedy(state, starts, limit_ns)
+    elif solver in PLANNERS:
+        solution = _planned(state, starts, limit_ns, solver, seconds)
     assert solution is not None
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
@@ -92,11 +103,31 @@ def allocate(
     return _plan(problem, solution, sensitivity, solver, limit_ns, baselines, notes)
 
 
+def _planned(state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int, solver: str, seconds: float | None) -> Solution:
+    """The plan of one of :data:`PLANNERS`; ``auto`` is greedy, without a proof, where there is no HiGHS or no program."""
+    if solver == "exact":
+        return solve_exactly(state, starts, limit_ns, EXACT, seconds=seconds)
+    if solver == "greedy":
+        return bounded(state, solve_greedy(state, starts, limit_ns), starts, limit_ns)
+    if solver == "greedy-paper":
+        return bounded(state, solve_greedy_paper(state, starts, limit_ns), starts, limit_ns)
+    if not is_installed():
+        note = "without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]' adds one, and better plans"
+    else:
+        try:
+            return solve_exactly(state, starts, limit_ns, AUTO, seconds=seconds)
+        except TooManyCombinations as error:
+            note = f"without a proof: {error}"
+    found = solve_greedy(state, starts, limit_ns)
+    return attrs.evolve(found, notes=(*found.notes, note))
+
+
 def _check_arguments(
     cluster: Cluster,
     sensitivity: Sensitivity | None,
     solver: str,
     tolerance: float,
+    seconds: float | None,
     batch_profiles: Mapping[str, BatchProfile],
 ) -> None:
     if solver not in SOLVERS:
@@ -105,8 +136,12 @@ def _check_arguments(
         raise PlanError(
             f"the tolerance must be a finite number ≥ 0 and at most {MAX_TOLERANCE:g} (0.05 allows 5% more time), got {tolerance!r}"
         )
-    if sensitivity is None and solver == "greedy":
-        raise PlanError("the greedy solver needs a sensitivity; make one with 'qsync indicate'")
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise PlanError(f"the time for solving must be a finite number of seconds above 0, got {seconds!r}")
+    if seconds is not None and solver not in ("auto", "exact"):
+        raise PlanError(f"only the solvers auto and exact can be given a time, not {solver}")
+    if sensitivity is None and solver in PLANNERS:
+        raise PlanError(f"the solver {solver} needs a sensitivity; make one with 'qsync indicate'")
     names = [group.name for group in cluster.groups]
     for name in batch_profiles:
         if name not in names:
@@ -193,7 +228,7 @@ def _plan(
         time_limit_ns=limit_ns,
         predicted_iteration_ns=period,
         objective=problem.objective(solution.rungs),
-        bound=None,
+        bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
         verdict=judge(dag, cluster, problem.profiles, variants, period, local_batches),

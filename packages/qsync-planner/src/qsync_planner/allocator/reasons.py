@@ -23,7 +23,7 @@ def reason(unit: Unit, rung: int, history: History) -> str:
         slack = time_text(history.steps[-1].slack_ns)
         parts.append(f"recovered to {label}{together}: {added_time_text(added)}, slack {slack}")
     if history.refusals:
-        parts.append(f"kept {label}: {_refusal(unit, history.refusals[0])}")
+        parts.append(f"kept {label}: {refusal_text(unit, history.refusals[0])}")
     if parts:
         return "; ".join(parts)
     if len(unit.rungs) == 1:
@@ -31,7 +31,8 @@ def reason(unit: Unit, rung: int, history: History) -> str:
     return f"{label} from the start: the fastest choice is already the base precision"
 
 
-def _refusal(unit: Unit, refusal: Refusal) -> str:
+def refusal_text(unit: Unit, refusal: Refusal) -> str:
+    """Why a step was refused."""
     label = unit.rungs[refusal.rung].label
     if not refusal.gains:
         return f"{label} would not lower its sensitivity"

@@ -27,6 +27,7 @@ class Solution:
         reasons: per inference group a sentence for every unit.
         local_batches: per group; empty means the traced batch size everywhere.
         notes: what a reader of the plan must know.
+        bound: Σ Ω over all inference devices that no plan is below; None where nothing was proven.
     """
 
     rungs: Mapping[str, tuple[int, ...]]
@@ -34,6 +35,7 @@ class Solution:
     reasons: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     local_batches: Mapping[str, int] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
+    bound: float | None = None
 
     @classmethod
     def of(cls, state: SearchState) -> Solution:

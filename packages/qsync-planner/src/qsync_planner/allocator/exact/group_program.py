@@ -1,0 +1,124 @@
+"""The program of one device group: Σ Ω, T and the peak as columns and rows over the choices of every operator.
+
+Which of the three is minimised and which are limits is said by bounds and costs, so that the same program answers all questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from qsync_planner.allocator.exact.choices import Choices
+from qsync_planner.allocator.exact.memory_rows import MemoryRows
+from qsync_planner.allocator.exact.program import Limits, Program, Solved
+from qsync_planner.allocator.exact.shared_casts import shared_charges
+from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, time_after
+from qsync_planner.allocator.problem import GroupProblem
+from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.memory import MemoryLedger
+from qsync_planner.memory_layout import MemoryLayout
+from qsync_planner.replay import Replayer
+from qsync_planner.step_timing import StepTiming
+
+Values = np.ndarray[Any, np.dtype[np.float64]]
+_NS, _BYTES = 1e-3, 2.0**-20
+"""T's column is in microseconds, the peak's in MiB."""
+_SURE = 1e-6
+"""A relaxed column this near to 1 is taken as chosen."""
+
+
+@attrs.frozen
+class Replayed:
+    """One group's plan, replayed exactly.
+
+    Attributes:
+        rungs: of every unit.
+        period_ns: the job's period if this group were the only one.
+        peak_bytes: peak memory.
+        peak_moment: when it is reached.
+    """
+
+    rungs: tuple[int, ...]
+    period_ns: int
+    peak_bytes: int
+    peak_moment: int
+
+
+class GroupProgram:
+    """Builds a group's program and reads plans off its solutions.
+
+    Args:
+        uniform: the rungs of uniform precision, which scale Ω: it costs 1,000, because solvers stop at absolute differences.
+    """
+
+    def __init__(self, group: GroupProblem, replayer: Replayer, uniform: Sequence[int]) -> None:
+        self._group, self._replayer = group, replayer
+        model = replayer.model(group.name)
+        self.program = Program()
+        self.choices = Choices(group, model, self.program)
+        self.scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
+        for unit, columns in zip(group.units, self.choices.columns, strict=True):
+            for omega, column in zip(unit.omega, columns, strict=True):
+                self.program.price(column, omega * self.scale)
+        self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
+        shape = replayer.shape(group.name)
+        steps = StepExpressions(self.choices, list(shared_charges(self.choices, self.program)))
+        rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns))
+        if group.group.sync_per_step and not model.synchronous:
+            rows.add_synchronising(steps)
+        else:
+            rows.add_free_running(steps)
+        layout = MemoryLayout(replayer.dag, model.profile, replayer.ranks > 1)
+        self._memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
+
+    def limit(self, period_ns: int, budget_bytes: int) -> None:
+        """Set T, and the memory budget (0: none)."""
+        self.program.bound(self._limit, 0.0, period_ns * _NS)
+        self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
+
+    def keep_moment(self, moment: int) -> bool:
+        """Hold the memory of a moment below the budget; False where it is held already."""
+        return self._memory.add(moment)
+
+    def replay(self, rungs: Sequence[int]) -> Replayed:
+        """What a plan takes, exactly."""
+        group, replayer = self._group, self._replayer
+        mapper = CostMapper(replayer.dag, replayer.model(group.name), group.variants(rungs))
+        timing = StepTiming(mapper, replayer.shape(group.name), synchronises=group.group.sync_per_step)
+        ledger = MemoryLedger(mapper, distributed=replayer.ranks > 1)
+        moments = ledger.moments_bytes()
+        return Replayed(tuple(rungs), timing.times().period_ns, ledger.peak_bytes(), moments.index(max(moments)))
+
+    def relax(self, seconds: float | None = None) -> Solved:
+        """The solution without integrality."""
+        return self.program.solve(Limits(seconds=seconds), relaxed=True)
+
+    def solve(self, limits: Limits, start: Sequence[int] | None = None) -> Solved:
+        """The solution, beginning at a plan."""
+        point = None
+        if start is not None:
+            rows = zip(self.choices.columns, start, strict=True)
+            point = {column: float(i == rung) for columns, rung in rows for i, column in enumerate(columns)}
+        return self.program.solve(limits, start=point)
+
+    def solve_near(self, relaxed: Values, limits: Limits) -> Solved:
+        """The best plan among those that agree with a relaxed solution wherever it is integral."""
+        fixed = []
+        for columns in self.choices.columns:
+            for column in columns:
+                if relaxed[column] > 1 - _SURE:
+                    self.program.bound(column, 1.0, 1.0)
+                    fixed.append(column)
+        try:
+            return self.program.solve(limits)
+        finally:
+            for column in fixed:
+                self.program.bound(column, 0.0, 1.0)
+
+    def rungs(self, values: Values) -> tuple[int, ...]:
+        """Of every unit the rung whose column is the largest."""
+        return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)

@@ -1,0 +1,183 @@
+"""Memory at one moment of the step as an expression of the choices (DESIGN 6.4; intervals as in :mod:`qsync_planner.memory`).
+
+A step has 2V moments and the peak is the highest of them, so a budget is 2V rows.  Few of them bind: they are added for the moments
+at which a plan that was found exceeds the budget, until none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync_core.precision import Precision
+from qsync_core.semantics import CastSite
+from qsync_planner.allocator.exact.choices import Choices
+from qsync_planner.allocator.exact.expression import ALWAYS, CONSTANT, Expression, Indicator, add, total
+from qsync_planner.allocator.exact.program import Program
+from qsync_planner.cost_model import Settled
+from qsync_planner.memory_layout import MemoryLayout
+
+_UNIT = 2**20
+"""Rows of memory are in MiB."""
+
+Terms = Mapping[int, Indicator]
+"""Indicators by the operator that they belong to."""
+
+
+class MemoryRows:
+    """Rows of one group's program that keep its budget, moment by moment.
+
+    Args:
+        layout: what no plan changes.
+        added_bytes: what calibration adds to the peak.
+        budget: the column of the peak allowed, in MiB.
+    """
+
+    def __init__(self, choices: Choices, program: Program, layout: MemoryLayout, added_bytes: int, budget: int) -> None:
+        self._choices, self._program, self._layout, self._budget = choices, program, layout, budget
+        self._static_bytes = layout.static_bytes + added_bytes
+        self._added: set[int] = set()
+        self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
+
+    def add(self, moment: int) -> bool:
+        """Add a moment's row; False where it is there already."""
+        if moment in self._added:
+            return False
+        self._added.add(moment)
+        row = self._at(moment)
+        row[self._budget] = -_UNIT
+        self._program.row(row, upper=0, unit=_UNIT)
+        return True
+
+    def _at(self, moment: int) -> Expression:
+        found: Expression = {CONSTANT: self._static_bytes + self._layout.parameter_gradients_until[moment]}
+        for position in range(self._layout.count):
+            self._add_own(found, position, moment)
+            if self._layout.dag.operators[position].kind != "input":
+                self._add_output(found, position, moment)
+            self._add_copies(found, position, moment)
+        return found
+
+    def _holders(self, moment: int) -> int:
+        """Operators before this one still hold what they saved for backward (before the backward pass: all of them)."""
+        return self._layout.count if moment < self._layout.count else self._layout.backward_of(moment) + 1
+
+    def _add_own(self, found: Expression, position: int, moment: int) -> None:
+        """What an operator alone keeps, its workspace, and its gradient's copies."""
+        backward = self._layout.backward_of(position)
+        for settled, chosen, _ in self._choices.of[position]:
+            nbytes = settled.memory_correction_bytes
+            if position <= moment <= backward:
+                nbytes += settled.saved_own_bytes
+            if moment == position:
+                nbytes += settled.workspace_bytes
+            if moment == backward:
+                nbytes += settled.workspace_bytes + settled.gradient_copy_bytes
+            add(found, chosen, nbytes)
+
+    def _add_output(self, found: Expression, position: int, moment: int) -> None:
+        """The output, until its last reader has run or for as long as somebody saved it; and its gradient."""
+        first = self._layout.first_gradient[position]
+        gradient = first is not None and first <= moment <= self._layout.backward_of(position)
+        readers = self._choices.readers[position]
+        last = readers[-1] if readers else position
+        nbytes = {choice.settled.output: choice.settled.output_bytes for choice in self._choices.of[position]}
+        for precision, chosen in self._choices.formats(position).items():
+            add(found, chosen, nbytes[precision] * (gradient + (position <= moment <= last)))
+            if moment > last:
+                add(found, self._kept_output(position, precision, self._holders(moment)), nbytes[precision])
+
+    def _kept_output(self, position: int, precision: Precision, until: int) -> Indicator:
+        """That the output has this format and is kept for backward by an operator before ``until``."""
+        whole = self._choices.formats(position)[precision]
+        savers: dict[int, Indicator] = {}
+        for saver in (position, *self._choices.readers[position]):
+            if saver >= until:
+                break
+            terms, all_do = [], True
+            for settled, chosen, reads in self._choices.of[saver]:
+                if saver == position:
+                    concerned, saves = settled.output is precision, settled.saves_output
+                else:
+                    read = reads[self._choices.inputs[saver].index(position)]
+                    concerned, saves = read is precision, self._saves(saver, position, settled)
+                if concerned and saves:
+                    terms.append(chosen)
+                all_do &= saves or not concerned
+            if terms and all_do:
+                return whole
+            if terms:
+                savers[saver] = total(terms)
+        return self._any_of(position, precision, savers)
+
+    def _saves(self, reader: int, producer: int, settled: Settled) -> bool:
+        """Whether the reader keeps the producer's output as it is, not a cast copy."""
+        inputs = self._choices.inputs[reader]
+        return any(saved.share < 0 and inputs[saved.input_index] == producer for saved in settled.saved_inputs)
+
+    def _add_copies(self, found: Expression, producer: int, moment: int) -> None:
+        """Cast copies of the producer's output, each shared by its users."""
+        users: dict[int, dict[int, list[Indicator]]] = {}
+        savers: dict[int, dict[int, list[Indicator]]] = {}
+        nbytes: dict[int, int] = {}
+        for reader in self._choices.readers[producer]:
+            inputs = self._choices.inputs[reader]
+            for settled, chosen, _ in self._choices.of[reader]:
+                casts = [c for c in settled.casts if c.cast.site is CastSite.INPUT and inputs[c.cast.input_index] == producer]
+                for priced in casts:
+                    nbytes[priced.share] = priced.cast.numel * priced.cast.key.target.nbytes
+                for share in {priced.share for priced in casts}:
+                    users.setdefault(share, {}).setdefault(reader, []).append(chosen)
+                for share in {s.share for s in settled.saved_inputs if s.share >= 0 and inputs[s.input_index] == producer}:
+                    savers.setdefault(share, {}).setdefault(reader, []).append(chosen)
+        for share, entries in users.items():
+            using = {reader: total(terms) for reader, terms in entries.items()}
+            holding = {reader: total(terms) for reader, terms in savers.get(share, {}).items()}
+            add(found, self._copy_alive(producer, share, using, holding, moment), nbytes[share])
+
+    def _copy_alive(self, producer: int, share: int, using: Terms, holding: Terms, moment: int) -> Indicator:
+        """From the first user's forward to the last user's, or to the first holder's backward."""
+        if moment >= self._layout.count:
+            until = self._holders(moment)
+            return self._any_of(producer, share, {reader: term for reader, term in holding.items() if reader < until})
+        terms: dict[int, Indicator] = {}
+        for first, begun in using.items():
+            if first > moment:
+                continue
+            if first == moment:
+                terms[len(terms)] = begun
+            for last, to_come in [*((r, t) for r, t in using.items() if r >= moment), *holding.items()]:
+                terms[len(terms)] = to_come if first == last else self._both(begun, to_come)
+        return self._any_of(producer, (share, moment), terms)
+
+    def _both(self, one: Indicator, other: Indicator) -> Indicator:
+        """1 where both are: a column that is at least their sum less one."""
+        if one in (ALWAYS, other):
+            return other
+        if other == ALWAYS:
+            return one
+        column = self._program.column()
+        row: Expression = {column: 1}
+        add(row, one, -1)
+        add(row, other, -1)
+        self._program.row(row, lower=-1)
+        return {column: 1}
+
+    def _any_of(self, producer: int, what: object, terms: Terms) -> Indicator:
+        """1 where any of the terms is: a column that is at least each of them, which memory then holds down."""
+        distinct: list[Indicator] = []
+        for term in terms.values():
+            if term == ALWAYS:
+                return ALWAYS
+            if term and term not in distinct:
+                distinct.append(term)
+        if len(distinct) <= 1:
+            return distinct[0] if distinct else {}
+        key = (producer, what, tuple(terms))
+        if key not in self._kept:
+            column = self._program.column()
+            for term in distinct:
+                row: Expression = {column: 1}
+                add(row, term, -1)
+                self._program.row(row, lower=0)
+            self._kept[key] = {column: 1}
+        return self._kept[key]

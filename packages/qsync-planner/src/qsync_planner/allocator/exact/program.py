@@ -1,0 +1,197 @@
+"""A mixed-integer linear program, and HiGHS as what solves it.
+
+Coefficients are collected as integers (nanoseconds, bytes) and scaled row by row when they are handed over, so that a solver's
+tolerance is less than one of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from qsync_core.errors import PlanError
+from qsync_planner.allocator.exact.expression import CONSTANT, Indicator
+
+_FEASIBILITY = 1e-9
+_INTEGRALITY = 1e-7
+
+
+class Outcome(enum.Enum):
+    """How a solution ended."""
+
+    OPTIMAL = "optimal"
+    LIMIT = "limit"
+    INFEASIBLE = "infeasible"
+
+
+@attrs.frozen
+class Solved:
+    """What the solver found.
+
+    Attributes:
+        outcome: whether it finished.
+        values: one per column; empty where nothing feasible was found.
+        objective: of these values; infinite where there are none.
+        bound: no feasible point has a smaller objective.
+    """
+
+    outcome: Outcome
+    values: np.ndarray[Any, np.dtype[np.float64]]
+    objective: float
+    bound: float
+
+
+@attrs.frozen
+class Limits:
+    """When to stop: everything but ``seconds`` gives the same result on every machine.
+
+    Attributes:
+        gap: relative difference of objective and bound that is as good as none.
+        nodes: of the search tree; None for as many as it takes.
+        seconds: wall-clock time; None for as long as it takes.
+    """
+
+    gap: float = 1e-7
+    nodes: int | None = None
+    seconds: float | None = None
+
+
+class Program:
+    """minimise cost · x  subject to  lower ≤ row · x ≤ upper."""
+
+    def __init__(self) -> None:
+        self._cost, self._lower, self._upper = array("d"), array("d"), array("d")
+        self._integer: list[int] = []
+        self._row_lower, self._row_upper = array("d"), array("d")
+        self._starts, self._indices, self._values = array("i"), array("i"), array("d")
+        self._solver: Any = None
+        self._rows_passed = self._columns_passed = 0
+        self._relaxed = False
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return len(self._cost)
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self._row_lower)
+
+    def column(self, lower: float = 0.0, upper: float = 1.0, *, cost: float = 0.0, integer: bool = False) -> int:
+        """A new column."""
+        self._cost.append(cost)
+        self._lower.append(lower)
+        self._upper.append(upper)
+        if integer:
+            self._integer.append(len(self._cost) - 1)
+        return len(self._cost) - 1
+
+    def row(self, expression: Indicator, *, lower: int | None = None, upper: int | None = None, unit: int = 1) -> None:
+        """A new row ``lower ≤ expression ≤ upper``; all three are divided by ``unit``."""
+        constant = expression.get(CONSTANT, 0)
+        self._starts.append(len(self._indices))
+        for column, coefficient in expression.items():
+            if column != CONSTANT and coefficient:
+                self._indices.append(column)
+                self._values.append(coefficient / unit)
+        self._row_lower.append(-math.inf if lower is None else (lower - constant) / unit)
+        self._row_upper.append(math.inf if upper is None else (upper - constant) / unit)
+
+    def bound(self, column: int, lower: float, upper: float) -> None:
+        """Give a column other bounds."""
+        self._lower[column], self._upper[column] = lower, upper
+        if self._solver is not None and column < self._columns_passed:
+            self._solver.changeColBounds(column, lower, upper)
+
+    def price(self, column: int, cost: float) -> None:
+        """Give a column another cost."""
+        self._cost[column] = cost
+        if self._solver is not None and column < self._columns_passed:
+            self._solver.changeColCost(column, cost)
+
+    def forbid(self, indicator: Indicator) -> None:
+        """It must be 0."""
+        self.row(indicator, upper=0)
+
+    def solve(self, limits: Limits, *, relaxed: bool = False, start: Mapping[int, float] | None = None) -> Solved:
+        """Solve, or solve the relaxation without integrality; rows and columns may be added afterwards.
+
+        Raises:
+            PlanError: when the solver gives up for another reason than a limit.
+        """
+        solver = self._handed_over(relaxed)
+        solver.setOptionValue("mip_rel_gap", limits.gap)
+        solver.setOptionValue("mip_max_nodes", 2**31 - 1 if limits.nodes is None else limits.nodes)
+        solver.setOptionValue("time_limit", math.inf if limits.seconds is None else max(0.01, limits.seconds) + solver.getRunTime())
+        if start is not None and not relaxed:
+            solver.setSolution(
+                len(start), np.fromiter(start, dtype=np.int32, count=len(start)), np.fromiter(start.values(), dtype=np.float64)
+            )
+        solver.run()
+        return self._solved(solver, relaxed)
+
+    def _handed_over(self, relaxed: bool) -> Any:
+        import highspy
+
+        if self._solver is None:
+            create: Any = highspy.Highs
+            self._solver = create()
+            for name, value in (
+                ("output_flag", False), ("threads", 1), ("random_seed", 0), ("mip_feasibility_tolerance", _INTEGRALITY),
+                ("primal_feasibility_tolerance", _FEASIBILITY), ("mip_abs_gap", 1e-9),
+            ):  # fmt: skip
+                self._solver.setOptionValue(name, value)
+        solver = self._solver
+        new = self.columns - self._columns_passed
+        if new:
+            empty = np.empty(0)
+            cost, lower, upper = (np.asarray(v[-new:], dtype=np.float64) for v in (self._cost, self._lower, self._upper))
+            solver.addCols(new, cost, lower, upper, 0, np.zeros(new, np.int32), empty.astype(np.int32), empty)
+        new = self.rows - self._rows_passed
+        if new:
+            begin = self._starts[-new]
+            starts = np.asarray(self._starts[-new:], dtype=np.int32) - begin
+            indices, values = np.asarray(self._indices[begin:], np.int32), np.asarray(self._values[begin:], np.float64)
+            lower, upper = (np.asarray(v[-new:], dtype=np.float64) for v in (self._row_lower, self._row_upper))
+            solver.addRows(new, lower, upper, len(indices), starts, indices, values)
+        if relaxed is not self._relaxed or self.columns > self._columns_passed:
+            kind = highspy.HighsVarType.kContinuous if relaxed else highspy.HighsVarType.kInteger
+            columns = np.asarray(self._integer, dtype=np.int32)
+            solver.changeColsIntegrality(len(columns), columns, np.full(len(columns), int(kind), dtype=np.uint8))
+            self._relaxed = relaxed
+        self._columns_passed, self._rows_passed = self.columns, self.rows
+        return solver
+
+    def _solved(self, solver: Any, relaxed: bool) -> Solved:
+        import highspy
+
+        status, info = solver.getModelStatus(), solver.getInfo()
+        found = highspy.HighsModelStatus
+        nothing = np.empty(0)
+        if status in (found.kInfeasible, found.kUnboundedOrInfeasible):
+            return Solved(Outcome.INFEASIBLE, nothing, math.inf, math.inf)
+        limits = (found.kTimeLimit, found.kIterationLimit, found.kSolutionLimit, found.kInterrupt)
+        if status != found.kOptimal and status not in limits:
+            raise PlanError(f"the solver HiGHS stopped with {solver.modelStatusToString(status)}; use --solver greedy")
+        outcome = Outcome.OPTIMAL if status == found.kOptimal else Outcome.LIMIT
+        if relaxed:
+            if outcome is Outcome.LIMIT:
+                return Solved(outcome, nothing, math.inf, -math.inf)
+            return Solved(
+                outcome, np.asarray(solver.getSolution().col_value), info.objective_function_value, info.objective_function_value
+            )
+        has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        values = np.asarray(solver.getSolution().col_value) if has_point else nothing
+        return Solved(outcome, values, info.objective_function_value if has_point else math.inf, info.mip_dual_bound)
+
+
+def value_of(expression: Indicator, values: Sequence[float]) -> float:
+    """An expression at a point."""
+    return sum(coefficient * (1.0 if column == CONSTANT else values[column]) for column, coefficient in expression.items())

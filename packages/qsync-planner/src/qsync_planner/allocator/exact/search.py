@@ -1,0 +1,170 @@
+"""From a program to a plan with a proof: relaxation, the best plan near it, and branch and bound, until the gap is closed.
+
+Every plan is replayed in integer nanoseconds and bytes.  Where it exceeds the memory budget, the moment at which it does gets its
+row and the program is solved again; bounds found with fewer rows remain bounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import attrs
+
+from qsync_core.errors import PlanError
+from qsync_planner.allocator.exact.group_program import GroupProgram, Replayed
+from qsync_planner.allocator.exact.program import Limits, Outcome, Solved
+from qsync_planner.allocator.problem import GroupProblem
+
+PROVEN_GAP = 1e-6
+"""A plan this near to its bound is called optimal."""
+_SOLVER_GAP = 1e-7
+_ROUNDS = 1000
+_REPAIRS = 8
+"""Times that limits are tightened where a plan misses one by a rounding of the solver."""
+
+
+@attrs.frozen
+class Effort:
+    """How long to go on; without ``seconds`` the same on every machine.
+
+    Attributes:
+        gap: relative distance to the bound that is near enough.
+        nodes: of the search tree; None for as many as a proof takes.
+        columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded.
+        rounds: whether plans near the relaxation are looked for.
+        seconds: wall-clock time for a group, only where a user asks for it.
+    """
+
+    gap: float = PROVEN_GAP
+    nodes: int | None = None
+    columns: int | None = None
+    rounds: bool = True
+    seconds: float | None = None
+
+
+@attrs.frozen
+class Answer:
+    """The best plan found for one group, and how good any plan can be.
+
+    Attributes:
+        plan: replayed; None where none was found.
+        bound: Σ Ω of one device that no plan is below; infinite where there is no plan.
+    """
+
+    plan: Replayed | None
+    bound: float
+
+
+class Search:
+    """One group's search within a time limit and a memory budget."""
+
+    def __init__(self, group: GroupProblem, program: GroupProgram, limit_ns: int, budget_bytes: int, effort: Effort) -> None:
+        self._group, self._program, self._effort = group, program, effort
+        self._limit_ns, self._budget = limit_ns, budget_bytes
+        self._deadline = None if effort.seconds is None else time.monotonic() + effort.seconds
+        self._best: Replayed | None = None
+        self._bound = float("-inf")
+        self._tightened, self._spare = 0, (0, 0)
+        program.limit(limit_ns, budget_bytes)
+
+    def run(self, start: Sequence[int]) -> Answer:
+        """Search from a plan that may or may not keep the limits."""
+        first = self._program.replay(start)
+        if self._budget:
+            self._program.keep_moment(first.peak_moment)
+        self._offer(first)
+        relaxed = self._relax()
+        if relaxed is None:
+            return Answer(self._best, float("inf") if self._best is None else self._bound)
+        if self._effort.rounds and not self._is_done() and not self._is_late():
+            self._near(relaxed)
+        small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
+        if small and not self._is_done() and not self._is_late():
+            self._branch()
+        return Answer(self._best, self._bound)
+
+    def _relax(self) -> Solved | None:
+        """The relaxation's bound, with rows for the moments that the plan it rounds to exceeds; None where nothing is feasible."""
+        for _ in range(_ROUNDS):
+            relaxed = self._program.relax(self._left())
+            if relaxed.outcome is Outcome.INFEASIBLE:
+                return None
+            self._raise_bound(relaxed.bound)
+            if not relaxed.values.size or self._is_late():
+                return relaxed
+            rounded = self._program.replay(self._program.rungs(relaxed.values))
+            self._offer(rounded)
+            if not self._budget or rounded.peak_bytes <= self._budget or not self._program.keep_moment(rounded.peak_moment):
+                return relaxed
+        return relaxed
+
+    def _near(self, relaxed: Solved) -> None:
+        """The best plan among those that agree with the relaxation wherever it is integral."""
+        for _ in range(_ROUNDS):
+            if not relaxed.values.size:
+                return
+            solved = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._effort.nodes, self._left()))
+            if not solved.values.size or self._accept(solved):
+                return
+
+    def _branch(self) -> None:
+        """Branch and bound over everything."""
+        for _ in range(_ROUNDS):
+            start = None if self._best is None else self._best.rungs
+            solved = self._program.solve(Limits(min(self._effort.gap, _SOLVER_GAP), self._effort.nodes, self._left()), start)
+            self._raise_bound(solved.bound)
+            if not solved.values.size or self._accept(solved) or self._is_late():
+                return
+
+    def _accept(self, solved: Solved) -> bool:
+        """Replay a solution; False where the program was changed because it does not keep the limits after all.
+
+        Raises:
+            PlanError: when it still does not after several changes.
+        """
+        plan = self._program.replay(self._program.rungs(solved.values))
+        self._offer(plan)
+        over_time, over_memory = plan.period_ns - self._limit_ns, plan.peak_bytes - self._budget if self._budget else 0
+        if over_memory > 0 and self._program.keep_moment(plan.peak_moment):
+            return False
+        if over_time <= 0 and over_memory <= 0:
+            return True
+        return self._tighten(max(0, over_time), max(0, over_memory))
+
+    def _tighten(self, over_ns: int, over_bytes: int) -> bool:
+        """Leave out plans that keep a limit only up to the solver's tolerance; what is found from here on bounds nothing."""
+        self._tightened += 1
+        if self._tightened > _REPAIRS:
+            if self._best is not None:
+                return True
+            raise PlanError(
+                f"the solver's plans for group {self._group.name!r} miss the time limit by {over_ns:,} ns and the memory budget by "
+                f"{over_bytes:,} bytes when replayed; use --solver greedy"
+            )
+        self._spare = (self._spare[0] + over_ns, self._spare[1] + over_bytes)
+        self._program.limit(self._limit_ns - self._spare[0], self._budget and self._budget - self._spare[1])
+        return False
+
+    def _offer(self, plan: Replayed) -> None:
+        if plan.period_ns > self._limit_ns or (self._budget and plan.peak_bytes > self._budget):
+            return
+        if self._best is None or self._group.omega(plan.rungs) < self._group.omega(self._best.rungs):
+            self._best = plan
+
+    def _raise_bound(self, scaled: float) -> None:
+        if self._tightened:
+            return
+        self._bound = max(self._bound, scaled / self._program.scale)
+
+    def _is_done(self) -> bool:
+        if self._best is None:
+            return False
+        omega = self._group.omega(self._best.rungs)
+        return omega - self._bound <= self._effort.gap * abs(omega)
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline

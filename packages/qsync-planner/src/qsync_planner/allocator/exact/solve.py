@@ -1,0 +1,153 @@
+"""``exact`` and ``auto``: the best plan with a proof, group by group; no group's deadlines depend on another group's plan."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.errors import InfeasibleError, PlanError
+from qsync_planner.allocator.exact.choices import TooManyCombinations
+from qsync_planner.allocator.exact.group_program import GroupProgram
+from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Search
+from qsync_planner.allocator.problem import GroupProblem
+from qsync_planner.allocator.reasons import refusal_text
+from qsync_planner.allocator.recovery import History, new_history, sweep_until_stable
+from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.solution import Solution
+from qsync_planner.allocator.uniform import UniformStart
+from qsync_planner.replay import Replayer
+from qsync_planner.wording import added_time_text, time_text
+
+AUTO = Effort(nodes=200, columns=20_000)
+"""``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
+EXACT = Effort()
+RELAXED = Effort(columns=0, rounds=False)
+"""Only a bound."""
+
+
+def is_installed() -> bool:
+    """Whether HiGHS is there (``qsync-planner[exact]``)."""
+    return importlib.util.find_spec("highspy") is not None
+
+
+class Programs:
+    """The programs of a problem's groups; groups of one device type and one ladder share theirs, whatever their budgets."""
+
+    def __init__(self, replayer: Replayer, uniform: Mapping[str, UniformStart]) -> None:
+        self._replayer, self._uniform = replayer, uniform
+        self._built: list[tuple[GroupProblem, GroupProgram]] = []
+
+    def of(self, group: GroupProblem) -> GroupProgram:
+        """The program of a group."""
+        for other, program in self._built:
+            if self._is_alike(group, other):
+                return program
+        program = GroupProgram(group, self._replayer, self._uniform[group.name].rungs)
+        self._built.append((group, program))
+        return program
+
+    def _is_alike(self, group: GroupProblem, other: GroupProblem) -> bool:
+        return (
+            self._replayer.model(group.name) is self._replayer.model(other.name)
+            and group.group.sync_per_step == other.group.sync_per_step
+            and group.units == other.units
+        )
+
+
+def solve_exactly(
+    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort, *, seconds: float | None = None
+) -> Solution:
+    """The best plan that keeps ``limit_ns`` and every budget, its bound and reasons.
+
+    Args:
+        state: at any plan; left at the plan found.
+        uniform: uniform precision of every group, which keeps both limits.
+        effort: how far to go for a group.
+        seconds: wall-clock time for all groups together, shared evenly among those that are left.
+
+    Raises:
+        PlanError: when HiGHS is not installed.
+        InfeasibleError: when a group has no plan within the limits.
+    """
+    if not is_installed():
+        raise PlanError("the exact solver needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
+    begin = time.monotonic()
+    programs = Programs(state.replayer, uniform)
+    groups, bound = state.problem.groups, 0.0
+    answers: dict[str, Answer] = {}
+    for number, group in enumerate(groups):
+        own = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / (len(groups) - number)
+        program = programs.of(group)
+        search = Search(group, program, limit_ns, group.group.memory_bytes, attrs.evolve(effort, seconds=own))
+        answer = answers[group.name] = search.run(uniform[group.name].rungs)
+        if answer.plan is None:
+            raise InfeasibleError(f"no precision plan of group {group.name!r} keeps both the time limit and the memory budget")
+        bound += group.group.count * answer.bound
+    for group in groups:
+        found = answers[group.name].plan
+        assert found is not None
+        state.move_to(group.name, found.rungs)
+    return with_proof(state, limit_ns, bound)
+
+
+def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
+    """Another solver's plan with the bound of the relaxation, where HiGHS is installed."""
+    if not is_installed():
+        return found
+    programs, bound = Programs(state.replayer, uniform), 0.0
+    try:
+        for group in state.problem.groups:
+            search = Search(group, programs.of(group), limit_ns, group.group.memory_bytes, RELAXED)
+            bound += group.group.count * search.run(found.rungs[group.name]).bound
+    except TooManyCombinations:
+        return found
+    objective = state.problem.objective(found.rungs)
+    bound = min(max(0.0, bound), objective)
+    return attrs.evolve(found, bound=bound, notes=(*found.notes, proof_note(objective, bound)))
+
+
+def with_proof(state: SearchState, limit_ns: int, bound: float) -> Solution:
+    """The state's plan, after single steps that still fit, with its bound and a reason for every unit."""
+    history = new_history(state)
+    sweep_until_stable(state, limit_ns, history)
+    reasons = {group.name: _reasons(state, group, limit_ns, history[group.name]) for group in state.problem.groups}
+    solution = attrs.evolve(Solution.of(state), reasons=reasons)
+    objective = state.problem.objective(solution.rungs)
+    bound = min(max(0.0, bound), objective)
+    return attrs.evolve(solution, bound=bound, notes=(proof_note(objective, bound),))
+
+
+def proof_note(objective: float, bound: float) -> str:
+    """How good the plan is, for people."""
+    gap = relative_gap(objective, bound)
+    return "proven optimal" if gap <= PROVEN_GAP else f"proven to be within {gap:.2%} of the best plan"
+
+
+def relative_gap(objective: float, bound: float) -> float:
+    """Share of the objective by which a better plan could be below it."""
+    return (objective - bound) / objective if objective > 0 else 0.0
+
+
+def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tuple[History, ...]) -> tuple[str, ...]:
+    before = state.prediction.groups[group.name]
+    slack = time_text(limit_ns - before.period_ns)
+    found = []
+    for index, unit in enumerate(group.units):
+        rung = state.rungs(group.name)[index]
+        label = unit.rungs[rung].label
+        if len(unit.rungs) == 1:
+            found.append(f"{label}: the only variant of the ladder that was measured for it")
+        elif rung < unit.top and history[index].refusals:
+            found.append(f"kept {label}: {refusal_text(unit, history[index].refusals[0])}")
+        elif rung == 0:
+            found.append(f"{label}: no higher variant would lower its sensitivity")
+        else:
+            lower = unit.rungs[rung - 1].label
+            after = state.try_moves(group.name, {index: rung - 1}).groups[group.name]
+            state.reject()
+            added = added_time_text(before.busy_ns - after.busy_ns)
+            found.append(f"raised to {label}: {added} over {lower}, slack {slack}")
+    return tuple(found)

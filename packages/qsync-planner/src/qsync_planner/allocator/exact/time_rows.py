@@ -1,0 +1,210 @@
+"""The time limit as deadlines: what a group must keep so that the job's period is at most T (DESIGN 7, the deadline form).
+
+The period is at most T exactly when, for every group i and bucket n, ``ready[i, n] ≤ T − optimizer[i] − Σ_{m ≥ n} duration[m]`` and
+the group alone takes at most T.  No deadline depends on another group's plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from qsync_core.semantics import CastSite
+from qsync_planner.allocator.exact.choices import Choices
+from qsync_planner.allocator.exact.expression import CONSTANT, Expression, Indicator, add
+from qsync_planner.allocator.exact.program import Program
+from qsync_planner.allocator.exact.shared_casts import Charge
+from qsync_planner.cost_model import PricedCast, Settled
+from qsync_planner.step_timing import StepShape
+from qsync_planner.work import NOTHING, Work, device_only, kernel, sequence
+
+_UNIT = 1000
+"""Rows of time are in microseconds: a solver's tolerance is then far below a nanosecond."""
+
+
+def time_after(shape: StepShape, collective_ns: Sequence[int]) -> dict[int, int]:
+    """For each operator after whose backward a bucket is ready: the collectives from that bucket on, and the optimizer.
+
+    Its deadline is T less this time.
+    """
+    found: dict[int, int] = {}
+    left = sum(collective_ns)
+    for position, duration in zip(shape.ready_after, collective_ns, strict=True):
+        found[position] = max(found.get(position, 0), shape.optimizer.compute_ns + left)
+        left -= duration
+    return found
+
+
+class Step:
+    """One operator's forward or backward: dispatch, compute and chain as expressions of the choices."""
+
+    def __init__(self) -> None:
+        self.dispatch: Expression = {}
+        self.compute: Expression = {}
+        self.chain: Expression = {}
+
+    def add(self, chosen: Indicator, work: Work) -> None:
+        """A piece of work that is done where ``chosen`` is 1."""
+        add(self.dispatch, chosen, work.dispatch_ns)
+        add(self.compute, chosen, work.compute_ns)
+        if work != NOTHING:
+            add(self.chain, chosen, work.chain_ns)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no choice changes it."""
+        return all(column == CONSTANT for entry in (self.dispatch, self.compute, self.chain) for column in entry)
+
+
+def _cast_work(cast: PricedCast) -> Work:
+    return kernel(cast.dispatch_ns, cast.compute_ns)
+
+
+def _forward(settled: Settled) -> Work:
+    own = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site in (CastSite.INPUT, CastSite.WEIGHT)]
+    return sequence([*own, kernel(settled.forward_dispatch_ns, settled.forward_compute_ns)])
+
+
+def _backward(settled: Settled) -> Work:
+    before = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site is CastSite.GRAD_OUTPUT]
+    after = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site is CastSite.GRAD_INPUT]
+    return sequence([*before, kernel(settled.backward_dispatch_ns, settled.backward_compute_ns), *after])
+
+
+class StepExpressions:
+    """Forward and backward of every operator, in the order in which they run: per operator one or more steps."""
+
+    def __init__(self, choices: Choices, charges: Sequence[Charge]) -> None:
+        count = len(choices.of)
+        self.forward: list[list[Step]] = []
+        self.backward: list[list[Step]] = []
+        before: list[list[Charge]] = [[] for _ in range(count)]
+        after: list[list[Charge]] = [[] for _ in range(count)]
+        for charge in charges:
+            (before if charge.cast.cast.site is CastSite.INPUT else after)[charge.position].append(charge)
+        for position, options in enumerate(choices.of):
+            forward, backward = Step(), Step()
+            for settled, chosen, _ in options:
+                forward.add(chosen, _forward(settled))
+                backward.add(chosen, _backward(settled))
+            self.forward.append([*map(_charged, before[position]), forward])
+            self.backward.append([backward, *map(_charged, after[position])])
+
+
+def _charged(charge: Charge) -> Step:
+    step = Step()
+    step.add(charge.charged, _cast_work(charge.cast))
+    return step
+
+
+class TimeRows:
+    """Rows that keep a step within T, a column of the program in microseconds.
+
+    Args:
+        limit: T's column.
+        after: see :func:`time_after`.
+    """
+
+    def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int]) -> None:
+        self._program, self._limit, self._shape, self._after = program, limit, shape, after
+
+    def add_free_running(self, steps: StepExpressions) -> None:
+        """Rows of a group whose CPU runs ahead, or runs the kernels itself: sums alone bind."""
+        dispatch: Expression = {}
+        segment: Expression = {}
+        for forward in steps.forward:
+            for step in forward:
+                add(segment, step.compute)
+                add(dispatch, step.dispatch)
+        reached: int | None = None
+        for position in reversed(range(len(steps.backward))):
+            for step in steps.backward[position]:
+                add(segment, step.compute)
+                add(dispatch, step.dispatch)
+            if position in self._after:
+                reached = self._then(reached, segment)
+                self._within_limit(reached, self._after[position])
+                segment = {CONSTANT: self._shape.host_work_after(position)}
+        self._within_limit(self._then(reached, segment), self._shape.optimizer.compute_ns)
+        self._within_limit(self._then(None, dispatch), self._shape.optimizer.dispatch_ns)
+
+    def add_synchronising(self, steps: StepExpressions) -> None:
+        """Rows of a group that synchronises every step: device time G and CPU time C kernel by kernel.
+
+        ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step.
+        """
+        clock = _Clock(self._then)
+        for forward in steps.forward:
+            clock.run(forward)
+        for position in reversed(range(len(steps.backward))):
+            clock.run(steps.backward[position])
+            if position in self._after:
+                self._within_limit(clock.device(), self._after[position])
+                clock.delay_device(self._shape.host_work_after(position))
+        optimizer = self._shape.optimizer
+        self._within_limit(clock.device(), optimizer.compute_ns)
+        self._within_limit(clock.host(), optimizer.dispatch_ns + optimizer.compute_ns)
+
+    def _then(self, before: int | None, work: Expression, column: int | None = None) -> int:
+        """A column (or the given one) that is at least the time ``before`` plus the work."""
+        if column is None:
+            column = self._program.column(upper=math.inf)
+        row = dict(work)
+        if before is not None:
+            row[before] = row.get(before, 0) + _UNIT
+        row[column] = row.get(column, 0) - _UNIT
+        self._program.row(row, upper=0, unit=_UNIT)
+        return column
+
+    def _within_limit(self, reached: int | None, after_ns: int) -> None:
+        row = {CONSTANT: after_ns, self._limit: -_UNIT}
+        if reached is not None:
+            row[reached] = _UNIT
+        self._program.row(row, upper=0, unit=_UNIT)
+
+
+class _Clock:
+    """Device and CPU time after the steps so far: a column each; steps that no plan changes are put together first."""
+
+    def __init__(self, then: Callable[[int | None, Expression, int | None], int]) -> None:
+        self._then = then
+        self._device: int | None = None
+        self._host: int | None = None
+        self._pending = NOTHING
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """The steps, one after the other."""
+        for step in steps:
+            if not step.is_fixed:
+                self._flush()
+                self._advance(step.dispatch, step.compute, step.chain)
+            elif step.dispatch or step.compute:
+                fixed = (entry.get(CONSTANT, 0) for entry in (step.dispatch, step.compute, step.chain))
+                self._pending = self._pending.then(Work(*fixed))
+
+    def delay_device(self, compute_ns: int) -> None:
+        """Work that nobody dispatches."""
+        self._pending = self._pending.then(device_only(compute_ns)) if compute_ns else self._pending
+
+    def device(self) -> int | None:
+        """The device's time now; None for the start."""
+        self._flush()
+        return self._device
+
+    def host(self) -> int | None:
+        """The CPU's time now; None for the start."""
+        self._flush()
+        return self._host
+
+    def _flush(self) -> None:
+        if self._pending is not NOTHING:
+            dispatch, compute, chain = self._pending
+            self._pending = NOTHING
+            self._advance({CONSTANT: dispatch}, {CONSTANT: compute}, {CONSTANT: max(chain, 0)})
+
+    def _advance(self, dispatch: Expression, compute: Expression, chain: Expression) -> None:
+        device = self._then(self._device, compute, None)
+        self._then(self._host, chain, device)
+        if dispatch:
+            self._host = self._then(self._host, dispatch, None)
+        self._device = device
