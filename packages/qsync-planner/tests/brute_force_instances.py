@@ -49,7 +49,7 @@ LADDERS = (
 RUNGS = tuple(dict.fromkeys(variant for ladder in LADDERS for variant in ladder))
 SPEED = {INT8: (0.15, 0.9), FLOAT16: (0.3, 0.9), BFLOAT16: (0.3, 1.0), FLOAT32: (0.8, 1.2)}
 SENSITIVITY = {INT8: (5.0, 100.0), FLOAT16: (0.01, 1.0), BFLOAT16: (0.1, 8.0), FLOAT32: (0.0, 0.0)}
-MOST_CHOICES = 7_000
+MOST_CHOICES = 20_000
 """Assignments of one group; a drawn ladder that gives more is drawn again."""
 
 
