@@ -5,6 +5,7 @@ Which of the three is minimised and which are limits is said by bounds and costs
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,14 @@ _NS, _BYTES = 1e-3, 2.0**-20
 """T's column is in microseconds, the peak's in MiB."""
 _SURE = 1e-6
 """A relaxed column this near to 1 is taken as chosen."""
+
+
+class Quantity(enum.Enum):
+    """What a program may minimise, within limits of the others."""
+
+    OMEGA = "omega"
+    TIME = "time"
+    MEMORY = "memory"
 
 
 @attrs.frozen
@@ -61,9 +70,6 @@ class GroupProgram:
         self.program = Program()
         self.choices = Choices(group, model, self.program)
         self.scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
-        for unit, columns in zip(group.units, self.choices.columns, strict=True):
-            for omega, column in zip(unit.omega, columns, strict=True):
-                self.program.price(column, omega * self.scale)
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
         steps = StepExpressions(self.choices, list(shared_charges(self.choices, self.program)))
@@ -74,10 +80,19 @@ class GroupProgram:
             rows.add_free_running(steps)
         layout = MemoryLayout(replayer.dag, model.profile, replayer.ranks > 1)
         self._memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
+        self.minimise(Quantity.OMEGA)
+
+    def minimise(self, quantity: Quantity) -> None:
+        """What the program minimises from here on."""
+        for unit, columns in zip(self._group.units, self.choices.columns, strict=True):
+            for omega, column in zip(unit.omega, columns, strict=True):
+                self.program.price(column, omega * self.scale if quantity is Quantity.OMEGA else 0.0)
+        self.program.price(self._limit, float(quantity is Quantity.TIME))
+        self.program.price(self._budget, float(quantity is Quantity.MEMORY))
 
     def limit(self, period_ns: int, budget_bytes: int) -> None:
-        """Set T, and the memory budget (0: none)."""
-        self.program.bound(self._limit, 0.0, period_ns * _NS)
+        """Set T and the memory budget (0: none)."""
+        self.program.bound(self._limit, 0.0, period_ns * _NS if period_ns else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
     def keep_moment(self, moment: int) -> bool:
