@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Mapping
 
 import attrs
+import pytest
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
 from qsync_core.artifact import digest
 from qsync_core.cluster import Cluster, DeviceGroup, Link
 from qsync_core.dag import Operator, PrecisionDag
+from qsync_core.errors import InfeasibleError
 from qsync_core.op_id import OpId
 from qsync_core.plan import PrecisionPlan, Role
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.variant import Variant
+from qsync_planner.allocator import allocate
 from qsync_planner.replay import Prediction, Replayer
 
 FULL = Variant.of(FLOAT32)
@@ -172,3 +176,12 @@ def random_case(
     }
     sensitivity = Sensitivity(dag.model, digest(dag), "", "drawn", omega)
     return Case(dag, Cluster("drawn", tuple(groups), links), profiles, sensitivity)
+
+
+def leanest(case: Case, group: str = "infer0") -> int:
+    """The smallest budget, as the error of a hopeless one names it."""
+    with pytest.raises(InfeasibleError, match="smallest feasible budget") as caught:
+        allocate(*case.with_memory(1, group).arguments)
+    found = re.search(r"smallest feasible budget is [^(]*\(([\d,]+) bytes\)", str(caught.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import FULL, LADDERS, Case, random_case
+from planning_cases import FULL, LADDERS, Case, leanest, random_case
 from synthetic import BFLOAT16, FLOAT16, FLOAT32
 
 from qsync_core.artifact import digest, to_bytes
@@ -42,15 +41,6 @@ def objective(case: Case, plan: PrecisionPlan) -> float:
         if str(group.role) == "infer"
         for op_id, assignment in group.assignments.items()
     )
-
-
-def leanest(case: Case, group: str = "infer0") -> int:
-    """The smallest budget, as the error of a hopeless one names it."""
-    with pytest.raises(InfeasibleError, match="smallest feasible budget") as caught:
-        allocate(*case.with_memory(1, group).arguments)
-    found = re.search(r"smallest feasible budget is [^(]*\(([\d,]+) bytes\)", str(caught.value))
-    assert found is not None
-    return int(found[1].replace(",", ""))
 
 
 @settings(max_examples=25)
@@ -292,7 +282,9 @@ def test_a_rung_that_nothing_was_measured_at_is_said() -> None:
 
 def test_bad_arguments_are_named() -> None:
     case = random_case(0)
-    with pytest.raises(PlanError, match="there is no solver 'simplex'; choose one of auto, exact, greedy, greedy-paper, uniform, full, dynamic-batch"):
+    with pytest.raises(
+        PlanError, match="there is no solver 'simplex'; choose one of auto, exact, greedy, greedy-paper, uniform, f"
+    ):
         allocate(*case.arguments, solver="simplex")
     for tolerance in (-0.1, math.nan, math.inf, 1e300):
         with pytest.raises(PlanError, match="the tolerance must be a finite number ≥ 0"):

@@ -32,6 +32,14 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
 )
+@click.option(
+    "--minimise",
+    "objective",
+    default="omega",
+    show_default=True,
+    help="omega: the least Σ Ω within time and memory; memory: the least within the time; time: the shortest within --omega-limit.",
+)
+@click.option("--omega-limit", type=float, metavar="Ω", help="Largest Σ Ω, for --minimise time.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
 @click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
@@ -45,6 +53,8 @@ def plan(
     profiles: dict[str, Path],
     sensitivity: Path | None,
     solver: str,
+    objective: str,
+    omega_limit: float | None,
     time_limit: float | None,
     tolerance: float,
     batch_dag: Path | None,
@@ -77,6 +87,8 @@ def plan(
         {name: load(path, Profile) for name, path in profiles.items()},
         load(sensitivity, Sensitivity) if sensitivity else None,
         solver=solver,
+        objective=objective,
+        omega_limit=omega_limit,
         tolerance=tolerance,
         seconds=time_limit,
         batch_profiles=load_batch_profiles(batch_dag, batch_profiles),

@@ -17,7 +17,9 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.batch_scaling import BatchProfile
 from qsync_planner.allocator.dynamic_batch import balance_batches
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.solve import AUTO, EXACT, bounded, is_installed, solve_exactly
+from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
+from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.solve import AUTO, EXACT, bounded, solve_exactly
 from qsync_planner.allocator.full import solve_full
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
@@ -33,6 +35,9 @@ from qsync_planner.verdict import judge
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
 """The first four plan; the others are the baselines they are compared with."""
 
+OBJECTIVES = ("omega", "memory", "time")
+"""What a plan may be the best in."""
+
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
 
@@ -47,6 +52,8 @@ def allocate(
     sensitivity: Sensitivity | None,
     *,
     solver: str = "auto",
+    objective: str = "omega",
+    omega_limit: float | None = None,
     tolerance: float = 0.0,
     seconds: float | None = None,
     batch_profiles: Mapping[str, BatchProfile] | None = None,
@@ -59,6 +66,9 @@ def allocate(
         profiles: costs by group name.
         sensitivity: Ω; may be None for the baselines, whose objective is then 0.
         solver: one of :data:`SOLVERS`.
+        objective: one of :data:`OBJECTIVES`; the other two are limits.  ``memory`` takes the time limit of uniform precision,
+            ``time`` takes ``omega_limit``; among the plans that are best so, the one of least Σ Ω.
+        omega_limit: the largest Σ Ω over all inference devices, for ``time``; None for any.
         tolerance: share by which the plan may be slower than uniform precision; 0 means not at all.
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
@@ -71,6 +81,7 @@ def allocate(
         ClusterError: a group without a profile, or one of another device.
     """
     _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
+    _check_objective(objective, omega_limit, solver)
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
@@ -90,6 +101,10 @@ def allocate(
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
+    elif objective == "memory":
+        solution = least_memory_plan(state, starts, limit_ns, EXACT if solver == "exact" else AUTO)
+    elif objective == "time":
+        solution, limit_ns = least_time_plan(state, starts, omega_limit, EXACT if solver == "exact" else AUTO)
     elif solver in PLANNERS:
         solution = _planned(state, starts, limit_ns, solver, seconds)
     assert solution is not None
@@ -146,6 +161,17 @@ def _check_arguments(
     for name in batch_profiles:
         if name not in names:
             raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
+
+
+def _check_objective(objective: str, omega_limit: float | None, solver: str) -> None:
+    if objective not in OBJECTIVES:
+        raise PlanError(f"there is no objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
+    if objective != "omega" and solver not in ("auto", "exact"):
+        raise PlanError(f"only the solvers auto and exact can minimise {objective}, not {solver}")
+    if omega_limit is not None and objective != "time":
+        raise PlanError(f"a limit of Σ Ω goes with the objective time, not with {objective}")
+    if omega_limit is not None and not 0 <= omega_limit < float("inf"):
+        raise PlanError(f"the limit of Σ Ω must be a finite number ≥ 0, got {omega_limit!r}")
 
 
 def _check_training_memory(cluster: Cluster, full: Solution) -> None:

@@ -12,5 +12,6 @@ def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precisio
     return InfeasibleError(
         f"{what} the memory of group {group.name!r}: its budget is {format_bytes(group.memory_bytes)} "
         f"({group.memory_bytes:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest_bytes)} "
-        f"({smallest_bytes:,} bytes); raise the group's 'memory' to that, use a smaller batch, or leave the group out"
+        f"({smallest_bytes:,} bytes), {format_bytes(smallest_bytes - group.memory_bytes)} more; "
+        "raise the group's 'memory' to that, use a smaller batch, or leave the group out"
     )

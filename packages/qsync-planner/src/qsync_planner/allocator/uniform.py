@@ -6,6 +6,10 @@ from collections.abc import Mapping
 
 import attrs
 
+from qsync_planner.allocator.exact.choices import TooManyCombinations
+from qsync_planner.allocator.exact.extremes import least_memory
+from qsync_planner.allocator.exact.group_program import GroupProgram
+from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.infeasible import infeasible
 from qsync_planner.allocator.memory_repair import move_to_least_memory
 from qsync_planner.allocator.problem import Problem
@@ -28,7 +32,7 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
     in for it.
 
     Raises:
-        InfeasibleError: when not even that fits; names the smallest budget for which a plan was found.
+        InfeasibleError: when not even that fits; names the smallest feasible budget (without HiGHS: the smallest that was found).
     """
     problem = state.problem.by_name[group]
     last = len(problem.group.ladder) - 1
@@ -39,8 +43,24 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
             return UniformStart(rungs, ladder_index)
     smallest = move_to_least_memory(state, group)
     if not problem.fits(smallest):
+        smallest = _prove_least_memory(state, group, smallest)
+    if not problem.fits(smallest):
         raise infeasible(problem.group, smallest)
     return UniformStart(state.rungs(group), None)
+
+
+def _prove_least_memory(state: SearchState, group: str, smallest: int) -> int:
+    """The smallest peak of any plan, where HiGHS is installed; ``state`` moves to that plan if it is smaller than ``smallest``."""
+    problem = state.problem.by_name[group]
+    if not is_installed():
+        return smallest
+    try:
+        found = least_memory(GroupProgram(problem, state.replayer, problem.uniform(0)))
+    except TooManyCombinations:
+        return smallest
+    if found is None or found.peak_bytes >= smallest:
+        return smallest
+    return state.move_to(group, found.rungs).groups[group].peak_bytes
 
 
 def time_limit_ns(period_ns: int, tolerance: float) -> int:

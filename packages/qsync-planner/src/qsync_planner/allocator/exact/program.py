@@ -7,6 +7,7 @@ tolerance is less than one of them.
 from __future__ import annotations
 
 import enum
+import importlib.util
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,17 @@ from qsync_planner.allocator.exact.expression import CONSTANT, Indicator
 
 _FEASIBILITY = 1e-9
 _INTEGRALITY = 1e-7
+
+
+def is_installed() -> bool:
+    """Whether HiGHS is there (``qsync-planner[exact]``)."""
+    return importlib.util.find_spec("highspy") is not None
+
+
+def require_solver(who: str) -> None:
+    """Raise PlanError, naming who needs it, where HiGHS is not installed."""
+    if not is_installed():
+        raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
 
 
 class Outcome(enum.Enum):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.errors import InfeasibleError
+from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram
+from qsync_planner.allocator.exact.program import is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Search
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.allocator.reasons import refusal_text
@@ -26,11 +27,6 @@ AUTO = Effort(nodes=200, columns=20_000)
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
 """Only a bound."""
-
-
-def is_installed() -> bool:
-    """Whether HiGHS is there (``qsync-planner[exact]``)."""
-    return importlib.util.find_spec("highspy") is not None
 
 
 class Programs:
@@ -72,25 +68,48 @@ def solve_exactly(
         PlanError: when HiGHS is not installed.
         InfeasibleError: when a group has no plan within the limits.
     """
-    if not is_installed():
-        raise PlanError("the exact solver needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
+    require_solver("the exact solver")
+    answers = answer(state, Programs(state.replayer, uniform), uniform, limit_ns, effort, seconds=seconds)
+    return with_proof(state, limit_ns, adopt(state, answers))
+
+
+def answer(
+    state: SearchState,
+    programs: Programs,
+    uniform: Mapping[str, UniformStart],
+    limit_ns: int,
+    effort: Effort,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    seconds: float | None = None,
+) -> dict[str, Answer]:
+    """The search of every group; other memory budgets than the groups' own by name.
+
+    Raises:
+        InfeasibleError: when a group has no plan within the limits.
+    """
     begin = time.monotonic()
-    programs = Programs(state.replayer, uniform)
-    groups, bound = state.problem.groups, 0.0
-    answers: dict[str, Answer] = {}
-    for number, group in enumerate(groups):
-        own = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / (len(groups) - number)
-        program = programs.of(group)
-        search = Search(group, program, limit_ns, group.group.memory_bytes, attrs.evolve(effort, seconds=own))
-        answer = answers[group.name] = search.run(uniform[group.name].rungs)
-        if answer.plan is None:
-            raise InfeasibleError(f"no precision plan of group {group.name!r} keeps both the time limit and the memory budget")
-        bound += group.group.count * answer.bound
-    for group in groups:
+    found: dict[str, Answer] = {}
+    for number, group in enumerate(state.problem.groups):
+        own = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / (len(state.problem.groups) - number)
+        budget = group.group.memory_bytes if budgets is None else budgets[group.name]
+        search = Search(group, programs.of(group), limit_ns, budget, attrs.evolve(effort, seconds=own))
+        found[group.name] = search.run(uniform[group.name].rungs)
+        if found[group.name].plan is None:
+            raise InfeasibleError(
+                f"no precision plan of group {group.name!r} keeps both a step time of {format_ns(limit_ns)} and a memory budget "
+                f"of {format_bytes(budget)}; raise --tolerance or the group's 'memory'"
+            )
+    return found
+
+
+def adopt(state: SearchState, answers: Mapping[str, Answer]) -> float:
+    """Leave the state at the plans found; returns Σ Ω over all inference devices that no plan is below."""
+    for group in state.problem.groups:
         found = answers[group.name].plan
         assert found is not None
         state.move_to(group.name, found.rungs)
-    return with_proof(state, limit_ns, bound)
+    return sum(group.group.count * answers[group.name].bound for group in state.problem.groups)
 
 
 def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
@@ -109,10 +128,11 @@ def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformSt
     return attrs.evolve(found, bound=bound, notes=(*found.notes, proof_note(objective, bound)))
 
 
-def with_proof(state: SearchState, limit_ns: int, bound: float) -> Solution:
-    """The state's plan, after single steps that still fit, with its bound and a reason for every unit."""
+def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further: bool = True) -> Solution:
+    """The state's plan, after single steps that still fit (unless it is to stay as it is), with its bound and reasons."""
     history = new_history(state)
-    sweep_until_stable(state, limit_ns, history)
+    if raise_further:
+        sweep_until_stable(state, limit_ns, history)
     reasons = {group.name: _reasons(state, group, limit_ns, history[group.name]) for group in state.problem.groups}
     solution = attrs.evolve(Solution.of(state), reasons=reasons)
     objective = state.problem.objective(solution.rungs)
@@ -131,6 +151,16 @@ def relative_gap(objective: float, bound: float) -> float:
     return (objective - bound) / objective if objective > 0 else 0.0
 
 
+def _what_raising_takes(state: SearchState, group: GroupProblem, index: int) -> str:
+    unit, rung = group.units[index], state.rungs(group.name)[index] + 1
+    before = state.prediction.groups[group.name]
+    after = state.try_moves(group.name, {index: rung}).groups[group.name]
+    state.reject()
+    added, more = added_time_text(after.busy_ns - before.busy_ns), after.peak_bytes - before.peak_bytes
+    memory = f" and {format_bytes(more)} more memory" if more > 0 else ""
+    return f"{unit.rungs[rung].label} would take {added}{memory}"
+
+
 def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tuple[History, ...]) -> tuple[str, ...]:
     before = state.prediction.groups[group.name]
     slack = time_text(limit_ns - before.period_ns)
@@ -142,8 +172,8 @@ def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tu
             found.append(f"{label}: the only variant of the ladder that was measured for it")
         elif rung < unit.top and history[index].refusals:
             found.append(f"kept {label}: {refusal_text(unit, history[index].refusals[0])}")
-        elif rung == 0:
-            found.append(f"{label}: no higher variant would lower its sensitivity")
+        elif rung < unit.top:
+            found.append(f"kept {label}: {_what_raising_takes(state, group, index)}")
         else:
             lower = unit.rungs[rung - 1].label
             after = state.try_moves(group.name, {index: rung - 1}).groups[group.name]

@@ -1,0 +1,138 @@
+"""The exact solver beyond what brute force says of it (test_brute_force): proofs, limits, other objectives, what it refuses."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from planning_cases import leanest, random_case
+
+from qsync_core.errors import InfeasibleError, PlanError
+from qsync_planner.allocator import allocate
+from qsync_planner.allocator.exact import choices, program, solve
+from qsync_planner.allocator.exact.program import Limits, Program
+
+pytest.importorskip("highspy")
+
+SEEDS = range(6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_other_solver_is_better_and_every_bound_is_one(seed: int) -> None:
+    case = random_case(seed, infer_groups=2)
+    best = allocate(*case.arguments, solver="exact")
+    assert best.bound is not None
+    assert best.objective - best.bound <= 1e-6 * best.objective
+    assert best.notes[0] == "proven optimal"
+    for solver in ("auto", "greedy", "greedy-paper"):
+        plan = allocate(*case.arguments, solver=solver)
+        assert plan.objective >= best.bound - 1e-12
+        assert plan.bound is not None
+        assert plan.bound <= best.objective + 1e-12
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_least_memory_is_the_smallest_budget_that_is_feasible(seed: int) -> None:
+    case = random_case(seed, infer_groups=1)
+    plan = allocate(*case.arguments, solver="exact", objective="memory")
+    peak = plan.group("infer0").predicted_peak_bytes
+    assert plan.predicted_iteration_ns <= plan.time_limit_ns
+    assert peak <= allocate(*case.arguments, solver="exact").group("infer0").predicted_peak_bytes
+    assert "the least memory within the time limit" in plan.notes[0]
+    smallest = leanest(case)
+    with pytest.raises(InfeasibleError, match=r"1 B more; raise the group's 'memory'"):
+        allocate(*case.with_memory(smallest - 1).arguments)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_shortest_time_is_one_that_no_plan_beats(seed: int) -> None:
+    case = random_case(seed, infer_groups=1)
+    fastest = allocate(*case.arguments, solver="exact", objective="time")
+    for solver in ("exact", "greedy", "uniform"):
+        assert fastest.predicted_iteration_ns <= allocate(*case.arguments, solver=solver).predicted_iteration_ns
+    least = allocate(*case.arguments, solver="exact", tolerance=0.05)
+    again = allocate(*case.arguments, solver="exact", objective="time", omega_limit=least.objective * (1 + 1e-9))
+    assert again.objective <= least.objective * (1 + 1e-9)
+    assert again.predicted_iteration_ns <= least.predicted_iteration_ns * (1 + 1e-3)
+    full = allocate(*case.arguments, solver="exact", objective="time", omega_limit=0.0)
+    assert full.objective == 0
+
+
+def test_a_sum_of_sensitivities_that_no_plan_reaches_is_named() -> None:
+    case = random_case(1, infer_groups=1)
+    peak = allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes
+    tight = case.with_memory((leanest(case) + peak) // 2)
+    with pytest.raises(InfeasibleError, match=r"no precision plan within the memory budgets has a Σ Ω of at most 0; the least is "):
+        allocate(*tight.arguments, solver="exact", objective="time", omega_limit=0.0)
+
+
+def test_what_is_refused() -> None:
+    case = random_case(0)
+    for arguments, words in (
+        ({"objective": "speed"}, "there is no objective 'speed'; choose one of omega, memory, time"),
+        ({"objective": "memory", "solver": "greedy"}, "only the solvers auto and exact can minimise memory, not greedy"),
+        ({"omega_limit": 1.0}, "a limit of Σ Ω goes with the objective time, not with omega"),
+        ({"objective": "time", "omega_limit": -1.0}, "the limit of Σ Ω must be a finite number ≥ 0, got -1.0"),
+        ({"seconds": 0.0}, "the time for solving must be a finite number of seconds above 0, got 0.0"),
+        ({"seconds": 1.0, "solver": "greedy"}, "only the solvers auto and exact can be given a time, not greedy"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            allocate(*case.arguments, **arguments)  # type: ignore[arg-type]
+
+
+def test_without_highs_auto_is_greedy_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(0)
+    greedy = allocate(*case.arguments, solver="greedy")
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None)
+    plan = allocate(*case.arguments)
+    assert plan.objective == greedy.objective
+    assert plan.bound is None
+    assert plan.notes[1].startswith("without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]'")
+    with pytest.raises(PlanError, match=r"the exact solver needs HiGHS; install it with: pip install 'qsync-planner\[exact\]'"):
+        allocate(*case.arguments, solver="exact")
+
+
+def test_an_operator_of_too_many_combinations_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case(0)
+    monkeypatch.setattr(choices, "MAX_COMBINATIONS", 1)
+    with pytest.raises(PlanError, match=r"can run in \d+ combinations of formats, more than 1"):
+        allocate(*case.arguments, solver="exact")
+    assert any(note.startswith("without a proof: operator ") for note in allocate(*case.arguments).notes)
+
+
+def test_a_time_that_is_up_leaves_a_plan_that_keeps_its_limits() -> None:
+    case = random_case(2, infer_groups=2)
+    plan = allocate(*case.arguments, solver="exact", seconds=1e-6)
+    assert plan.predicted_iteration_ns <= plan.time_limit_ns
+    assert plan.bound is not None
+    assert 0 <= plan.bound <= plan.objective
+
+
+def test_plans_that_miss_a_limit_by_a_rounding_are_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that believes T to be 0.1% longer finds plans that are too slow; it is tightened until they are not."""
+    case = random_case(3, infer_groups=1)
+    plain = allocate(*case.arguments, solver="exact")
+    group_program = solve.GroupProgram
+    honest = group_program.limit
+    monkeypatch.setattr(group_program, "limit", lambda self, ns, budget: honest(self, ns + ns // 1000, budget))
+    plan = allocate(*case.arguments, solver="exact")
+    assert plan.predicted_iteration_ns <= plan.time_limit_ns
+    assert plan.objective >= plain.objective
+
+
+def test_rows_and_columns_may_be_added_between_solutions() -> None:
+    """minimise −x − 2y, x + y ≤ 1, both integers; then y ≤ 0 as well; then a third column."""
+    found = Program()
+    x, y = found.column(cost=-1.0, integer=True), found.column(cost=-2.0, integer=True)
+    found.row({x: 1, y: 1}, upper=1)
+    assert found.solve(Limits()).objective == -2
+    found.row({y: 1}, upper=0)
+    assert found.solve(Limits()).objective == -1
+    z = found.column(cost=-3.0, integer=True)
+    found.row({x: 1, z: 2}, upper=2)
+    assert found.solve(Limits()).objective == -3
+    found.price(x, -2.0)
+    assert found.solve(Limits(), relaxed=True).objective == pytest.approx(-3.5)
+    assert found.solve(Limits()).objective == -3
+    found.bound(z, 0.0, 0.0)
+    assert found.solve(Limits()).objective == -2
+    assert attrs.asdict(Limits()) == {"gap": 1e-7, "nodes": None, "seconds": None}
