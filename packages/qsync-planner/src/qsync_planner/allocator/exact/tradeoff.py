@@ -1,0 +1,394 @@
+"""The trade-off between Σ Ω, the step time and memory: plans of which none is better than another in all three.
+
+For several memory budgets, from the least that any plan needs to the cluster file's own, the least Σ Ω is found within a series of
+time limits, from the fastest plan's to full precision's.  Limits are added where the curve bends the most.  Every plan is replayed
+exactly, and lies where its own time and memory are, not at the limits that it was found within.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+
+from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import Role
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.units import format_bytes
+from qsync_core.variant import Variant
+from qsync_planner.allocator.exact.extremes import least_memory, least_time
+from qsync_planner.allocator.exact.group_program import Replayed
+from qsync_planner.allocator.exact.known_plans import KnownPlans
+from qsync_planner.allocator.exact.memory_levels import DECIMALS, MemoryLevel, rounded_budget
+from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.search import Effort
+from qsync_planner.allocator.exact.solve import Programs, relative_gap
+from qsync_planner.allocator.infeasible import infeasible
+from qsync_planner.allocator.memory_repair import move_to_least_memory
+from qsync_planner.allocator.problem import GroupProblem, Problem, build_problem
+from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.solution import Solution
+from qsync_planner.allocator.uniform import move_to_uniform
+from qsync_planner.matching import check_profiles, check_sensitivity
+from qsync_planner.replay import Replayer
+
+EFFORT = Effort(gap=1e-3, nodes=20, columns=20_000)
+"""For one point; a fraction of a percent is less than a picture shows."""
+BUDGETS = 5
+LIMITS = 8
+"""Time limits for each memory budget; fewer where the curve has no more bends."""
+
+_EXTREME_COLUMNS = 5_000
+"""Programs with more columns are not asked for their fastest plan; uniform precision's time is then the shortest limit."""
+_STRAIGHT = 2e-3
+"""Share of the curve's area between two of its points that is not worth another one."""
+
+Progress = Callable[[int, int, str], None]
+"""``progress(done, total, text)``."""
+
+
+@attrs.frozen
+class TradeoffPoint:
+    """One plan of the curve.
+
+    Attributes:
+        omega: Σ Ω over all inference devices.
+        bound: no plan of at most this time and memory has a smaller one.
+        iteration_ns: predicted period of the job.
+        peak_bytes: predicted peak of one rank, by group.
+        variants: the plan, by inference group.
+        arguments: what to add to ``qsync plan`` with the same artifacts, to get this plan or one that is as good.
+        memory: by inference group its ``memory`` line in the cluster file for these arguments; groups not named keep theirs.
+    """
+
+    omega: float
+    bound: float
+    iteration_ns: int
+    peak_bytes: Mapping[str, int]
+    variants: Mapping[str, Mapping[OpId, Variant]]
+    arguments: tuple[str, ...] = ()
+    memory: Mapping[str, str] = attrs.field(factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Share of Σ Ω by which a better plan could be below it."""
+        return relative_gap(self.omega, self.bound)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Operators by precision, for each inference group."""
+        return {
+            name: dict(sorted(Counter(variant.label for variant in chosen.values()).items()))
+            for name, chosen in self.variants.items()
+        }
+
+    def fits(self, budgets: Mapping[str, int]) -> bool:
+        """Whether every group is within its budget (0: none)."""
+        return all(nbytes == 0 or self.peak_bytes[name] <= nbytes for name, nbytes in budgets.items())
+
+    def dominates(self, other: TradeoffPoint) -> bool:
+        """Whether it is at least as good in Σ Ω, time and every group's memory, and better in one of them."""
+        mine, theirs = self._figures(), other._figures()
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+    def _figures(self) -> tuple[float, ...]:
+        return (self.omega, self.iteration_ns, *(self.peak_bytes[name] for name in sorted(self.peak_bytes)))
+
+    def as_dict(self) -> dict[str, object]:
+        """Every number by its name; the plan as counts."""
+        return {
+            "omega": self.omega,
+            "bound": self.bound,
+            "gap": self.gap,
+            "iteration_ns": self.iteration_ns,
+            "peak_bytes": dict(self.peak_bytes),
+            "operators": self.counts,
+            "arguments": list(self.arguments),
+            "memory": dict(self.memory),
+        }
+
+
+@attrs.frozen
+class Tradeoff:
+    """The curve.
+
+    Attributes:
+        model: name of the model.
+        indicator: what Ω is measured by.
+        budgets: the memory budgets, least first: bytes by inference group (0: none); the last are the cluster file's own.
+        points: none dominates another; fastest first.
+        baselines: step time in ns of ``full`` and ``uniform`` precision within the cluster file's budgets.
+    """
+
+    model: str
+    indicator: str
+    budgets: tuple[Mapping[str, int], ...]
+    points: tuple[TradeoffPoint, ...]
+    baselines: Mapping[str, int]
+
+    def curve(self, level: int) -> tuple[TradeoffPoint, ...]:
+        """The points within one of the budgets of which none is both slower and of higher Σ Ω than another; fastest first."""
+        found: list[TradeoffPoint] = []
+        for point in sorted(self.points, key=lambda p: (p.iteration_ns, p.omega)):
+            if point.fits(self.budgets[level]) and (not found or point.omega < found[-1].omega):
+                found.append(point)
+        return tuple(found)
+
+    def budget_text(self, level: int) -> str:
+        """A budget for people."""
+        if level == len(self.budgets) - 1:
+            limited = {name: nbytes for name, nbytes in self.budgets[level].items() if nbytes}
+            return f"memory as in the cluster file: {_sizes(limited)}" if limited else "memory without a limit"
+        return f"memory {_sizes(self.budgets[level])}"
+
+    def as_dict(self) -> dict[str, object]:
+        """The whole as plain data; curves as positions in ``points``."""
+        positions = {id(point): position for position, point in enumerate(self.points)}
+        return {
+            "model": self.model,
+            "indicator": self.indicator,
+            "baselines_ns": dict(self.baselines),
+            "points": [point.as_dict() for point in self.points],
+            "curves": [
+                {"budget_bytes": dict(budget), "points": [positions[id(point)] for point in self.curve(level)]}
+                for level, budget in enumerate(self.budgets)
+            ],
+        }
+
+
+def tradeoff(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity | None,
+    *,
+    budgets: int = BUDGETS,
+    limits: int = LIMITS,
+    effort: Effort = EFFORT,
+    progress: Progress | None = None,
+) -> Tradeoff:
+    """Find the curve.  The same inputs give the same result.
+
+    Args:
+        dag: the model.
+        cluster: device groups; a group's own memory budget is the largest that is considered.
+        profiles: costs by group name.
+        sensitivity: Ω.
+        budgets: memory budgets, at least 1; every group gets the same share of the way from the least to the most.
+        limits: time limits for each budget, at least 3.
+        effort: how far to go for one point.
+        progress: told what is being solved.
+
+    Raises:
+        PlanError: without a sensitivity or without HiGHS; for artifacts that do not belong together.
+        InfeasibleError: when a group's memory budget is too small for any plan.
+    """
+    if sensitivity is None:
+        raise PlanError("the trade-off curve needs a sensitivity; make one with 'qsync indicate'")
+    if not is_installed():
+        raise PlanError("the trade-off curve needs HiGHS; install it with: pip install 'qsync-planner[exact]'")
+    if budgets < 1 or limits < 3:
+        raise PlanError(f"a trade-off curve has at least 1 memory budget and 3 time limits, got {budgets} and {limits}")
+    check_profiles(dag, cluster, profiles)
+    check_sensitivity(sensitivity, dag)
+    problem = build_problem(dag, cluster, profiles, sensitivity)
+    curve = _Curve(problem, Replayer(dag, cluster, profiles), effort)
+    levels = curve.levels(budgets)
+    for number, level in enumerate(levels):
+        for text in curve.add(level, limits):
+            if progress is not None:
+                progress(number * limits, len(levels) * limits, f"{_sizes(level.budgets) or 'no memory limit'}, {text}")
+    points = curve.points()
+    return Tradeoff(
+        dag.model,
+        sensitivity.indicator,
+        tuple(level.budgets for level in levels),
+        points,
+        {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
+    )
+
+
+class _Curve:
+    """The search for the points."""
+
+    def __init__(self, problem: Problem, replayer: Replayer, effort: Effort) -> None:
+        self._problem, self._replayer, self._effort = problem, replayer, effort
+        state = SearchState(problem, replayer)
+        self.full = Solution.of(state)
+        _check_training_memory(problem.cluster, self.full)
+        starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
+        programs = Programs(replayer, starts)
+        by_program: dict[int, KnownPlans] = {}
+        self._known: dict[str, KnownPlans] = {}
+        for group in problem.groups:
+            program = programs.of(group)
+            self._known[group.name] = by_program.setdefault(id(program), KnownPlans(group, program, effort))
+            self._known[group.name].add([unit.top for unit in group.units])
+        predictions = self.full.prediction.groups
+        self._training_ns = max((predictions[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
+        self._levels: tuple[MemoryLevel, ...] = ()
+        self._solved: list[tuple[MemoryLevel, int]] = []
+
+    def levels(self, count: int) -> tuple[MemoryLevel, ...]:
+        """The budgets, least first; fewer than ``count`` where they are all the same."""
+        found: list[MemoryLevel] = []
+        ranges = {group.name: self._range(group) for group in self._problem.groups} if count > 1 else {}
+        for step in range(count - 1):
+            sizes = {name: rounded_budget(*ends, step / (count - 1)) for name, ends in ranges.items()}
+            if all(nbytes >= ranges[name][1] for name, (nbytes, _) in sizes.items()):
+                break
+            budgets = {name: nbytes for name, (nbytes, _) in sizes.items()}
+            if not found or found[-1].budgets != budgets:
+                found.append(self._level(budgets, {name: line for name, (_, line) in sizes.items()}))
+        own = self._level({group.name: group.group.memory_bytes for group in self._problem.groups}, {})
+        self._levels = (*found, own)
+        return self._levels
+
+    def _range(self, group: GroupProblem) -> tuple[int, int]:
+        """The least and the most memory that are worth a budget."""
+        known = self._known[group.name]
+        most = self.full.prediction.groups[group.name].peak_bytes
+        most = min(most, group.group.memory_bytes) if group.group.memory_bytes else most
+        if known.program.program.columns > _EXTREME_COLUMNS:
+            state = SearchState(self._problem, self._replayer)
+            move_to_least_memory(state, group.name)
+            least: Replayed | None = known.add(state.rungs(group.name))
+        else:
+            least = least_memory(known.program)
+        assert least is not None, "without limits there is a plan"
+        known.add(least.rungs)
+        return least.peak_bytes, max(least.peak_bytes, most)
+
+    def _level(self, budgets: Mapping[str, int], lines: Mapping[str, str]) -> MemoryLevel:
+        groups = tuple(attrs.evolve(g, group=attrs.evolve(g.group, memory_bytes=budgets[g.name])) for g in self._problem.groups)
+        state = SearchState(attrs.evolve(self._problem, groups=groups), self._replayer)
+        uniform = {group.name: move_to_uniform(state, group.name).rungs for group in groups}
+        for name, rungs in uniform.items():
+            self._known[name].add(rungs)
+        return MemoryLevel(budgets, lines, uniform, state.prediction.iteration_ns)
+
+    def add(self, level: MemoryLevel, limits: int) -> Iterator[str]:
+        """Solve for the time limits of one level, saying what before each."""
+        yield "the fastest plan"
+        fastest = self._fastest_ns(level)
+        solved: dict[int, tuple[int, float]] = {}
+
+        def solve(limit_ns: int) -> None:
+            for name, nbytes in level.budgets.items():
+                self._known[name].search(limit_ns, nbytes)
+            plans = self._plans(level, limit_ns)
+            solved[limit_ns] = (self._period_ns(plans), self._omega(plans))
+            self._solved.append((level, limit_ns))
+
+        longest = level.snap(max(self.full.prediction.iteration_ns, level.uniform_ns, fastest), up=True)
+        for limit in sorted({fastest, max(fastest, level.uniform_ns), longest}):
+            yield f"{limit / 1e6:.2f} ms"
+            solve(limit)
+        while len(solved) < limits:
+            middle = _widest(level, solved)
+            if middle is None:
+                break
+            yield f"{middle / 1e6:.2f} ms"
+            solve(middle)
+
+    def _fastest_ns(self, level: MemoryLevel) -> int:
+        periods = [self._training_ns]
+        for name, nbytes in level.budgets.items():
+            known, start = self._known[name], level.uniform[name]
+            plan = known.add(start)
+            if known.program.program.columns <= _EXTREME_COLUMNS:
+                found = least_time(known.program, nbytes, start)
+                plan = plan if found is None or found.period_ns > plan.period_ns else known.add(found.rungs)
+            periods.append(plan.period_ns)
+        return max(periods)
+
+    def _plans(self, level: MemoryLevel, limit_ns: int) -> dict[str, Replayed]:
+        return {name: self._known[name].best(limit_ns, nbytes) for name, nbytes in level.budgets.items()}
+
+    def _period_ns(self, plans: Mapping[str, Replayed]) -> int:
+        return max([self._training_ns, *(plan.period_ns for plan in plans.values())])
+
+    def _omega(self, plans: Mapping[str, Replayed]) -> float:
+        return self._problem.objective({name: plan.rungs for name, plan in plans.items()})
+
+    def points(self) -> tuple[TradeoffPoint, ...]:
+        """All that is known, without what is dominated; fastest first."""
+        found: dict[tuple[tuple[int, ...], ...], TradeoffPoint] = {}
+        # The cluster file's own budgets first: their arguments are the shortest; then the tightest time limit.
+        for level, limit in sorted(self._solved, key=lambda entry: (-self._levels.index(entry[0]), entry[1])):
+            plans = self._plans(level, limit)
+            key = tuple(plans[group.name].rungs for group in self._problem.groups)
+            if key not in found or (found[key].arguments[0] != "--tolerance" and level.tolerance(limit) is not None):
+                found[key] = self._point(level, limit, plans)
+        points = sorted(found.values(), key=lambda p: (p.iteration_ns, p.omega, sorted(p.peak_bytes.items())))
+        kept: list[TradeoffPoint] = []
+        for point in points:
+            if not any(other.dominates(point) for other in points) and not any(_is_same(other, point) for other in kept):
+                kept.append(point)
+        return tuple(kept)
+
+    def _point(self, level: MemoryLevel, limit_ns: int, plans: Mapping[str, Replayed]) -> TradeoffPoint:
+        omega, period = self._omega(plans), self._period_ns(plans)
+        peaks = {name: prediction.peak_bytes for name, prediction in self.full.prediction.groups.items()}
+        peaks |= {name: plan.peak_bytes for name, plan in plans.items()}
+        bound = sum(g.group.count * self._known[g.name].bound(period, peaks[g.name]) for g in self._problem.groups)
+        tolerance = level.tolerance(limit_ns)
+        if tolerance is not None:
+            arguments: tuple[str, ...] = ("--tolerance", f"{tolerance:.{DECIMALS}f}".rstrip("0").rstrip("."))
+        else:
+            arguments = ("--minimise", "time", "--omega-limit", _rounded_up(omega))
+        variants = {group.name: group.variants(plans[group.name].rungs) for group in self._problem.groups}
+        return TradeoffPoint(omega, min(max(0.0, bound), omega), period, peaks, variants, arguments, dict(level.lines))
+
+
+def _widest(level: MemoryLevel, solved: Mapping[int, tuple[int, float]]) -> int | None:
+    """The time limit in the middle of the largest area between two neighbouring points; None where all areas are small."""
+    limits = sorted(solved)
+    (_, high), (_, low) = solved[limits[0]], solved[limits[-1]]
+    whole = (high - low) * (limits[-1] - limits[0])
+    best, best_area = None, _STRAIGHT * whole
+    for before, after in itertools.pairwise(limits):
+        reached, omega = solved[after]
+        area = (solved[before][1] - omega) * (reached - before)
+        middle = level.snap((before + reached) / 2)
+        if area > best_area and before < middle < reached and middle not in solved:
+            best, best_area = middle, area
+    return best
+
+
+def _is_same(a: TradeoffPoint, b: TradeoffPoint) -> bool:
+    return (a.omega, a.iteration_ns, a.peak_bytes) == (b.omega, b.iteration_ns, b.peak_bytes)
+
+
+def _rounded_up(value: float) -> str:
+    """Six significant digits that are not below the value."""
+    if value <= 0:
+        return "0"
+    digits = 5 - math.floor(math.log10(value))
+    text = f"{value:.5e}"
+    return text if float(text) >= value else f"{value + 10.0**-digits:.5e}"
+
+
+def _sizes(budgets: Mapping[str, int]) -> str:
+    limited = {name: nbytes for name, nbytes in budgets.items() if nbytes}
+    if len(limited) == 1 == len(budgets):
+        return format_bytes(next(iter(limited.values())))
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in limited.items())
+
+
+def _check_training_memory(cluster: Cluster, full: Solution) -> None:
+    for group in cluster.groups:
+        if group.role is Role.TRAIN:
+            _check_base_fits(group, full.prediction.groups[group.name].peak_bytes)
+
+
+def _check_base_fits(group: DeviceGroup, peak_bytes: int) -> None:
+    if 0 < group.memory_bytes < peak_bytes:
+        raise infeasible(group, peak_bytes, what="the base precision of a training group does not fit")
