@@ -1,0 +1,263 @@
+"""Plans of all solvers for measured profiles of real models: the tables of ``docs/plans-compared.md``.
+
+    python tests/benchmarks/plans_compared.py [--only bert-base,resnet50]
+
+Each model is planned where time binds (T of uniform precision, no memory budget) and where memory binds (a budget half-way between
+the leanest single rung and full precision, any time).  Writes the tables between the markers of the page, and a row per
+model, limit and solver into ``docs/results/allocator.json``.  Times are processor time.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy is imported
+
+import argparse
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+from results import ROOT, write_rows
+
+from qsync_core.artifact import load
+from qsync_core.cluster import Cluster
+from qsync_core.cluster_file import read_cluster
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan, Role
+from qsync_core.profile import Profile
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.units import format_bytes, format_ns
+from qsync_planner.allocator import allocate
+from qsync_planner.allocator.allocate import MAX_TOLERANCE
+from qsync_planner.replay import Replayer, plan_variants, uniform_variants
+
+DATA = ROOT / "tests" / "data"
+PAGE = ROOT / "docs" / "plans-compared.md"
+MODELS = {
+    "resnet50": ("ResNet50", "h200"),
+    "bert-base": ("BERT-base", "h200"),
+    "vgg16-bn": ("VGG16-BN", "cpu"),
+    "roberta-base": ("RoBERTa-base", "cpu"),
+}
+"""Stored profiles: title, and on which device they were measured."""
+SOLVERS = ("uniform", "greedy-paper", "greedy", "exact")
+LIMITS = {"time": "time binds", "memory": "memory binds"}
+HEADINGS = (
+    "solver", "Σ Ω", "times the optimum", "proven gap", "step time", "peak memory", "operators on a weak device", "seconds to plan",
+)  # fmt: skip
+
+
+@attrs.frozen
+class Case:
+    """A model under one limit."""
+
+    name: str
+    limit: str
+    dag: PrecisionDag
+    cluster: Cluster
+    profiles: dict[str, Profile]
+    sensitivity: Sensitivity
+    tolerance: float
+
+    @property
+    def weak(self) -> str:
+        """The inference group."""
+        return next(group.name for group in self.cluster.groups if group.role is Role.INFER)
+
+
+@attrs.frozen
+class Planned:
+    """A plan and the processor time that it took."""
+
+    plan: PrecisionPlan
+    seconds: float
+
+
+def read_case(name: str, limit: str) -> Case:
+    """A stored model; with ``memory``, given its budget and all the time that it wants."""
+    folder = DATA / MODELS[name][1] / name
+    dag = load(folder / "dag.qsync", PrecisionDag)
+    cluster = read_cluster(folder / "cluster.toml")
+    profiles = {group.name: load(folder / f"profile.{group.name}.qsync", Profile) for group in cluster.groups}
+    sensitivity = load(folder / "sensitivity.qsync", Sensitivity)
+    replayer, groups = Replayer(dag, cluster, profiles), []
+    for group in cluster.groups:
+        if group.role is Role.INFER:
+            peaks = [replayer.memory(group.name, uniform_variants(dag, group, rung)).peak_bytes for rung in group.ladder]
+            group = attrs.evolve(group, memory_bytes=(min(peaks) + peaks[-1]) // 2 if limit == "memory" else 0)
+        groups.append(group)
+    cluster = attrs.evolve(cluster, groups=tuple(groups))
+    return Case(name, limit, dag, cluster, profiles, sensitivity, MAX_TOLERANCE if limit == "memory" else 0.0)
+
+
+def plan_all(case: Case) -> dict[str, Planned]:
+    """Every solver's plan, replayed and found within its limits."""
+    found = {}
+    for solver in SOLVERS:
+        begin = time.process_time()
+        plan = allocate(case.dag, case.cluster, case.profiles, case.sensitivity, solver=solver, tolerance=case.tolerance)
+        found[solver] = Planned(plan, time.process_time() - begin)
+        prediction = Replayer(case.dag, case.cluster, case.profiles).replay(plan_variants(plan, case.cluster))
+        assert prediction.iteration_ns <= plan.time_limit_ns, f"{case.name}: {solver} takes too long"
+        for group in plan.groups:
+            peak = prediction.groups[group.group].peak_bytes
+            assert not group.memory_budget_bytes or peak <= group.memory_budget_bytes, (
+                f"{case.name}: {solver} takes too much memory"
+            )
+    return found
+
+
+def times_optimum(planned: Planned, best: Planned) -> float:
+    """Σ Ω over that of the exact plan."""
+    return planned.plan.objective / best.plan.objective if best.plan.objective else 1.0
+
+
+def operators_by_precision(case: Case, plan: PrecisionPlan) -> str:
+    """How many operators of a weak device run in which precision, lowest first."""
+    group = next(group for group in plan.groups if group.group == case.weak)
+    counts = Counter(assignment.variant for assignment in group.assignments.values())
+    ladder = case.cluster.group(case.weak).ladder
+    return ", ".join(f"{counts[variant]} {variant.label}" for variant in ladder if counts[variant])
+
+
+def peak_bytes(case: Case, plan: PrecisionPlan) -> int:
+    """Predicted peak of a weak device."""
+    return next(group.predicted_peak_bytes for group in plan.groups if group.group == case.weak)
+
+
+def proven_gap(plan: PrecisionPlan) -> str:
+    """The gap in percent, where something was proven."""
+    if plan.bound is None:
+        return "–"
+    gap = (plan.objective - plan.bound) / plan.objective if plan.objective else 0.0
+    return "optimal" if gap <= 1e-6 else f"{gap:.2%}"
+
+
+def table(case: Case, found: dict[str, Planned]) -> Iterator[str]:
+    """The side-by-side table of a case."""
+    best = found["exact"]
+    yield "| " + " | ".join(HEADINGS) + " |"
+    yield "|" + "---|" * len(HEADINGS)
+    for solver, planned in found.items():
+        plan = planned.plan
+        cells = (
+            solver, f"{plan.objective:.3g}", f"{times_optimum(planned, best):.3f}", proven_gap(plan), format_ns(plan.predicted_iteration_ns),
+            format_bytes(peak_bytes(case, plan)), operators_by_precision(case, plan), f"{planned.seconds:.2f}",
+        )  # fmt: skip
+        yield "| " + " | ".join(cells) + " |"
+
+
+def differences(case: Case, found: dict[str, Planned]) -> Iterator[str]:
+    """What the exact plan does otherwise than greedy's, by kind of layer, each change tried alone in greedy's plan."""
+    greedy, best = (plan_variants(found[solver].plan, case.cluster) for solver in ("greedy", "exact"))
+    weak, count = case.weak, case.cluster.group(case.weak).count
+    ladder = case.cluster.group(weak).ladder
+    kinds: dict[tuple[str, int, int], list[OpId]] = defaultdict(list)
+    for op_id, variant in greedy[weak].items():
+        wanted = best[weak][op_id]
+        if variant != wanted:
+            kinds[kind_of(op_id), ladder.index(variant), ladder.index(wanted)].append(op_id)
+    if not kinds:
+        yield "Greedy's plan and the exact plan are the same."
+        return
+    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    before = replayer.replay(greedy).groups[weak]
+    yield "What the exact plan does otherwise than greedy's, each line tried alone in greedy's plan:"
+    yield ""
+    yield "| layers | how many | greedy → exact | Σ Ω | weak device's own time | peak memory |"
+    yield "|---|---|---|---|---|---|"
+    for (kind, low, high), op_ids in sorted(kinds.items(), key=lambda entry: (entry[0][1] > entry[0][2], -len(entry[1]), entry[0])):
+        changed = {**greedy, weak: {**greedy[weak], **{op_id: best[weak][op_id] for op_id in op_ids}}}
+        after = replayer.replay(changed).groups[weak]
+        omega = count * sum(omega_of(case, op_id, best[weak]) - omega_of(case, op_id, greedy[weak]) for op_id in op_ids)
+        yield (
+            f"| `{kind}` | {len(op_ids)} | {ladder[low].label} → {ladder[high].label} | {omega:+.2g} "
+            f"| {signed(after.busy_ns - before.busy_ns, format_ns)} | {signed(after.peak_bytes - before.peak_bytes, format_bytes)} |"
+        )
+
+
+def omega_of(case: Case, op_id: OpId, variants: dict) -> float:
+    """Ω of an operator as a plan has it."""
+    return case.sensitivity.omega[op_id].get(variants[op_id], 0.0)
+
+
+def kind_of(op_id: OpId) -> str:
+    """A layer's name without the numbers of its block."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|\b\d+$|(?<=layer)\d+", "*", op_id.fqn)
+
+
+def signed(value: int, text) -> str:
+    """With its sign."""
+    return "±0" if not value else ("+" if value > 0 else "−") + text(abs(value))
+
+
+def section(case: Case, found: dict[str, Planned]) -> list[str]:
+    """A case on the page."""
+    title, device = MODELS[case.name]
+    weak = case.cluster.group(case.weak)
+    limit = found["exact"].plan.time_limit_ns
+    what = f"T is {format_ns(limit)}; no memory budget."
+    if case.limit == "memory":
+        what = f"The budget is {format_bytes(weak.memory_bytes)} for each weak device; any time."
+    where = "half of an H200" if device == "h200" else "one core of a CPU"
+    intro = f"{len(case.dag.adjustable)} operators can be lowered on {weak.count} weak devices ({where}). {what}"
+    return [f"### {title}, {LIMITS[case.limit]}", "", intro, "", *table(case, found), "", *differences(case, found), ""]
+
+
+def rows(case: Case, found: dict[str, Planned]) -> Iterator[dict]:
+    """The rows of a case for the results."""
+    title, _ = MODELS[case.name]
+    for solver, planned in found.items():
+        plan = planned.plan
+        yield {
+            "id": f"real-{case.name}-{case.limit}-{solver}",
+            "what": f"{title} from measured profiles, {LIMITS[case.limit]}: Σ Ω of {solver}'s plan over that of the best plan",
+            "value": round(times_optimum(planned, found["exact"]), 4),
+            "unit": "times the optimum",
+            "spread": f"proven gap {proven_gap(plan)}; Σ Ω {plan.objective:.4g}; step {format_ns(plan.predicted_iteration_ns)}; "
+            f"peak {format_bytes(peak_bytes(case, plan))}; {operators_by_precision(case, plan)}; planned in {planned.seconds:.2f} s",
+            "target": "reported",
+        }
+
+
+def between_markers(text: str, name: str, lines: list[str]) -> str:
+    """The page with one section replaced."""
+    begin, end = f"<!-- {name}-BEGIN: written by tests/benchmarks/plans_compared.py -->", f"<!-- {name}-END -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"{PAGE.name} has no place for {name}: {begin} … {end}")
+    head, rest = text.split(begin, 1)
+    return head + begin + "\n\n" + "\n".join(lines).rstrip() + "\n\n" + end + rest.split(end, 1)[1]
+
+
+def main() -> None:
+    """Plan, check and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(MODELS), help=f"models, comma-separated: {', '.join(MODELS)}")
+    parser.add_argument("--no-write", action="store_true", help="only print")
+    parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in MODELS]:
+        raise SystemExit(f"no such models: {', '.join(unknown)}; known are {', '.join(MODELS)}")
+    where = {"directory": options.directory} if options.directory else {}
+    plan_all(read_case(names[0], "time"))  # imports and the first plan, which nobody's time should contain
+    for name in names:
+        lines: list[str] = []
+        for limit in LIMITS:
+            case = read_case(name, limit)
+            found = plan_all(case)
+            lines += section(case, found)
+            if not options.no_write:
+                write_rows("allocator", rows(case, found), "python tests/benchmarks/plans_compared.py", **where)
+        print("\n".join(lines), flush=True)
+        if not options.no_write:
+            PAGE.write_text(between_markers(PAGE.read_text(encoding="utf-8"), name.upper(), lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
