@@ -20,22 +20,21 @@ from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_planner.cost_model import CostModel, PricedCast, Settled
-from qsync_planner.setting import FORWARD_SITES, Charge, Setting
+from qsync_planner.setting import FORMATS, FORWARD_SITES, Charge, Setting
 from qsync_planner.work import Work
 
 __all__ = ["FORWARD_SITES", "Change", "CostMapper"]
 
 _PLAIN = Variant.of(Precision.FLOAT32)
-_NUMBER = {precision: number for number, precision in enumerate(Precision, 1)}
 
 
 class Change(NamedTuple):
-    """What an update touched; operators are positions in ``dag.operators``, ascending.
+    """What an update touched; operators are positions in ``dag.operators``.
 
     Attributes:
-        settled: those whose variant or formats may differ.
-        recosted: those whose charged work differs.
-        producers: those whose output is kept or read in another way than before.
+        settled: those whose variant or formats may differ, ascending.
+        recosted: those whose charge differs.
+        producers: those whose output may be kept or read in another way than before.
     """
 
     settled: list[int]
@@ -50,7 +49,9 @@ class CostMapper:
         settings: per operator how it now runs; ``settled``: its formats and costs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
-        inputs: per operator the positions of its producers; ``readers``: of its consumers, each once, ascending.
+        inputs: per operator the positions of its producers.
+        readers: per operator the positions of its consumers, each once, ascending; ``reads``: the same, each with its slot, the
+            first of its inputs that reads the operator.
     """
 
     def __init__(self, dag: PrecisionDag, model: CostModel, variants: Mapping[OpId, Variant]) -> None:
@@ -59,23 +60,26 @@ class CostMapper:
         index = dag.index
         self.inputs: list[tuple[int, ...]] = [tuple(index[p] for p in operator.inputs) for operator in dag.operators]
         self.readers: list[tuple[int, ...]] = [tuple(dict.fromkeys(entry)) for entry in dag.consumers]
+        self._adjustable = {operator.op_id: i for i, operator in enumerate(dag.operators) if operator.is_adjustable}
         # Non-adjustable operators are settled under one number: their variant plays no part.
         plain = model.intern(_PLAIN)
-        adjustable = [operator.op_class is OpClass.ADJUSTABLE for operator in dag.operators]
-        self._variant = [n if free else plain for n, free in zip(self._initial_variants(variants), adjustable, strict=True)]
+        own = [operator.op_class is OpClass.ADJUSTABLE for operator in dag.operators]
+        self._variant = [n if has_own else plain for n, has_own in zip(self._initial_variants(variants), own, strict=True)]
+        self._slots = [tuple(map(inputs.index, inputs)) for inputs in self.inputs]
+        self.reads: list[tuple[tuple[int, int], ...]] = [
+            tuple((reader, self.inputs[reader].index(position)) for reader in readers)
+            for position, readers in enumerate(self.readers)
+        ]
         self._known: list[dict[int, Setting]] = [{} for _ in dag.operators]
+        self._equal: dict[tuple[int, tuple[int, ...]], Setting] = {}
         self.settings: list[Setting] = []
-        self.settled: list[Settled] = []
-        self._format: list[int] = []
         for position in range(len(dag.operators)):
-            setting = self._setting(position)
-            self.settings.append(setting)
-            self.settled.append(setting.settled)
-            self._format.append(_NUMBER[setting.settled.output])
-        charges = [self._charge(position) for position in range(len(dag.operators))]
-        self.charged: list[tuple[PricedCast, ...]] = [charge.casts for charge in charges]
-        self.forward: list[Work] = [charge.forward for charge in charges]
-        self.backward: list[Work] = [charge.backward for charge in charges]
+            self.settings.append(self._setting(position))
+        self.settled: list[Settled] = [setting.settled for setting in self.settings]
+        self._charges = [self._charge(position) for position in range(len(dag.operators))]
+        self.charged: list[tuple[PricedCast, ...]] = [charge.casts for charge in self._charges]
+        self.forward: list[Work] = [charge.forward for charge in self._charges]
+        self.backward: list[Work] = [charge.backward for charge in self._charges]
         self._undo: _Undo | None = None
 
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
@@ -125,8 +129,8 @@ class CostMapper:
     def _update(self, variants: Mapping[OpId, Variant], undo: _Undo) -> Change:
         changed = []
         for op_id, variant in variants.items():
-            position = self.dag.index.get(op_id, -1)
-            if position < 0 or not self.dag.operators[position].is_adjustable:
+            position = self._adjustable.get(op_id)
+            if position is None:
                 raise self._not_adjustable(op_id)
             number = self.model.intern(variant)
             if number != self._variant[position]:
@@ -135,11 +139,14 @@ class CostMapper:
                 changed.append(position)
         heapq.heapify(changed)
         settled = self._sweep(changed, undo)
-        producers: set[int] = set()
-        recosted = set(settled)
+        producers, recosted = set(settled), set(settled)
         for position, before in undo.setting:
-            self._compare(position, before, producers, recosted)
-        return Change(settled, self._recost(recosted, undo), sorted(producers))
+            producers.update(self.inputs[position])
+            after = self.settings[position]
+            if before.shared is not after.shared and before.shared.keys() != after.shared.keys():
+                for slot, _ in before.shared.keys() ^ after.shared.keys():
+                    recosted.update(self.readers[self.inputs[position][slot]])
+        return Change(settled, self._recost(recosted, undo), list(producers))
 
     def _sweep(self, heap: list[int], undo: _Undo) -> list[int]:
         """Settle the closure of the positions on the heap, in order of execution."""
@@ -150,42 +157,30 @@ class CostMapper:
                 continue
             visited.append(position)
             before, after = self.settings[position], self._setting(position)
+            if before is after:
+                continue
             undo.setting.append((position, before))
             self.settings[position] = after
             self.settled[position] = after.settled
-            if after.settled.output is not before.settled.output:
-                self._format[position] = _NUMBER[after.settled.output]
+            if after.format != before.format:
                 for reader in self.readers[position]:
                     heapq.heappush(heap, reader)
         return visited
 
-    def _compare(self, position: int, before: Setting, producers: set[int], recosted: set[int]) -> None:
-        """Add the tensors that an operator's change of setting concerns, and later readers who share a cast with it."""
-        after = self.settings[position]
-        was, now = before.settled, after.settled
-        if was.output_bytes != now.output_bytes or was.saves_output != now.saves_output:
-            producers.add(position)
-        if before.readings != after.readings:
-            producers.update(self.inputs[position])
-        if before.shared.keys() != after.shared.keys():
-            for cast in before.shared.keys() ^ after.shared.keys():
-                for reader in reversed(self.readers[cast[0]]):
-                    if reader <= position:
-                        break
-                    if cast in self.settings[reader].shared:
-                        recosted.add(reader)
-
     def _recost(self, positions: Iterable[int], undo: _Undo) -> list[int]:
         """Charge operators anew; returns those whose charge differs."""
         differ = []
-        for position in sorted(positions):
-            casts, forward, backward = self._charge(position)
-            before = Charge(self.charged[position], self.forward[position], self.backward[position])
-            if casts != before.casts or forward != before.forward or backward != before.backward:
+        for position in positions:
+            before, after = self._charges[position], self._charge(position)
+            if before is not after:
                 undo.charge.append((position, before))
-                self.charged[position], self.forward[position], self.backward[position] = casts, forward, backward
+                self._set_charge(position, after)
                 differ.append(position)
         return differ
+
+    def _set_charge(self, position: int, charge: Charge) -> None:
+        self._charges[position] = charge
+        self.charged[position], self.forward[position], self.backward[position] = charge
 
     def commit(self) -> None:
         """Keep the pending update."""
@@ -201,31 +196,35 @@ class CostMapper:
         for position, setting in undo.setting:
             self.settings[position] = setting
             self.settled[position] = setting.settled
-            self._format[position] = _NUMBER[setting.settled.output]
-        for position, (casts, forward, backward) in undo.charge:
-            self.charged[position], self.forward[position], self.backward[position] = casts, forward, backward
+        for position, charge in undo.charge:
+            self._set_charge(position, charge)
 
     def _setting(self, position: int) -> Setting:
         """How an operator now runs, given its variant and the formats of its inputs."""
-        inputs = self.inputs[position]
+        inputs, settings = self.inputs[position], self.settings
         key = self._variant[position]
         for producer in inputs:
-            key = key * 8 + self._format[producer]
+            key = key * FORMATS + settings[producer].format
         found = self._known[position].get(key)
         if found is None:
-            formats = tuple([self.settled[producer].output for producer in inputs])
-            found = self._known[position][key] = Setting(self.model.settle(position, self._variant[position], formats), inputs)
+            formats = tuple([settings[producer].settled.output for producer in inputs])
+            settled, slots = self.model.settle(position, self._variant[position], formats), self._slots[position]
+            # The model keeps what it settled, so that its identity stands for it.
+            found = self._equal.get((id(settled), slots))
+            if found is None:
+                found = self._equal[id(settled), slots] = Setting(settled, slots)
+            self._known[position][key] = found
         return found
 
     def _charge(self, position: int) -> Charge:
         """What an operator takes, without the casts that an earlier reader of the same tensor already makes."""
         setting = self.settings[position]
         elsewhere = 0
-        for cast, bit in setting.shared.items():
-            for reader in self.readers[cast[0]]:
+        for (slot, share), bit in setting.shared.items():
+            for reader, its_slot in self.reads[self.inputs[position][slot]]:
                 if reader >= position:
                     break
-                if cast in self.settings[reader].shared:
+                if (its_slot, share) in self.settings[reader].shared:
                     elsewhere |= bit
                     break
         return setting.charge(elsewhere)

@@ -20,6 +20,7 @@ from qsync_core.semantics import Cast, CastSite, casts, gradient_precisions, out
 from qsync_core.variant import Variant
 
 _FREE = OpCost(0, 0, 0, 0)
+_PLAIN = {precision: Variant.plain(precision) for precision in Precision if not precision.needs_scale}
 
 
 class PricedCast(NamedTuple):
@@ -157,6 +158,9 @@ class CostModel:
         self._variants: dict[Variant, int] = {}
         self._variant_of: list[Variant] = []
         self._settled: dict[tuple[int, int, tuple[Precision, ...]], Settled] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
+        self._shape_of: dict[int, int] = {}
+        self._equal: dict[tuple[object, ...], Settled] = {}
 
     def _plain_calibration(self) -> Calibration:
         dispatch, compute = self.profile.optimizer_dispatch_ns, self.profile.optimizer_compute_ns
@@ -197,15 +201,22 @@ class CostModel:
     def _settle(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Settled:
         operator = self.dag.operators[position]
         adjustable = operator.op_class is OpClass.ADJUSTABLE
-        run = variant if adjustable else Variant.plain(run_precision(operator, inputs))
-        output = output_precision(operator, run, inputs)
+        run = variant if adjustable else _PLAIN[run_precision(operator, inputs)]
         cost = self._measured(operator, run)
+        times = self._calibrate(position, run, cost)
+        correction = self.calibration.corrections.get((position, run))
+        memory_correction = correction.memory_bytes if correction else 0
+        saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspace_bytes)
+        # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
+        key = (self._shape(position), run, inputs, times, saved, memory_correction)
+        found = self._equal.get(key)
+        if found is not None:
+            return found
+        output = output_precision(operator, run, inputs)
         priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs))
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
         gradients = gradient_precisions(run, 0 not in operator.no_grad_inputs) if adjustable else ()
-        times = self._calibrate(position, run, cost)
-        correction = self.calibration.corrections.get((position, run))
-        return Settled(
+        self._equal[key] = found = Settled(
             run,
             output,
             priced,
@@ -216,8 +227,19 @@ class CostModel:
             saved_own_bytes=cost.saved_own_bytes,
             workspace_bytes=cost.workspace_bytes,
             gradient_copy_bytes=operator.output_numel * sum(copy.nbytes for copy in gradients if copy is not output),
-            memory_correction_bytes=correction.memory_bytes if correction else 0,
+            memory_correction_bytes=memory_correction,
         )
+        return found
+
+    def _shape(self, position: int) -> int:
+        """A number for everything about an operator but its name and its measurements; equal operators have equal numbers."""
+        number = self._shape_of.get(position)
+        if number is None:
+            o = self.dag.operators[position]
+            produced = tuple(self.dag[producer].output_numel for producer in o.inputs)
+            shape = (o.op_class, o.input_shapes, o.output_shape, o.weight_shape, o.no_grad_inputs, produced)
+            number = self._shape_of[position] = self._shapes.setdefault(shape, len(self._shapes))
+        return number
 
     def _measured(self, operator: Operator, run: Variant) -> OpCost:
         by_variant = self.profile.cost_index.get(operator.op_id)

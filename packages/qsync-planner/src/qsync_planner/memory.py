@@ -19,8 +19,7 @@ updates, each of which costs O(log V) for every operator whose memory changes.  
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
-from operator import sub
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import attrs
@@ -59,19 +58,19 @@ class MemoryEstimate:
 
 Intervals = list[tuple[int, int, int]]
 """(first moment, moment after the last, bytes)."""
+_EMPTY = (0, 0, 0)
 OwnBytes = tuple[int, int, int, int]
 """Own saved bytes, workspace, gradient copy, calibration."""
 
 
 class MemoryBefore(NamedTuple):
-    """What a refresh replaced, and what it added at each moment."""
+    """What a refresh replaced, and what it added: bytes from one moment to another, and at a moment."""
 
     root: Node
-    correction: int
     tensors: list[tuple[int, Intervals]]
-    own: list[tuple[int, OwnBytes]]
-    deltas: dict[int, int]
-    moments: dict[int, int]
+    owned: list[tuple[int, OwnBytes]]
+    intervals: Intervals
+    moments: list[tuple[int, int]]
 
 
 class MemoryLedger:
@@ -86,6 +85,7 @@ class MemoryLedger:
         dag, profile = mapper.dag, mapper.model.profile
         count = len(dag.operators)
         self._backward_of = [2 * count - 1 - i for i in range(count)]
+        self._operator_at = [*range(count), *reversed(range(count)), 0]
         self._bucket_bytes = sum(bucket.nbytes for bucket in dag.buckets) if distributed else 0
         self.static_bytes = (
             sum(p.numel * _DTYPE_NBYTES.get(p.dtype, GRADIENT_NBYTES) for p in dag.parameters)
@@ -98,7 +98,8 @@ class MemoryLedger:
         self._correction = 0
         self._count_parameter_gradients(dag)
         self._gradient_start = [self._first_gradient(i) for i in range(count)]
-        self._tensors: list[Intervals] = [self._tensor_intervals(i) for i in range(count)]
+        self._known: dict[tuple[object, ...], Intervals] = {}
+        self._tensors: list[Intervals] = [self._intervals_of(i) for i in range(count)]
         for intervals in self._tensors:
             for start, end, nbytes in intervals:
                 self._delta[start] += nbytes
@@ -111,7 +112,7 @@ class MemoryLedger:
             self._moment[position] += workspace
             self._moment[backward] += workspace + gradient_copy
             self._correction += correction
-        self._tree = SequenceTree([self._leaf(i) for i in range(count)], _NOTHING, _join)
+        self._tree = SequenceTree(count, self._fold, _join)
 
     def _count_parameter_gradients(self, dag: PrecisionDag) -> None:
         numel = {p.fqn: p.numel for p in dag.parameters if p.requires_grad}
@@ -122,6 +123,15 @@ class MemoryLedger:
             if name in last_user:
                 self._delta[self._backward_of[last_user[name]]] += size * GRADIENT_NBYTES
 
+    def _intervals_of(self, position: int) -> Intervals:
+        """As :meth:`_tensor_intervals`, which depends on nothing but the settings of the producer and of its readers."""
+        settings = self._mapper.settings
+        key = (position, settings[position], *[settings[reader] for reader in self._mapper.readers[position]])
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._tensor_intervals(position)
+        return found
+
     def _tensor_intervals(self, position: int) -> Intervals:
         """(first moment, moment after the last, bytes) of an operator's output, of its cast copies, and of its gradient."""
         mapper = self._mapper
@@ -130,8 +140,8 @@ class MemoryLedger:
         intervals: Intervals = []
         kept_until = self._backward_of[position] if settled.saves_output else -1
         copies: dict[int, tuple[int, int, int]] = {}
-        for reader in readers:
-            for share, nbytes, keeps in mapper.settings[reader].readings.get(position, ()):
+        for reader, slot in mapper.reads[position]:
+            for share, nbytes, keeps in mapper.settings[reader].readings.get(slot, ()):
                 end = self._backward_of[reader] if keeps else reader
                 if share < 0:
                     kept_until = max(kept_until, end)
@@ -158,77 +168,79 @@ class MemoryLedger:
                 return self._backward_of[reader]
         return None if readers else self._backward_of[producer]
 
-    def _leaf(self, position: int) -> Node:
-        """What an operator's two moments add, and the highest sum during each.
+    def _fold(self, first: int, last: int) -> Node:
+        """A few operators: what their moments add, and the highest sum during them, forward and backward.
 
         Nothing begins at the last moment of all, the one after the backward pass, so that the peak is never there.
         """
-        backward = self._backward_of[position]
-        forward_delta, backward_delta = self._delta[position], self._delta[backward]
-        return (
-            None,
-            None,
-            forward_delta,
-            forward_delta + self._moment[position],
-            backward_delta,
-            backward_delta + self._moment[backward],
-        )
+        moments = 2 * len(self._backward_of)
+        added = back_added = 0
+        peak = back_peak = NEVER
+        for delta, more in zip(self._delta[first:last], self._moment[first:last], strict=True):
+            added += delta
+            if added + more > peak:
+                peak = added + more
+        backward, before = moments - last, moments - first
+        for delta, more in zip(self._delta[backward:before], self._moment[backward:before], strict=True):
+            back_added += delta
+            if back_added + more > back_peak:
+                back_peak = back_added + more
+        return (None, None, added, peak, back_added, back_peak)
 
     def refresh(self, settled: Iterable[int], producers: Iterable[int]) -> MemoryBefore:
-        """Account for changed operators and changed readings of producers; returns what was there, for :meth:`restore`."""
-        before = MemoryBefore(self._tree.root, self._correction, [], [], {}, {})
-        deltas, moments = before.deltas, before.moments
+        """Account for changed operators, and for producers whose output may be kept in another way.
+
+        Returns what was there, for :meth:`restore`.
+        """
+        before = MemoryBefore(self._tree.root, [], [], [], [])
+        _, tensors, owned, intervals, moments = before
         for position in producers:
-            old, new = self._tensors[position], self._tensor_intervals(position)
-            if old == new:
-                continue
-            before.tensors.append((position, old))
-            self._tensors[position] = new
-            for start, end, nbytes in old:
-                deltas[start] = deltas.get(start, 0) - nbytes
-                deltas[end] = deltas.get(end, 0) + nbytes
-            for start, end, nbytes in new:
-                deltas[start] = deltas.get(start, 0) + nbytes
-                deltas[end] = deltas.get(end, 0) - nbytes
+            old, new = self._tensors[position], self._intervals_of(position)
+            if old is not new:
+                tensors.append((position, old))
+                self._tensors[position] = new
+                for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
+                    if start == added[0] and end == added[1]:
+                        nbytes -= added[2]
+                    elif added[2]:
+                        intervals.append(added)
+                    if nbytes:
+                        intervals.append((start, end, -nbytes))
         for position in settled:
             was, now = self._own[position], _own_bytes(self._mapper.settled[position])
-            if was == now:
-                continue
-            before.own.append((position, was))
-            self._own[position] = now
-            saved, workspace, gradient_copy, correction = map(sub, now, was)
-            backward = self._backward_of[position]
-            deltas[position] = deltas.get(position, 0) + saved
-            deltas[backward + 1] = deltas.get(backward + 1, 0) - saved
-            moments[position] = workspace
-            moments[backward] = workspace + gradient_copy
-            self._correction += correction
-        self._replace_leaves(deltas, moments)
+            if was != now:
+                owned.append((position, was))
+                self._own[position] = now
+                backward = self._backward_of[position]
+                intervals.append((position, backward + 1, now[0] - was[0]))
+                moments.append((position, now[1] - was[1]))
+                moments.append((backward, now[1] - was[1] + now[2] - was[2]))
+                self._correction += now[3] - was[3]
+        operator_at = self._operator_at
+        touched = [operator_at[moment] for moment, _ in moments]
+        for start, end, nbytes in intervals:
+            self._delta[start] += nbytes
+            self._delta[end] -= nbytes
+            touched.append(operator_at[start])
+            touched.append(operator_at[end])
+        for moment, nbytes in moments:
+            self._moment[moment] += nbytes
+        self._tree.refresh(touched)
         return before
-
-    def _replace_leaves(self, deltas: Mapping[int, int], moments: Mapping[int, int]) -> None:
-        """Add to what happens at some moments."""
-        last = 2 * len(self._backward_of) - 1
-        changed: set[int] = set()
-        for changes, values in ((deltas, self._delta), (moments, self._moment)):
-            for moment, difference in changes.items():
-                if difference:
-                    values[moment] += difference
-                    if moment <= last:
-                        changed.add(min(moment, last - moment))
-        self._tree.replace([(position, self._leaf(position)) for position in sorted(changed)])
 
     def restore(self, before: MemoryBefore) -> None:
         """Undo a refresh."""
-        self._tree.root, self._correction = before.root, before.correction
-        for position, tensors in before.tensors:
-            self._tensors[position] = tensors
-        for position, own in before.own:
-            self._own[position] = own
-        for moment, difference in before.deltas.items():
-            self._delta[moment] -= difference
-        for moment, difference in before.moments.items():
-            self._moment[moment] -= difference
+        self._tree.root, tensors, owned, intervals, moments = before
+        for position, old in tensors:
+            self._tensors[position] = old
+        for position, was in owned:
+            self._correction += was[3] - self._own[position][3]
+            self._own[position] = was
+        for start, end, nbytes in intervals:
+            self._delta[start] -= nbytes
+            self._delta[end] += nbytes
+        for moment, nbytes in moments:
+            self._moment[moment] -= nbytes
 
     def peak_bytes(self) -> int:
         """Predicted peak of one rank."""
@@ -258,10 +270,6 @@ class MemoryLedger:
 
 def _own_bytes(settled: Settled) -> OwnBytes:
     return settled.saved_own_bytes, settled.workspace_bytes, settled.gradient_copy_bytes, settled.memory_correction_bytes
-
-
-_NOTHING: Node = (None, None, 0, NEVER, 0, NEVER)
-"""No operators: no moment at which anything could be highest."""
 
 
 def _join(left: Node, right: Node) -> Node:

@@ -6,28 +6,30 @@ The old root stays what it was, so that undoing a change is forgetting it, and w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
 Node = tuple[Any, ...]
-"""``(left, right, *what they amount to)``; a leaf has None twice and an entry of the sequence."""
-Join = Callable[[Node, Node], Node]
-"""Makes the node above two neighbours, the earlier one first."""
-_position = itemgetter(0)
+"""What a run of the sequence amounts to.  Above the leaves the first two entries are the nodes of its halves."""
+BITS = 3
+SIZE = 1 << BITS
+"""How many entries a leaf sums up: summing up a few anew takes less than the nodes above them would."""
+_number = itemgetter(0)
 
 
 class SequenceTree:
-    """A sequence of leaves and how neighbours add up.
+    """A sequence, given by how a short run of it is summed up and how two neighbouring runs add up, the earlier one first.
 
     Attributes:
         root: the node of the whole sequence.
-        half: how many leaves lie below each child of the root (0: the root is the only leaf).
+        half: how many leaves lie below each half of the root (0: the root is the only leaf).
     """
 
-    def __init__(self, leaves: Sequence[Node], nothing: Node, join: Join) -> None:
-        self._join = join
-        level = list(leaves) or [nothing]
+    def __init__(self, count: int, fold: Callable[[int, int], Node], join: Callable[[Node, Node], Node]) -> None:
+        self._count, self._fold, self._join = count, fold, join
+        nothing = fold(count, count)
+        level = [self._leaf(number) for number in range(-(-count >> BITS))] or [nothing]
         self.half = 0
         while len(level) > 1:
             if len(level) % 2:
@@ -37,34 +39,36 @@ class SequenceTree:
             self.half = 2 * self.half or 1
         self.root = level[0]
 
-    def replace(self, changes: Sequence[tuple[int, Node]]) -> None:
-        """Exchange leaves, given by position in ascending order, each once."""
-        if changes:
-            self.root = self._replaced(self.root, self.half, changes)
+    def _leaf(self, number: int) -> Node:
+        first = number << BITS
+        return self._fold(first, min(first + SIZE, self._count))
 
-    def _replaced(self, node: Node, half: int, changes: Sequence[tuple[int, Node]]) -> Node:
-        """A node with leaves exchanged: down to the leaf, or to where the ways to the leaves part, and up again."""
+    def refresh(self, positions: Iterable[int]) -> None:
+        """Account for entries that changed."""
+        leaves = [(number, self._leaf(number)) for number in sorted({position >> BITS for position in positions})]
+        if leaves:
+            self.root = self._replaced(self.root, self.half, leaves)
+
+    def _replaced(self, node: Node, half: int, leaves: Sequence[tuple[int, Node]]) -> Node:
+        """A node with leaves exchanged: down to the leaf, or to where the ways to several part, and up again."""
         join = self._join
-        first, last = changes[0][0], changes[-1][0]
-        siblings = []
+        first, last = leaves[0][0], leaves[-1][0]
+        siblings: list[Node] = []
         while half:
             if first & half:
                 sibling, node = node[0], node[1]
             elif last & half:
-                boundary = last & -half
-                middle = bisect_left(changes, boundary, key=_position)
-                node = join(
-                    self._replaced(node[0], half >> 1, changes[:middle]), self._replaced(node[1], half >> 1, changes[middle:])
-                )
+                middle = bisect_left(leaves, last & -half, key=_number)
+                before = self._replaced(node[0], half >> 1, leaves[:middle])
+                node = join(before, self._replaced(node[1], half >> 1, leaves[middle:]))
                 break
             else:
                 node, sibling = node[0], node[1]
             siblings.append(sibling)
             half >>= 1
         else:
-            node = changes[0][1]
-        half = 2 * half or 1
-        while siblings:
-            node = join(siblings.pop(), node) if first & half else join(node, siblings.pop())
-            half *= 2
+            node = leaves[0][1]
+        for sibling in reversed(siblings):
+            half = 2 * half or 1
+            node = join(sibling, node) if first & half else join(node, sibling)
         return node

@@ -1,6 +1,7 @@
-"""A setting: one operator in one variant with inputs of given formats, and what of it matters to others that read the same tensors.
+"""A setting: an operator in one variant with inputs of given formats, and what of it matters to others that read the same tensors.
 
-Whether it pays for a cast depends on earlier readers of the same tensor; everything else about it does not change.
+Operators that are alike (layers repeat) have equal settings, and one object for them.  Whether an operator pays for a cast depends
+on earlier readers of the same tensor; everything else about it does not change.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from qsync_core.precision import Precision
 from qsync_core.semantics import CastSite
 from qsync_planner.cost_model import PricedCast, Settled
 from qsync_planner.work import Work, kernel, sequence
@@ -15,8 +17,11 @@ from qsync_planner.work import Work, kernel, sequence
 FORWARD_SITES = (CastSite.INPUT, CastSite.WEIGHT)
 """Casts that happen before an operator's forward kernel; the others belong to its backward."""
 
-TensorCast = tuple[int, int]
-"""The position of a tensor's producer, and the number under which its readers share the cast."""
+FORMATS = len(Precision) + 1
+_NUMBER = {precision: number for number, precision in enumerate(Precision, 1)}
+
+SlotCast = tuple[int, int]
+"""Where an operator reads a tensor (its first input that does), and the number under which the tensor's readers share the cast."""
 
 
 class Charge(NamedTuple):
@@ -27,43 +32,44 @@ class Charge(NamedTuple):
     backward: Work
 
 
-class Reading(NamedTuple):
-    """One use of a tensor by a reader: the cast copy that it makes (share -1: none), and whether autograd keeps what is read."""
-
-    share: int
-    nbytes: int
-    keeps: bool
+Reading = tuple[int, int, bool]
+"""One use of a tensor: the number and the bytes of the cast copy that is read (-1: none is made), whether autograd keeps it."""
 
 
 class Setting:
-    """One operator in one variant with inputs of given formats.
+    """An operator in one variant with inputs of given formats.
 
     Attributes:
         settled: its formats and costs.
+        format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
-        readings: by producer, how its output is used.
+        readings: by slot (the first input that reads a tensor), how the tensor is used.
+
+    Args:
+        slots: per input its slot.
     """
 
-    __slots__ = ("_charges", "_of_cast", "readings", "settled", "shared")
+    __slots__ = ("_charges", "_slots", "format", "readings", "settled", "shared")
 
-    def __init__(self, settled: Settled, inputs: Sequence[int]) -> None:
+    def __init__(self, settled: Settled, slots: Sequence[int]) -> None:
         self.settled = settled
-        self.shared: dict[TensorCast, int] = {}
+        self._slots = slots
+        self.format = _NUMBER[settled.output]
+        self.shared: dict[SlotCast, int] = {}
         self.readings: dict[int, tuple[Reading, ...]] = {}
         kept = {saved.input_index for saved in settled.saved_inputs}
         for priced in settled.casts:
             if priced.share >= 0:
                 cast = priced.cast
-                producer = inputs[cast.input_index]
-                self.shared.setdefault((producer, priced.share), 1 << len(self.shared))
+                slot = slots[cast.input_index]
+                self.shared.setdefault((slot, priced.share), 1 << len(self.shared))
                 if cast.site is CastSite.INPUT:
-                    reading = Reading(priced.share, cast.numel * cast.key.target.nbytes, cast.input_index in kept)
-                    self.readings[producer] = (*self.readings.get(producer, ()), reading)
+                    reading = (priced.share, cast.numel * cast.key.target.nbytes, cast.input_index in kept)
+                    self.readings[slot] = (*self.readings.get(slot, ()), reading)
         for saved in settled.saved_inputs:
             if saved.share < 0:
-                producer = inputs[saved.input_index]
-                self.readings[producer] = (*self.readings.get(producer, ()), Reading(-1, 0, True))
-        self._of_cast = [self.shared.get((inputs[p.cast.input_index], p.share), 0) if p.share >= 0 else 0 for p in settled.casts]
+                slot = slots[saved.input_index]
+                self.readings[slot] = (*self.readings.get(slot, ()), (-1, 0, True))
         self._charges: dict[int, Charge] = {}
 
     def charge(self, elsewhere: int) -> Charge:
@@ -75,7 +81,8 @@ class Setting:
 
     def _charge(self, done: int) -> Charge:
         casts = []
-        for priced, bit in zip(self.settled.casts, self._of_cast, strict=True):
+        for priced in self.settled.casts:
+            bit = self.shared[self._slots[priced.cast.input_index], priced.share] if priced.share >= 0 else 0
             if not bit & done:
                 casts.append(priced)
                 done |= bit

@@ -109,7 +109,8 @@ class StepTiming:
     A node of the tree maps, in the algebra of sums and maxima, the moments at which the CPU and the device become free before a run
     of operators to those after it (see :mod:`qsync_planner.work`): dispatch, compute and chain of the forward pass, then of the
     backward pass, which runs through the operators in reverse.  Two more numbers map them to the latest end of the collectives
-    of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.
+    of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.  A leaf
+    begins with its operators' work backward and the position of the first.
     """
 
     def __init__(self, mapper: CostMapper, shape: StepShape, *, synchronises: bool) -> None:
@@ -120,25 +121,43 @@ class StepTiming:
         for position, left_ns in zip(shape.ready_after, shape.left_ns, strict=True):
             left[position] = max(left.get(position, 0), left_ns)
         self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
-        leaves = [self._leaf(position) for position in range(len(mapper.forward))]
-        self._tree = SequenceTree(leaves, _NOTHING, _join)
+        self._tree = SequenceTree(len(mapper.forward), self._fold, _join)
 
-    def _leaf(self, position: int) -> Node:
-        """One operator: forward; then backward, the buckets that are then ready, and what their collectives take of the device."""
-        dispatch, compute, chain = self.mapper.forward[position]
-        back_dispatch, back_compute, back_chain = self.mapper.backward[position]
+    def _fold(self, first: int, last: int) -> Node:
+        """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""
+        dispatch = compute = back_dispatch = back_compute = 0
+        chain = back_chain = after_device = after_cpu = NEVER
+        for added_dispatch, added_compute, added_chain in self.mapper.forward[first:last]:
+            chain += added_compute
+            added_chain += dispatch
+            if added_chain > chain:
+                chain = added_chain
+            dispatch += added_dispatch
+            compute += added_compute
+        backward = self.mapper.backward[first:last]
+        position = last
+        for added_dispatch, added_compute, added_chain in reversed(backward):
+            position -= 1
+            back_chain += added_compute
+            added_chain += back_dispatch
+            if added_chain > back_chain:
+                back_chain = added_chain
+            back_dispatch += added_dispatch
+            back_compute += added_compute
+            if position in self._cuts:
+                host, left = self._cuts[position]
+                after_device = max(after_device, back_compute + left)
+                after_cpu = max(after_cpu, back_chain + left)
+                back_compute += host
+                back_chain += host
         if not self.cold:
-            chain = back_chain = NEVER
-        if position not in self._cuts:
-            return (None, None, dispatch, compute, chain, back_dispatch, back_compute, back_chain, NEVER, NEVER)
-        host, left = self._cuts[position]
-        ready = (back_compute + left, back_chain + left)
-        return (None, None, dispatch, compute, chain, back_dispatch, back_compute + host, back_chain + host, *ready)
+            chain = back_chain = after_cpu = NEVER
+        return (backward, first, dispatch, compute, chain, back_dispatch, back_compute, back_chain, after_device, after_cpu)
 
     def refresh(self, recosted: Sequence[int]) -> Node:
-        """Account for changed operators, given ascending; returns what was there before, for :meth:`restore`."""
+        """Account for changed operators; returns what was there before, for :meth:`restore`."""
         before = self._tree.root
-        self._tree.replace([(position, self._leaf(position)) for position in recosted])
+        self._tree.refresh(recosted)
         return before
 
     def restore(self, before: Node) -> None:
@@ -152,43 +171,46 @@ class StepTiming:
         _, _, dispatch, forward, chain, back_dispatch, backward, back_chain, after_device, after_cpu = root
         device = max(forward, chain)
         finished = max(device + backward, dispatch + back_chain)
-        last = max(device + after_device, dispatch + after_cpu)
+        collected = max(device + after_device, dispatch + after_cpu)
         dispatch += back_dispatch + optimizer.dispatch_ns
-        if self.cold:
-            finished = max(finished, dispatch)
+        if self.cold and dispatch > finished:
+            finished = dispatch
         alone = max(finished + optimizer.compute_ns, dispatch)
         return StepTimes(
-            forward_ns=forward,
-            backward_ns=backward,
-            optimizer_ns=optimizer.compute_ns,
-            dispatch_ns=dispatch,
-            alone_ns=alone,
-            period_ns=max(alone, last + optimizer.compute_ns),
-            bucket_ready=Deferred(lambda: self._bucket_ready(root)),
+            forward,
+            backward,
+            optimizer.compute_ns,
+            dispatch,
+            alone,
+            max(alone, collected + optimizer.compute_ns),
+            Deferred(lambda: self._bucket_ready(root)),
         )
 
     def _bucket_ready(self, root: Node) -> tuple[int, ...]:
         """Walks the backward pass, over runs without a bucket in one step."""
         cpu, device = root[2], max(root[3], root[4])
         ready: dict[int, int] = {}
-        ahead = [(root, self._tree.half, 0)]
+        ahead = [(root, self._tree.half)]
         while ahead:
-            node, half, position = ahead.pop()
-            left, right, _, _, _, dispatch, compute, chain, after_device, after_cpu = node
-            if left is not None and after_device > _UNREADY:
-                ahead.append((left, half >> 1, position))
-                ahead.append((right, half >> 1, position + half))
-                continue
-            if position in self._cuts and left is None:
-                ready[position] = max(device + after_device, cpu + after_cpu) - self._cuts[position][1]
-            device = max(device + compute, cpu + chain)
-            cpu += dispatch
+            node, half = ahead.pop()
+            if node[8] < _UNREADY:
+                device = max(device + node[6], cpu + node[7])
+                cpu += node[5]
+            elif half:
+                ahead += [(node[0], half >> 1), (node[1], half >> 1)]
+            else:
+                backward, first = node[:2]
+                for position in reversed(range(first, first + len(backward))):
+                    dispatch, compute, chain = backward[position - first]
+                    device = max(device + compute, cpu + chain if self.cold else 0)
+                    cpu += dispatch
+                    if position in self._cuts:
+                        ready[position] = device
+                        device += self._cuts[position][0]
         return tuple([ready[position] for position in self.shape.ready_after])
 
 
 _UNREADY = NEVER // 2
-_NOTHING: Node = (None, None, 0, 0, NEVER, 0, 0, NEVER, NEVER, NEVER)
-"""No operators."""
 
 
 def _join(left: Node, right: Node) -> Node:
