@@ -9,6 +9,7 @@ from planning_cases import leanest, random_case
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import choices, program, solve
+from qsync_planner.allocator.exact.assumptions import NoDeadlineForm, check_deadline_form
 from qsync_planner.allocator.exact.program import Limits, Program
 
 pytest.importorskip("highspy")
@@ -97,6 +98,21 @@ def test_an_operator_of_too_many_combinations_is_named(monkeypatch: pytest.Monke
     with pytest.raises(PlanError, match=r"can run in \d+ combinations of formats, more than 1"):
         allocate(*case.arguments, solver="exact")
     assert any(note.startswith("without a proof: operator ") for note in allocate(*case.arguments).notes)
+
+
+def test_a_collective_in_the_forward_pass_is_named() -> None:
+    case = random_case(0)
+    operators = tuple(attrs.evolve(o, kind="sync_batch_norm") if o.kind == "relu" else o for o in case.dag.operators)
+    with pytest.raises(NoDeadlineForm, match=r"\(sync_batch_norm\) waits for other ranks in the middle of the forward pass"):
+        check_deadline_form(attrs.evolve(case.dag, operators=operators))
+    check_deadline_form(case.dag)
+
+
+def test_progress_tells_plan_and_bound() -> None:
+    lines: list[str] = []
+    plan = allocate(*random_case(1, infer_groups=1).arguments, solver="exact", progress=lines.append)
+    assert lines[0].startswith("infer0: Σ Ω ")
+    assert f"Σ Ω {plan.objective / plan.group('infer0').count:.4g}, at least " in lines[-1]
 
 
 def test_a_time_that_is_up_leaves_a_plan_that_keeps_its_limits() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qsync_core.cli.options import artifact_argument, profiles_option
-from qsync_core.cli.output import emit, json_option
+from qsync_core.cli.output import emit, json_option, progress_line
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.table import print_table
 
@@ -81,18 +81,20 @@ def plan(
     assert dag is not None
     assert cluster is not None
     assert output is not None
-    found = allocate(
-        load(dag, PrecisionDag),
-        read_cluster(cluster),
-        {name: load(path, Profile) for name, path in profiles.items()},
-        load(sensitivity, Sensitivity) if sensitivity else None,
-        solver=solver,
-        objective=objective,
-        omega_limit=omega_limit,
-        tolerance=tolerance,
-        seconds=time_limit,
-        batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
-    )
+    with progress_line() as progress:
+        found = allocate(
+            load(dag, PrecisionDag),
+            read_cluster(cluster),
+            {name: load(path, Profile) for name, path in profiles.items()},
+            load(sensitivity, Sensitivity) if sensitivity else None,
+            solver=solver,
+            objective=objective,
+            omega_limit=omega_limit,
+            tolerance=tolerance,
+            seconds=time_limit,
+            batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
+            progress=progress,
+        )
     save(found, output)
     data = explain_plan(found)
     for group in data["groups"]:

@@ -65,3 +65,16 @@ def progress_bar(description: str) -> Iterator[Update]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=None, text="")
         yield lambda done, total, text: progress.update(task, completed=done, total=total, text=text)
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says how far something is; where that is no terminal nothing is printed."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(Text(text))

@@ -16,10 +16,10 @@ from qsync_core.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.batch_scaling import BatchProfile
 from qsync_planner.allocator.dynamic_batch import balance_batches
-from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
 from qsync_planner.allocator.exact.program import is_installed
-from qsync_planner.allocator.exact.solve import AUTO, EXACT, bounded, solve_exactly
+from qsync_planner.allocator.exact.search import Progress
+from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, solve_exactly
 from qsync_planner.allocator.full import solve_full
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
@@ -57,6 +57,7 @@ def allocate(
     tolerance: float = 0.0,
     seconds: float | None = None,
     batch_profiles: Mapping[str, BatchProfile] | None = None,
+    progress: Progress = lambda text: None,
 ) -> PrecisionPlan:
     """Find a plan.  The same inputs give the same bytes, unless ``seconds`` is given.
 
@@ -73,6 +74,7 @@ def allocate(
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
         batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
+        progress: is told how far ``exact`` or ``auto`` is, in a line.
 
     Raises:
         InfeasibleError: no plan fits a group's memory, or its base precision that of a training group; names the smallest
@@ -106,7 +108,7 @@ def allocate(
     elif objective == "time":
         solution, limit_ns = least_time_plan(state, starts, omega_limit, EXACT if solver == "exact" else AUTO)
     elif solver in PLANNERS:
-        solution = _planned(state, starts, limit_ns, solver, seconds)
+        solution = _planned(state, starts, limit_ns, solver, seconds, progress)
     assert solution is not None
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
@@ -118,10 +120,17 @@ def allocate(
     return _plan(problem, solution, sensitivity, solver, limit_ns, baselines, notes)
 
 
-def _planned(state: SearchState, starts: Mapping[str, UniformStart], limit_ns: int, solver: str, seconds: float | None) -> Solution:
+def _planned(
+    state: SearchState,
+    starts: Mapping[str, UniformStart],
+    limit_ns: int,
+    solver: str,
+    seconds: float | None,
+    progress: Progress,
+) -> Solution:
     """The plan of one of :data:`PLANNERS`; ``auto`` is greedy, without a proof, where there is no HiGHS or no program."""
     if solver == "exact":
-        return solve_exactly(state, starts, limit_ns, EXACT, seconds=seconds)
+        return solve_exactly(state, starts, limit_ns, EXACT, seconds=seconds, progress=progress)
     if solver == "greedy":
         return bounded(state, solve_greedy(state, starts, limit_ns), starts, limit_ns)
     if solver == "greedy-paper":
@@ -130,8 +139,8 @@ def _planned(state: SearchState, starts: Mapping[str, UniformStart], limit_ns: i
         note = "without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]' adds one, and better plans"
     else:
         try:
-            return solve_exactly(state, starts, limit_ns, AUTO, seconds=seconds)
-        except TooManyCombinations as error:
+            return solve_exactly(state, starts, limit_ns, AUTO, seconds=seconds, progress=progress)
+        except NO_PROGRAM as error:
             note = f"without a proof: {error}"
     found = solve_greedy(state, starts, limit_ns)
     return attrs.evolve(found, notes=(*found.notes, note))

@@ -42,8 +42,7 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
         if problem.fits(peak):
             return UniformStart(rungs, ladder_index)
     smallest = move_to_least_memory(state, group)
-    if not problem.fits(smallest):
-        smallest = _prove_least_memory(state, group, smallest)
+    smallest = _prove_least_memory(state, group, smallest)
     if not problem.fits(smallest):
         raise infeasible(problem.group, smallest)
     return UniformStart(state.rungs(group), None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from qsync_planner.allocator.exact.choices import Choices
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
-from qsync_planner.allocator.exact.program import Limits, Program, Solved
+from qsync_planner.allocator.exact.program import Limits, Program, Solved, Told
 from qsync_planner.allocator.exact.shared_casts import shared_charges
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, time_after
 from qsync_planner.allocator.problem import GroupProblem
@@ -112,13 +112,13 @@ class GroupProgram:
         """The solution without integrality."""
         return self.program.solve(Limits(seconds=seconds), relaxed=True)
 
-    def solve(self, limits: Limits, start: Sequence[int] | None = None) -> Solved:
-        """The solution, beginning at a plan."""
+    def solve(self, limits: Limits, start: Sequence[int] | None = None, told: Told | None = None) -> Solved:
+        """The solution, beginning at a plan; ``told`` as in :meth:`Program.solve`."""
         point = None
         if start is not None:
             rows = zip(self.choices.columns, start, strict=True)
             point = {column: float(i == rung) for columns, rung in rows for i, column in enumerate(columns)}
-        return self.program.solve(limits, start=point)
+        return self.program.solve(limits, start=point, told=told)
 
     def solve_near(self, relaxed: Values, limits: Limits) -> Solved:
         """The best plan among those that agree with a relaxed solution wherever it is integral."""

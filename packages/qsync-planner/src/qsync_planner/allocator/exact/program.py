@@ -10,7 +10,7 @@ import enum
 import importlib.util
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -74,6 +74,10 @@ class Limits:
     seconds: float | None = None
 
 
+Told = Callable[[float, float], None]
+"""Takes the objective of the best point so far, and the bound."""
+
+
 class Program:
     """minimise cost · x  subject to  lower ≤ row · x ≤ upper."""
 
@@ -132,8 +136,16 @@ class Program:
         """It must be 0."""
         self.row(indicator, upper=0)
 
-    def solve(self, limits: Limits, *, relaxed: bool = False, start: Mapping[int, float] | None = None) -> Solved:
+    def solve(
+        self, limits: Limits, *, relaxed: bool = False, start: Mapping[int, float] | None = None, told: Told | None = None
+    ) -> Solved:
         """Solve, or solve the relaxation without integrality; rows and columns may be added afterwards.
+
+        Args:
+            limits: when to stop.
+            relaxed: without integrality.
+            start: columns of a point to begin with.
+            told: is called with objective and bound whenever a better point is found.
 
         Raises:
             PlanError: when the solver gives up for another reason than a limit.
@@ -146,7 +158,18 @@ class Program:
             solver.setSolution(
                 len(start), np.fromiter(start, dtype=np.int32, count=len(start)), np.fromiter(start.values(), dtype=np.float64)
             )
-        solver.run()
+
+        def improved(event: Any) -> None:
+            if told is not None:
+                told(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
+
+        if told is not None:
+            solver.cbMipImprovingSolution += improved
+        try:
+            solver.run()
+        finally:
+            if told is not None:
+                solver.cbMipImprovingSolution -= improved
         return self._solved(solver, relaxed)
 
     def _handed_over(self, relaxed: bool) -> Any:

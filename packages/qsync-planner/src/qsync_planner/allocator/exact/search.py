@@ -7,7 +7,7 @@ row and the program is solved again; bounds found with fewer rows remain bounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -22,6 +22,10 @@ _SOLVER_GAP = 1e-7
 _ROUNDS = 1000
 _REPAIRS = 8
 """Times that limits are tightened where a plan misses one by a rounding of the solver."""
+
+
+Progress = Callable[[str], None]
+"""Is given a line that says how far the search is."""
 
 
 @attrs.frozen
@@ -57,10 +61,18 @@ class Answer:
 
 
 class Search:
-    """One group's search within a time limit and a memory budget."""
+    """One group's search within a time limit and a memory budget; ``progress`` is told of every incumbent and bound."""
 
-    def __init__(self, group: GroupProblem, program: GroupProgram, limit_ns: int, budget_bytes: int, effort: Effort) -> None:
-        self._group, self._program, self._effort = group, program, effort
+    def __init__(
+        self,
+        group: GroupProblem,
+        program: GroupProgram,
+        limit_ns: int,
+        budget_bytes: int,
+        effort: Effort,
+        progress: Progress = lambda text: None,
+    ) -> None:
+        self._group, self._program, self._effort, self._progress = group, program, effort, progress
         self._limit_ns, self._budget = limit_ns, budget_bytes
         self._deadline = None if effort.seconds is None else time.monotonic() + effort.seconds
         self._best: Replayed | None = None
@@ -112,7 +124,8 @@ class Search:
         """Branch and bound over everything."""
         for _ in range(_ROUNDS):
             start = None if self._best is None else self._best.rungs
-            solved = self._program.solve(Limits(min(self._effort.gap, _SOLVER_GAP), self._effort.nodes, self._left()), start)
+            limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._effort.nodes, self._left())
+            solved = self._program.solve(limits, start, self._tell_scaled)
             self._raise_bound(solved.bound)
             if not solved.values.size or self._accept(solved) or self._is_late():
                 return
@@ -151,11 +164,27 @@ class Search:
             return
         if self._best is None or self._group.omega(plan.rungs) < self._group.omega(self._best.rungs):
             self._best = plan
+            self._tell()
 
     def _raise_bound(self, scaled: float) -> None:
-        if self._tightened:
+        if self._tightened or scaled / self._program.scale <= self._bound:
             return
-        self._bound = max(self._bound, scaled / self._program.scale)
+        self._bound = scaled / self._program.scale
+        self._tell()
+
+    def _tell(self) -> None:
+        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
+        self._show(omega, self._bound)
+
+    def _tell_scaled(self, objective: float, bound: float) -> None:
+        """What the solver reports while it runs."""
+        scale = self._program.scale
+        omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
+        self._show(min(omega, objective / scale), max(self._bound, bound / scale))
+
+    def _show(self, omega: float, bound: float) -> None:
+        gap = f", within {max(0.0, omega - bound) / omega:.2%}" if 0 < omega < float("inf") and bound > 0 else ""
+        self._progress(f"{self._group.name}: Σ Ω {omega:.4g}, at least {max(0.0, bound):.4g}{gap}")
 
     def _is_done(self) -> bool:
         if self._best is None:

@@ -9,10 +9,11 @@ import attrs
 
 from qsync_core.errors import InfeasibleError
 from qsync_core.units import format_bytes, format_ns
+from qsync_planner.allocator.exact.assumptions import NoDeadlineForm, check_deadline_form
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram
 from qsync_planner.allocator.exact.program import is_installed, require_solver
-from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Search
+from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.allocator.reasons import refusal_text
 from qsync_planner.allocator.recovery import History, new_history, sweep_until_stable
@@ -22,6 +23,8 @@ from qsync_planner.allocator.uniform import UniformStart
 from qsync_planner.replay import Replayer
 from qsync_planner.wording import added_time_text, time_text
 
+NO_PROGRAM = (NoDeadlineForm, TooManyCombinations)
+"""Why a problem may have no program; trials by replay do without."""
 AUTO = Effort(nodes=200, columns=20_000)
 """``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
 EXACT = Effort()
@@ -33,6 +36,7 @@ class Programs:
     """The programs of a problem's groups; groups of one device type and one ladder share theirs, whatever their budgets."""
 
     def __init__(self, replayer: Replayer, uniform: Mapping[str, UniformStart]) -> None:
+        check_deadline_form(replayer.dag)
         self._replayer, self._uniform = replayer, uniform
         self._built: list[tuple[GroupProblem, GroupProgram]] = []
 
@@ -54,7 +58,13 @@ class Programs:
 
 
 def solve_exactly(
-    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort, *, seconds: float | None = None
+    state: SearchState,
+    uniform: Mapping[str, UniformStart],
+    limit_ns: int,
+    effort: Effort,
+    *,
+    seconds: float | None = None,
+    progress: Progress = lambda text: None,
 ) -> Solution:
     """The best plan that keeps ``limit_ns`` and every budget, its bound and reasons.
 
@@ -69,7 +79,7 @@ def solve_exactly(
         InfeasibleError: when a group has no plan within the limits.
     """
     require_solver("the exact solver")
-    answers = answer(state, Programs(state.replayer, uniform), uniform, limit_ns, effort, seconds=seconds)
+    answers = answer(state, Programs(state.replayer, uniform), uniform, limit_ns, effort, seconds=seconds, progress=progress)
     return with_proof(state, limit_ns, adopt(state, answers))
 
 
@@ -82,6 +92,7 @@ def answer(
     *,
     budgets: Mapping[str, int] | None = None,
     seconds: float | None = None,
+    progress: Progress = lambda text: None,
 ) -> dict[str, Answer]:
     """The search of every group; other memory budgets than the groups' own by name.
 
@@ -93,7 +104,7 @@ def answer(
     for number, group in enumerate(state.problem.groups):
         own = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / (len(state.problem.groups) - number)
         budget = group.group.memory_bytes if budgets is None else budgets[group.name]
-        search = Search(group, programs.of(group), limit_ns, budget, attrs.evolve(effort, seconds=own))
+        search = Search(group, programs.of(group), limit_ns, budget, attrs.evolve(effort, seconds=own), progress)
         found[group.name] = search.run(uniform[group.name].rungs)
         if found[group.name].plan is None:
             raise InfeasibleError(
@@ -116,12 +127,13 @@ def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformSt
     """Another solver's plan with the bound of the relaxation, where HiGHS is installed."""
     if not is_installed():
         return found
-    programs, bound = Programs(state.replayer, uniform), 0.0
+    bound = 0.0
     try:
+        programs = Programs(state.replayer, uniform)
         for group in state.problem.groups:
             search = Search(group, programs.of(group), limit_ns, group.group.memory_bytes, RELAXED)
             bound += group.group.count * search.run(found.rungs[group.name]).bound
-    except TooManyCombinations:
+    except NO_PROGRAM:
         return found
     objective = state.problem.objective(found.rungs)
     bound = min(max(0.0, bound), objective)

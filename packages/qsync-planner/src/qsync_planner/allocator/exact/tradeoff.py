@@ -371,9 +371,8 @@ def _rounded_up(value: float) -> str:
     """Six significant digits that are not below the value."""
     if value <= 0:
         return "0"
-    digits = 5 - math.floor(math.log10(value))
-    text = f"{value:.5e}"
-    return text if float(text) >= value else f"{value + 10.0**-digits:.5e}"
+    text = f"{value:.6g}"
+    return text if float(text) >= value else f"{value + 10.0 ** (math.floor(math.log10(value)) - 5):.6g}"
 
 
 def _sizes(budgets: Mapping[str, int]) -> str:
