@@ -17,7 +17,7 @@ import argparse
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -32,6 +32,7 @@ from qsync_core.plan import PrecisionPlan, Role
 from qsync_core.profile import Profile
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.units import format_bytes, format_ns
+from qsync_core.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.allocate import MAX_TOLERANCE
 from qsync_planner.replay import Replayer, plan_variants, uniform_variants
@@ -105,10 +106,8 @@ def plan_all(case: Case) -> dict[str, Planned]:
         prediction = Replayer(case.dag, case.cluster, case.profiles).replay(plan_variants(plan, case.cluster))
         assert prediction.iteration_ns <= plan.time_limit_ns, f"{case.name}: {solver} takes too long"
         for group in plan.groups:
-            peak = prediction.groups[group.group].peak_bytes
-            assert not group.memory_budget_bytes or peak <= group.memory_budget_bytes, (
-                f"{case.name}: {solver} takes too much memory"
-            )
+            peak, budget = prediction.groups[group.group].peak_bytes, group.memory_budget_bytes
+            assert not budget or peak <= budget, f"{case.name}: {solver} takes too much memory"
     return found
 
 
@@ -146,8 +145,9 @@ def table(case: Case, found: dict[str, Planned]) -> Iterator[str]:
     for solver, planned in found.items():
         plan = planned.plan
         cells = (
-            solver, f"{plan.objective:.3g}", f"{times_optimum(planned, best):.3f}", proven_gap(plan), format_ns(plan.predicted_iteration_ns),
-            format_bytes(peak_bytes(case, plan)), operators_by_precision(case, plan), f"{planned.seconds:.2f}",
+            solver, f"{plan.objective:.3g}", f"{times_optimum(planned, best):.3f}", proven_gap(plan),
+            format_ns(plan.predicted_iteration_ns), format_bytes(peak_bytes(case, plan)), operators_by_precision(case, plan),
+            f"{planned.seconds:.2f}",
         )  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
 
@@ -175,13 +175,13 @@ def differences(case: Case, found: dict[str, Planned]) -> Iterator[str]:
         changed = {**greedy, weak: {**greedy[weak], **{op_id: best[weak][op_id] for op_id in op_ids}}}
         after = replayer.replay(changed).groups[weak]
         omega = count * sum(omega_of(case, op_id, best[weak]) - omega_of(case, op_id, greedy[weak]) for op_id in op_ids)
-        yield (
-            f"| `{kind}` | {len(op_ids)} | {ladder[low].label} → {ladder[high].label} | {omega:+.2g} "
-            f"| {signed(after.busy_ns - before.busy_ns, format_ns)} | {signed(after.peak_bytes - before.peak_bytes, format_bytes)} |"
-        )
+        time_text = signed(after.busy_ns - before.busy_ns, format_ns)
+        memory_text = signed(after.peak_bytes - before.peak_bytes, format_bytes)
+        change = f"{ladder[low].label} → {ladder[high].label}"
+        yield f"| `{kind}` | {len(op_ids)} | {change} | {omega:+.2g} | {time_text} | {memory_text} |"
 
 
-def omega_of(case: Case, op_id: OpId, variants: dict) -> float:
+def omega_of(case: Case, op_id: OpId, variants: Mapping[OpId, Variant]) -> float:
     """Ω of an operator as a plan has it."""
     return case.sensitivity.omega[op_id].get(variants[op_id], 0.0)
 
@@ -191,7 +191,7 @@ def kind_of(op_id: OpId) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)|\b\d+$|(?<=layer)\d+", "*", op_id.fqn)
 
 
-def signed(value: int, text) -> str:
+def signed(value: int, text: Callable[[int], str]) -> str:
     """With its sign."""
     return "±0" if not value else ("+" if value > 0 else "−") + text(abs(value))
 
@@ -209,18 +209,19 @@ def section(case: Case, found: dict[str, Planned]) -> list[str]:
     return [f"### {title}, {LIMITS[case.limit]}", "", intro, "", *table(case, found), "", *differences(case, found), ""]
 
 
-def rows(case: Case, found: dict[str, Planned]) -> Iterator[dict]:
+def rows(case: Case, found: dict[str, Planned]) -> Iterator[dict[str, object]]:
     """The rows of a case for the results."""
     title, _ = MODELS[case.name]
     for solver, planned in found.items():
         plan = planned.plan
+        step, peak = format_ns(plan.predicted_iteration_ns), format_bytes(peak_bytes(case, plan))
         yield {
             "id": f"real-{case.name}-{case.limit}-{solver}",
             "what": f"{title} from measured profiles, {LIMITS[case.limit]}: Σ Ω of {solver}'s plan over that of the best plan",
             "value": round(times_optimum(planned, found["exact"]), 4),
             "unit": "times the optimum",
-            "spread": f"proven gap {proven_gap(plan)}; Σ Ω {plan.objective:.4g}; step {format_ns(plan.predicted_iteration_ns)}; "
-            f"peak {format_bytes(peak_bytes(case, plan))}; {operators_by_precision(case, plan)}; planned in {planned.seconds:.2f} s",
+            "spread": f"proven gap {proven_gap(plan)}; Σ Ω {plan.objective:.4g}; step {step}; peak {peak}; "
+            f"{operators_by_precision(case, plan)}; {planned.seconds:.2f} s to plan",
             "target": "reported",
         }
 
