@@ -1,0 +1,330 @@
+"""The trade-off curve: its points against every plan there is, their figures, how to get them, and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import attrs
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import FULL, Case, random_case
+
+from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.op_id import OpId
+from qsync_core.plan import PrecisionPlan
+from qsync_core.units import parse_bytes
+from qsync_core.variant import Variant
+from qsync_planner.allocator import allocate
+from qsync_planner.allocator.exact import tradeoff as tradeoff_module
+from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
+from qsync_planner.cli_tradeoff import show_tradeoff
+from qsync_planner.replay import Replayer
+from qsync_planner.tradeoff_page import render_page
+
+needs_highs = pytest.mark.skipif(
+    importlib.util.find_spec("highspy") is None, reason="the curve needs the extra qsync-planner[exact]"
+)
+
+
+def replayed(case: Case, variants: dict[str, dict[OpId, Variant]]) -> tuple[float, int, dict[str, int]]:
+    """Σ Ω, step time and peaks of a plan, from scratch."""
+    prediction = Replayer(case.dag, case.cluster, case.profiles).replay(variants)
+    omega = sum(
+        case.cluster.group(name).count * sum(case.sensitivity.omega[op_id][variant] for op_id, variant in chosen.items())
+        for name, chosen in variants.items()
+    )
+    return omega, prediction.iteration_ns, {name: group.peak_bytes for name, group in prediction.groups.items()}
+
+
+def every_plan(case: Case) -> list[tuple[float, int, int]]:
+    """Σ Ω, step time and peak of every plan of the one group there is."""
+    found = []
+    for variants in case.assignments("infer0"):
+        omega, period, peaks = replayed(case, {"infer0": variants})
+        found.append((omega, period, peaks["infer0"]))
+    return found
+
+
+def tight_budget(case: Case) -> int:
+    """Halfway between the least memory of a single rung and what full precision takes."""
+    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    peaks = [
+        replayer.replay({"infer0": dict.fromkeys((o.op_id for o in case.dag.adjustable), rung)}).groups["infer0"].peak_bytes
+        for rung in case.cluster.group("infer0").ladder
+    ]
+    return (min(peaks) + peaks[-1]) // 2
+
+
+@needs_highs
+@pytest.mark.parametrize("budget", [False, True], ids=["any memory", "a budget"])
+@pytest.mark.parametrize("seed", [1, 4, 12])
+def test_no_plan_at_all_is_better_than_a_point(seed: int, budget: bool) -> None:
+    case = random_case(seed, blocks=2)
+    if budget:
+        case = case.with_memory(tight_budget(case))
+    allowed = case.cluster.group("infer0").memory_bytes or 2**62
+    plans = [plan for plan in every_plan(case) if plan[2] <= allowed]
+    found = tradeoff(*case.arguments)
+    for point in found.points:
+        time, peak = point.iteration_ns, point.peak_bytes["infer0"]
+        least = min(omega for omega, *rest in plans if rest[0] <= time and rest[1] <= peak)
+        assert point.bound <= least * (1 + 1e-9)
+        assert least <= point.omega * (1 + 1e-9)
+        assert point.omega - least <= point.gap * point.omega + 1e-9
+    assert found.points[0].iteration_ns == min(plan[1] for plan in plans)
+    slow = max(found.baselines.values())
+    assert min(point.omega for point in found.points) <= min(plan[0] for plan in plans if plan[1] <= slow)
+    least_memory = min(plan[2] for plan in plans)
+    step = 2**20 if max(plan[2] for plan in plans) - least_memory > 100 * 2**20 else 2**10
+    assert least_memory <= min(point.peak_bytes["infer0"] for point in found.points) < least_memory + step
+
+
+@needs_highs
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10_000), groups=st.integers(1, 3), train=st.integers(0, 1))
+def test_points_are_what_they_say(seed: int, groups: int, train: int) -> None:
+    case = random_case(seed, blocks=1, infer_groups=groups, train=train)
+    found = tradeoff(*case.arguments, budgets=3, limits=5)
+    for point in found.points:
+        variants = {name: dict(chosen) for name, chosen in point.variants.items()}
+        omega, period, peaks = replayed(case, variants)
+        assert (period, peaks) == (point.iteration_ns, dict(point.peak_bytes))
+        assert omega == pytest.approx(point.omega)
+        assert 0 <= point.bound <= point.omega
+        assert point.fits(found.budgets[-1])
+    for a in found.points:
+        assert not any(b.dominates(a) for b in found.points)
+    for level in range(len(found.budgets)):
+        curve = found.curve(level)
+        assert curve
+        assert all(point.fits(found.budgets[level]) for point in curve)
+        assert all(a.iteration_ns < b.iteration_ns and a.omega > b.omega for a, b in itertools.pairwise(curve))
+    # More memory never costs Ω, at any time of the smaller budget's curve.
+    for less, more in itertools.pairwise(range(len(found.budgets))):
+        for point in found.curve(less):
+            assert min(p.omega for p in found.curve(more) if p.iteration_ns <= point.iteration_ns) <= point.omega
+
+
+@needs_highs
+def test_full_precision_is_the_slow_end_where_it_is_allowed() -> None:
+    case = random_case(7, blocks=2)
+    full = Replayer(case.dag, case.cluster, case.profiles).replay({})
+    slow = tradeoff(*case.arguments).points[-1]
+    assert slow.omega == 0.0
+    assert slow.iteration_ns <= full.iteration_ns
+    without = tradeoff(*case.with_memory(full.groups["infer0"].peak_bytes - 1).arguments)
+    assert all(point.peak_bytes["infer0"] < full.groups["infer0"].peak_bytes for point in without.points)
+
+
+@needs_highs
+def test_where_nothing_can_be_lowered_full_precision_is_the_only_point() -> None:
+    case = random_case(5, blocks=1, ladder=(FULL,))
+    (point,) = tradeoff(*case.arguments).points
+    assert (point.omega, point.gap) == (0.0, 0.0)
+    assert point.counts == {"infer0": {"float32": len(case.dag.adjustable)}}
+    assert point.arguments == ("--tolerance", "0")
+
+
+@needs_highs
+@pytest.mark.parametrize(("seed", "groups"), [(7, 1), (4, 2)])
+def test_arguments_give_the_plan_or_one_as_good(seed: int, groups: int) -> None:
+    case = random_case(seed, blocks=2, infer_groups=groups)
+    seen = set()
+    for point in tradeoff(*case.arguments, budgets=3, limits=6).points:
+        plan = planned(case, point)
+        seen.add(point.arguments[0])
+        if point.arguments[0] == "--tolerance":
+            assert plan.objective <= point.omega * (1 + 1e-9)
+            assert plan.objective >= point.bound * (1 - 1e-9) or plan.predicted_iteration_ns > point.iteration_ns
+        else:
+            assert plan.objective <= float(point.arguments[-1])
+            assert plan.predicted_iteration_ns <= point.iteration_ns * (1 + 2e-4)
+        assert all(plan.group(name).predicted_peak_bytes <= parse_bytes(size) for name, size in sizes(point).items())
+    assert seen == {"--tolerance", "--minimise"}
+
+
+def sizes(point: TradeoffPoint) -> dict[str, str]:
+    """The memory lines as the cluster file's reader sees them."""
+    return {name: str(tomllib.loads(line)["memory"]) for name, line in point.memory.items()}
+
+
+def planned(case: Case, point: TradeoffPoint) -> PrecisionPlan:
+    """What ``qsync plan`` makes of a point's arguments."""
+    for name, size in sizes(point).items():
+        case = case.with_memory(parse_bytes(size), name)
+    options = dict(zip(point.arguments[::2], point.arguments[1::2], strict=True))
+    if "--tolerance" in options:
+        return allocate(*case.arguments, tolerance=float(options["--tolerance"]))
+    return allocate(*case.arguments, objective=options["--minimise"], omega_limit=float(options["--omega-limit"]))
+
+
+@needs_highs
+def test_the_same_inputs_give_the_same_curve() -> None:
+    first, second = (json.dumps(tradeoff(*random_case(2, infer_groups=2).arguments).as_dict()) for _ in range(2))
+    assert first == second
+
+
+# Bad input
+
+
+def test_without_a_sensitivity() -> None:
+    case = random_case(0, blocks=1)
+    with pytest.raises(PlanError, match=r"needs a sensitivity; make one with 'qsync indicate'"):
+        tradeoff(case.dag, case.cluster, case.profiles, None)
+
+
+def test_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tradeoff_module, "is_installed", lambda: False)
+    with pytest.raises(
+        PlanError, match=r"^the trade-off curve needs HiGHS; install it with: pip install 'qsync-planner\[exact\]'$"
+    ):
+        tradeoff(*random_case(0, blocks=1).arguments)
+
+
+@needs_highs
+def test_too_little_memory_names_the_group_and_what_would_do() -> None:
+    case = random_case(0, blocks=1)
+    with pytest.raises(InfeasibleError, match=r"memory of group 'infer0'.*smallest feasible budget"):
+        tradeoff(*case.with_memory(10).arguments)
+    with pytest.raises(InfeasibleError, match=r"base precision of a training group does not fit the memory of group 'train0'"):
+        tradeoff(*case.with_memory(10, "train0").arguments)
+
+
+@needs_highs
+@pytest.mark.parametrize("numbers", [{"budgets": 0}, {"limits": 2}])
+def test_too_few_points(numbers: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match=r"at least 1 memory budget and 3 time limits"):
+        tradeoff(*random_case(0, blocks=1).arguments, **numbers)
+
+
+# The page
+
+
+def drawn(model: str = "model", group: str = "infer") -> Tradeoff:
+    """A curve of three plans and two budgets."""
+    op = OpId("a<b>", 0)
+    half = {group: {op: Variant.parse("float16")}}
+    full = {group: {op: FULL}}
+    points = (
+        TradeoffPoint(2e-3, 2e-3, 10_000_000, {group: 1 << 20}, half, ("--tolerance", "0"), {group: 'memory = "1 MiB"'}),
+        TradeoffPoint(1e-3, 0.9e-3, 20_000_000, {group: 3 << 20}, half, ("--tolerance", "0.5")),
+        TradeoffPoint(0.0, 0.0, 40_000_000, {group: 4 << 20}, full, ("--tolerance", "1")),
+    )
+    return Tradeoff(model, "lossvar", ({group: 1 << 20}, {group: 0}), points, {"full": 40_000_000, "uniform": 15_000_000})
+
+
+class Tags(HTMLParser):
+    """Elements with their attributes, and the text of each table cell."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, f"not closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self._open:
+            self.cells[-1] += data
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def test_every_dot_leads_to_a_row_that_says_all() -> None:
+    page = Tags(render_page(drawn()))
+    rows = [row["id"] for row in page.of("tr") if "id" in row]
+    assert [f"#{row}" for row in rows] == [link["href"] for link in page.of("a")]
+    assert len(page.of("circle")) == len(rows) == 3
+    assert page.cells[:8] == [
+        *("1", "10.00 ms", "0.25", "0.002", "optimal", "1 MiB", "1 float16"),
+        '--tolerance 0[group infer] memory = "1 MiB"',
+    ]
+    assert page.cells[8:16] == ["2", "20.00 ms", "0.50", "0.001", "10.0%", "3 MiB", "1 float16", "--tolerance 0.5"]
+
+
+def test_slower_is_to_the_right_and_a_smaller_omega_is_lower() -> None:
+    circles = Tags(render_page(drawn())).of("circle")
+    xs, ys = ([float(circle[key] or "nan") for circle in circles] for key in ("cx", "cy"))
+    assert xs == sorted(xs)
+    assert ys == sorted(ys)
+    assert xs[1] - xs[0] == pytest.approx((xs[2] - xs[1]) / 2, abs=0.2)
+
+
+def test_names_are_escaped() -> None:
+    evil = "<script>alert('&')</script>"
+    text = render_page(drawn(model=evil, group=f'"{evil}'))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not Tags(text).of("script")
+
+
+def test_the_page_needs_no_network() -> None:
+    text = render_page(drawn())
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|src=", text)
+
+
+def test_one_plan_alone_is_drawn() -> None:
+    whole = drawn()
+    page = Tags(render_page(attrs.evolve(whole, points=whole.points[2:])))
+    assert len(page.of("circle")) == 1
+
+
+# The command
+
+
+def shown(case: Case, output: Path | None, json_flag: bool) -> str:
+    """What the command prints."""
+
+    @click.command()
+    def command() -> None:
+        show_tradeoff(*case.arguments, output, json_flag)
+
+    result = CliRunner().invoke(command)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@needs_highs
+def test_command_prints_and_writes_the_page(tmp_path: Path) -> None:
+    case = random_case(0, blocks=1)
+    found = tradeoff(*case.arguments)
+    page = tmp_path / "curve.html"
+    text = shown(case, page, json_flag=False)
+    assert page.read_text(encoding="utf-8") == render_page(found)
+    for point in found.points:
+        assert " ".join(point.arguments) in text
+    data = json.loads(shown(case, None, json_flag=True))
+    assert data == {"output": None, **json.loads(json.dumps(found.as_dict()))}
+    assert [entry["points"] for entry in data["curves"]][-1][0] == 0
+
+
+@needs_highs
+def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"can not write .*nowhere.*No such file"):
+        shown(random_case(0, blocks=1), tmp_path / "nowhere" / "curve.html", json_flag=False)
