@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import total_ordering
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@total_ordering
 class Deferred(Generic[T]):
-    """Equal to another if the values are."""
+    """Compares to another as the values do."""
 
     __slots__ = ("_make", "_value")
 
@@ -27,6 +29,9 @@ class Deferred(Generic[T]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Deferred) and bool(self.value == other.value)
+
+    def __lt__(self, other: Deferred[Any]) -> bool:
+        return bool(self.value < other.value)
 
     def __hash__(self) -> int:
         return hash(self.value)

@@ -41,7 +41,7 @@ def _round(state: SearchState, group: str, limit_ns: int, history: tuple[History
     units = state.problem.by_name[group].units
     kept = False
     for offer in sorted(_offers(state, group, limit_ns), key=lambda entry: (-entry.density, entry.unit, entry.rung)):
-        present = state.rungs(group)[offer.unit]
+        present = state.rung(group, offer.unit)
         if offer.rung > present:
             gain = units[offer.unit].omega[present] - units[offer.unit].omega[offer.rung]
             kept |= try_step(state, group, offer.unit, offer.rung, gain, limit_ns, history[offer.unit])
@@ -55,7 +55,7 @@ def _offers(state: SearchState, group: str, limit_ns: int) -> list[_Offer]:
     memory_left = max(1, problem.group.memory_bytes - before.peak_bytes)
     found = []
     for index, unit in enumerate(problem.units):
-        present = state.rungs(group)[index]
+        present = state.rung(group, index)
         for rung in range(present + 1, len(unit.rungs)):
             gain = unit.omega[present] - unit.omega[rung]
             if gain <= 0:

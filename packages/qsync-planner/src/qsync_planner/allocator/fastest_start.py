@@ -6,11 +6,13 @@ count; memory does not yet (see :mod:`memory_repair`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from qsync_planner.allocator.blocks import Block, classes, find_blocks
 from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.replay import Prediction
+from qsync_planner.deferred import Deferred
+from qsync_planner.replay import GroupPrediction
 
 MAX_PASSES = 4
 """Passes of single changes after the brute force; borders between blocks change while blocks do."""
@@ -32,20 +34,20 @@ def move_to_fastest(state: SearchState, group: str) -> None:
             return
 
 
-def speed_key(state: SearchState, group: str, prediction: Prediction, rungs: Sequence[int]) -> tuple[int, int, float]:
+def speed_key(predicted: GroupPrediction, omega: Callable[[], float]) -> tuple[int, int, Deferred[float]]:
     """What "faster" compares, lower being better: the period that the group alone would impose, its busy time, Σ Ω.
 
-    The job's period would not do: while another group is slower, nothing that this one does shows in it.
+    The job's period would not do: while another group is slower, nothing that this one does shows in it.  Σ Ω is over all units and
+    seldom decides, so it is added up when it does.
     """
-    predicted = prediction.groups[group]
-    return (predicted.period_ns, predicted.busy_ns, state.problem.by_name[group].omega(rungs))
+    return (predicted.period_ns, predicted.busy_ns, Deferred(omega))
 
 
 def _improve_class(state: SearchState, group: str, blocks: Sequence[Block]) -> None:
     """Find the best combination on the class's middle block and give it to every block of the class where it helps."""
     problem = state.problem.by_name[group]
     start = state.rungs(group)
-    start_key = speed_key(state, group, state.prediction, start)
+    start_key = speed_key(state.prediction.groups[group], partial(problem.omega, start))
     block = blocks[len(blocks) // 2]
     sizes = [len(problem.units[index].rungs) for index in block.units]
     current = list(start)
@@ -56,7 +58,7 @@ def _improve_class(state: SearchState, group: str, blocks: Sequence[Block]) -> N
         prediction = state.try_moves(group, {index: rung})
         state.accept()
         current[index] = rung
-        key = speed_key(state, group, prediction, current)
+        key = speed_key(prediction.groups[group], partial(problem.omega, tuple(current)))
         if key < best_key:
             best_key, best = key, [current[i] for i in block.units]
     everywhere = {index: rung for other in blocks for index, rung in zip(other.units, best, strict=True)}
@@ -66,7 +68,7 @@ def _improve_class(state: SearchState, group: str, blocks: Sequence[Block]) -> N
         for index, rung in moves.items():
             target[index] = rung
         prediction = state.move_to(group, target)
-        if speed_key(state, group, prediction, target) <= start_key:
+        if speed_key(prediction.groups[group], partial(problem.omega, target)) <= start_key:
             return
     state.move_to(group, start)
 
@@ -88,18 +90,24 @@ def _walk(sizes: Sequence[int], start: Sequence[int]) -> Iterator[tuple[int, int
             return
 
 
+def _omega_after(state: SearchState, group: str, index: int, rung: int) -> float:
+    """Σ Ω of the accepted plan with one unit at another rung."""
+    rungs = list(state.rungs(group))
+    rungs[index] = rung
+    return state.problem.by_name[group].omega(rungs)
+
+
 def _improve_units(state: SearchState, group: str) -> bool:
     """Single changes that make the plan faster, over all units once: catches what borders between blocks hide."""
     problem = state.problem.by_name[group]
     improved = False
     for index, unit in enumerate(problem.units):
         for rung in range(len(unit.rungs)):
-            rungs = list(state.rungs(group))
-            if rungs[index] == rung:
+            if state.rung(group, index) == rung:
                 continue
-            key = speed_key(state, group, state.prediction, rungs)
-            rungs[index] = rung
-            if speed_key(state, group, state.try_moves(group, {index: rung}), rungs) < key:
+            key = speed_key(state.prediction.groups[group], lambda: problem.omega(state.rungs(group)))
+            predicted = state.try_moves(group, {index: rung}).groups[group]
+            if speed_key(predicted, partial(_omega_after, state, group, index, rung)) < key:
                 state.accept()
                 improved = True
             else:

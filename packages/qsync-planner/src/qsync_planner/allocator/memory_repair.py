@@ -84,7 +84,7 @@ def _savings(state: SearchState, group: str) -> list[_Saving]:
     peak, busy = state.peak_bytes(group), state.prediction.groups[group].busy_ns
     found = []
     for index, unit in enumerate(state.problem.by_name[group].units):
-        present = state.rungs(group)[index]
+        present = state.rung(group, index)
         for rung in range(len(unit.rungs)):
             if rung == present:
                 continue

@@ -33,7 +33,7 @@ def _raise(state: SearchState, group: str, index: int, limit_ns: int, history: S
     """Try to raise units ``index`` and ``index + 1``, the higher variants first; returns whether it was done."""
     problem = state.problem.by_name[group]
     pair = problem.units[index : index + 2]
-    present = state.rungs(group)[index : index + 2]
+    present = [state.rung(group, index), state.rung(group, index + 1)]
     before = state.prediction.groups[group].busy_ns
     for rungs in _common_rungs(pair, present):
         prediction = state.try_moves(group, {index: rungs[0], index + 1: rungs[1]})

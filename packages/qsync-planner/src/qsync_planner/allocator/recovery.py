@@ -107,7 +107,7 @@ def _push(state: SearchState, heap: list[tuple[float, int, int]], group: str, in
     """Offer a rung of a unit, keyed by how far it lowers Ω from where the unit now is."""
     unit = state.problem.by_name[group].units[index]
     if rung <= unit.top:
-        gain = unit.omega[state.rungs(group)[index]] - unit.omega[rung]
+        gain = unit.omega[state.rung(group, index)] - unit.omega[rung]
         heapq.heappush(heap, (-gain, index, rung))
 
 

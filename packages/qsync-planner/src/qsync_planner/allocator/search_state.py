@@ -26,6 +26,10 @@ class SearchState:
         """The accepted rung of every unit of a group."""
         return tuple(self._rungs[group])
 
+    def rung(self, group: str, index: int) -> int:
+        """The accepted rung of one unit."""
+        return self._rungs[group][index]
+
     def all_rungs(self) -> dict[str, tuple[int, ...]]:
         """The accepted rungs of all groups."""
         return {name: tuple(rungs) for name, rungs in self._rungs.items()}
