@@ -16,8 +16,10 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import FULL, Case, random_case
+from planning_cases import FULL, LADDERS, Case, random_case
 
+from qsync_core.artifact import save
+from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.op_id import OpId
 from qsync_core.plan import PrecisionPlan
@@ -27,6 +29,7 @@ from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import tradeoff as tradeoff_module
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
 from qsync_planner.cli_tradeoff import show_tradeoff
+from qsync_planner.plugin import qsync_register_commands
 from qsync_planner.replay import Replayer
 from qsync_planner.tradeoff_page import render_page
 
@@ -328,3 +331,38 @@ def test_command_prints_and_writes_the_page(tmp_path: Path) -> None:
 def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"can not write .*nowhere.*No such file"):
         shown(random_case(0, blocks=1), tmp_path / "nowhere" / "curve.html", json_flag=False)
+
+
+def test_a_plan_is_not_overwritten_by_a_page(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"ends in \.html, got .*plan\.qsync"):
+        shown(random_case(0, blocks=1), tmp_path / "plan.qsync", json_flag=False)
+
+
+@needs_highs
+def test_from_the_command_line(tmp_path: Path) -> None:
+    case = random_case(6, blocks=1, ladder=LADDERS[0])
+    (train, infer), counts = case.cluster.groups, [group.count for group in case.cluster.groups]
+    text = "".join(
+        f'[[group]]\nname = "{g.name}"\ndevice = "{g.device}"\ncount = {n}\nrole = "{g.role}"\n'
+        for g, n in zip((train, infer), counts, strict=True)
+    )
+    ladder = ", ".join(f'"{variant}"' for variant in infer.ladder)
+    link = '[[link]]\nbetween = ["train0", "infer0"]\nlatency_us = 1\nbandwidth_gbps = 16\n'
+    (tmp_path / "cluster.toml").write_text(f"{text}ladder = [{ladder}]\n{link}", encoding="utf-8")
+    save(case.dag, tmp_path / "dag.qsync")
+    save(case.sensitivity, tmp_path / "sensitivity.qsync")
+    arguments = ["plan", "--pareto", "--dag", tmp_path / "dag.qsync", "--cluster", tmp_path / "cluster.toml"]
+    arguments += ["--sensitivity", tmp_path / "sensitivity.qsync"]
+    for name, profile in case.profiles.items():
+        save(profile, tmp_path / f"{name}.qsync")
+        arguments += ["--profile", f"{name}={tmp_path / name}.qsync"]
+    group = click.Group()
+    qsync_register_commands(group)
+    result = CliRunner().invoke(group, [str(argument) for argument in [*arguments, "--json"]], catch_exceptions=False)
+    data = json.loads(result.stdout)
+    cluster = read_cluster(tmp_path / "cluster.toml")
+    assert (
+        data["points"] == json.loads(json.dumps(tradeoff(case.dag, cluster, case.profiles, case.sensitivity).as_dict()))["points"]
+    )
+    result = CliRunner().invoke(group, [str(argument) for argument in [*arguments, "--solver", "greedy"]])
+    assert "--pareto goes through all limits" in result.stderr

@@ -10,6 +10,7 @@ import click
 from qsync_core.cli.options import artifact_argument, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_line
 from qsync_core.units import format_bytes, format_ns
+from qsync_planner.cli_tradeoff import show_tradeoff
 from qsync_planner.table import print_table
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
 @click.option("--diff", "diff_paths", nargs=2, type=_PATH, help="Compare two plans instead of making one.")
 @click.option("-o", "--output", type=_PATH, help="Where to write the plan.")
 @json_option
@@ -59,11 +61,12 @@ def plan(
     tolerance: float,
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
+    pareto: bool,
     diff_paths: tuple[Path, Path] | None,
     output: Path | None,
     json_flag: bool,
 ) -> None:
-    """Find the precision of every operator on every device group, or compare two plans (--diff A B)."""
+    """Find the precision of every operator on every device group, show what others cost (--pareto), or compare two (--diff A B)."""
     from qsync_core.artifact import load, save
     from qsync_core.cluster_file import read_cluster
     from qsync_core.dag import PrecisionDag
@@ -76,10 +79,17 @@ def plan(
         _show_diff(*diff_paths, json_flag)
         return
     for name, value in (("--dag", dag), ("--cluster", cluster), ("-o", output)):
-        if value is None:
+        if value is None and not (name == "-o" and pareto):
             raise click.UsageError(f"Missing option '{name}'.")
     assert dag is not None
     assert cluster is not None
+    if pareto:
+        if (solver, objective, omega_limit, time_limit, tolerance) != ("auto", "omega", None, None, 0.0):
+            raise click.UsageError("--pareto goes through all limits: leave out --solver, --minimise, --tolerance and the limits.")
+        loaded = {name: load(path, Profile) for name, path in profiles.items()}
+        rated = load(sensitivity, Sensitivity) if sensitivity else None
+        show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
+        return
     assert output is not None
     with progress_line() as progress:
         found = allocate(

@@ -31,13 +31,15 @@ def show_tradeoff(
     """Find the trade-off curve and print it; with ``output`` also write it as an HTML page.
 
     Raises:
-        PlanError: without a sensitivity or HiGHS, or when the page can not be written.
+        PlanError: without a sensitivity or HiGHS, or when the page can not be written or has another name than a page's.
     """
     from qsync_core.atomic_file import write_atomically
     from qsync_core.errors import PlanError
     from qsync_planner.allocator.exact.tradeoff import tradeoff
     from qsync_planner.tradeoff_page import render_page
 
+    if output is not None and output.suffix not in (".html", ".htm"):
+        raise PlanError(f"the trade-off curve is written as a page; give it a name that ends in .html, got {output}")
     with progress_bar("trade-off curve") as update:
         found = tradeoff(dag, cluster, profiles, sensitivity, progress=update)
     if output is not None:
