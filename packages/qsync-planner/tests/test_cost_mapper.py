@@ -157,6 +157,21 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
         built.update({op("fc"): FP32})
 
 
+def test_operators_that_are_alike_share_what_was_worked_out_for_them() -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    alike, wider, slower = g.linear("alike", g.linear("first", x, 8), 8), g.linear("wider", x, 16), g.linear("slower", x, 8)
+    g.loss(g.join("all", "cat", [alike, wider, slower], (4, 32)))
+    dag = g.build()
+    cost = OpCost(0, 5, 0, 7, saves_inputs=(0,))
+    costs = {"first": cost, "alike": cost, "wider": cost, "slower": OpCost(0, 6, 0, 7, saves_inputs=(0,))}
+    built = mapper(dag, dict.fromkeys((o.op_id for o in dag.adjustable), FP32), costs)
+    first, same, wide, slow = (built.settled[dag.index[op(name)]] for name in ("first", "alike", "wider", "slower"))
+    assert first is same
+    assert (wide.output_bytes, wide.forward_compute_ns) == (4 * 16 * 4, 5)
+    assert (slow.output_bytes, slow.forward_compute_ns) == (4 * 8 * 4, 6)
+
+
 def test_every_adjustable_operator_needs_a_variant() -> None:
     g = GraphBuilder("m")
     g.loss(g.linear("fc", g.input("x", (4, 8)), 8))

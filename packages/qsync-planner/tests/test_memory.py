@@ -6,7 +6,7 @@ import attrs
 from hand_models import BF16, FP32, I8, LADDER, op, profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import assignments, dags, profiles
+from random_models import assignments, changes, dags, profiles
 from synthetic import GraphBuilder
 
 from qsync_core.dag import Bucket, OpClass, Operator, PrecisionDag
@@ -15,7 +15,9 @@ from qsync_core.precision import Precision
 from qsync_core.profile import DeviceKind, OpCost, Profile
 from qsync_core.semantics import CastSite, casts, gradient_precisions, output_precision
 from qsync_core.variant import Variant
-from qsync_planner.memory import MemoryEstimate, estimate_memory
+from qsync_planner.cost_mapper import CostMapper
+from qsync_planner.cost_model import CostModel
+from qsync_planner.memory import MemoryEstimate, MemoryLedger, estimate_memory
 
 KEEPS_INPUT = OpCost(0, 0, 0, 0, saves_inputs=(0,))
 INT8_COPY = OpCost(0, 0, 0, 0, saved_own_bytes=32)
@@ -177,6 +179,33 @@ def test_the_peak_equals_a_naive_walk_through_the_step(data: st.DataObject) -> N
     assert estimate.peak_bytes == naive_peak(dag, measured, variants)
     assert estimate.peak_bytes == estimate.static_bytes + estimate.saved_bytes + estimate.transient_bytes
     assert estimate.transient_bytes >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_ledger_kept_up_to_date_equals_one_made_anew_at_every_moment(data: st.DataObject) -> None:
+    dag = data.draw(dags(most=24))
+    model = CostModel(dag, data.draw(profiles(dag, data.draw(st.sampled_from(list(DeviceKind))))))
+    variants = data.draw(assignments(dag))
+    mapper = CostMapper(dag, model, variants)
+    ledger = MemoryLedger(mapper)
+    for change, keep in data.draw(st.lists(st.tuples(changes(dag), st.booleans()), max_size=5)):
+        touched = mapper.update(change)
+        before = ledger.refresh(touched.settled, touched.producers)
+        assert state(ledger) == state(MemoryLedger(CostMapper(dag, model, {**variants, **change})))
+        if keep:
+            mapper.commit()
+            variants = {**variants, **change}
+        else:
+            mapper.rollback()
+            ledger.restore(before)
+        assert state(ledger) == state(MemoryLedger(CostMapper(dag, model, variants)))
+
+
+def state(ledger: MemoryLedger) -> tuple[list[int], MemoryEstimate]:
+    moments = ledger.moments_bytes()
+    assert ledger.peak_bytes() == ledger.static_bytes + max(moments)
+    return moments, ledger.estimate()
 
 
 @settings(max_examples=40, deadline=None)

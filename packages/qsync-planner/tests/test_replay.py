@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases, changes
 from reference_simulator import reference_period
-from synthetic import FLOAT32, GraphBuilder, hybrid_cluster, hybrid_profiles, resnet, transformer
+from synthetic import FLOAT32, INT8_TO_FLOAT16_RUNG, GraphBuilder, hybrid_cluster, hybrid_profiles, resnet, transformer
 from synthetic import LADDER as CHIP_LADDER
 
 from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import Bucket
+from qsync_core.dag import Bucket, PrecisionDag
 from qsync_core.dfg import Resource
 from qsync_core.errors import PlanError
 from qsync_core.plan import Role
@@ -57,6 +57,44 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.
             replayer.rollback()
         assert replayer.current() == replayer.replay(now)
         assert replayer.current_variants(name) == now[name]
+
+
+LONG_MODELS = {
+    "bert": transformer(layers=5, hidden=64, heads=2, batch=1, tokens=8),
+    "resnet": resnet((4, 3, 2), width=4, batch=1, image=32),
+}
+LONG_LADDER = (*CHIP_LADDER[:1], INT8_TO_FLOAT16_RUNG, *CHIP_LADDER[1:])
+
+
+@pytest.mark.parametrize("model", LONG_MODELS)
+@pytest.mark.parametrize("sync_per_step", [False, True])
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_trials_of_long_models_equal_replays_and_old_predictions_stay(model: str, sync_per_step: bool, data: st.DataObject) -> None:
+    dag = attrs.evolve(LONG_MODELS[model], buckets=_many_buckets(LONG_MODELS[model]))
+    replayer = Replayer(dag, hybrid_cluster(ladder=LONG_LADDER, sync_per_step=sync_per_step), hybrid_profiles(dag, LONG_LADDER))
+    ids, rungs = [operator.op_id for operator in dag.adjustable], st.sampled_from(LONG_LADDER)
+    now = {op_id: data.draw(rungs) for op_id in ids} if data.draw(st.booleans()) else dict.fromkeys(ids, data.draw(rungs))
+    seen = [(replayer.start({"infer": now}), now)]
+    steps = st.tuples(st.dictionaries(st.sampled_from(ids), rungs, min_size=1, max_size=4), st.booleans())
+    for change, keep in data.draw(st.lists(steps, min_size=1, max_size=6)):
+        seen.append((replayer.trial("infer", change), {**now, **change}))
+        if keep:
+            replayer.commit()
+            now = {**now, **change}
+        else:
+            replayer.rollback()
+    # Only now, after all changes, are the predictions asked for when buckets are ready.
+    for prediction, variants in seen:
+        assert prediction == replayer.replay({"infer": variants})
+
+
+def _many_buckets(dag: PrecisionDag) -> tuple[Bucket, ...]:
+    """Buckets of a few parameters each, so that several are ready within one leaf of the tree."""
+    names = [parameter.fqn for parameter in reversed(dag.parameters)]
+    size = {parameter.fqn: 4 * parameter.numel for parameter in dag.parameters}
+    parts = [tuple(names[i : i + 5]) for i in range(0, len(names), 5)]
+    return tuple(Bucket(part, sum(size[name] for name in part)) for part in parts)
 
 
 @settings(max_examples=45, deadline=None)
