@@ -193,13 +193,16 @@ class Replayer:
         dag: the model.
         cluster: the device groups.
         profiles: per group the profile of its device type.
+        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.
 
     Raises:
         PlanError: when a group has no profile, or one of another model.
         ClusterError: when nothing says how fast the groups communicate.
     """
 
-    def __init__(self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
+    def __init__(
+        self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], *, like: Replayer | None = None
+    ) -> None:
         missing = [group.name for group in cluster.groups if group.name not in profiles]
         if missing:
             raise PlanError(
@@ -210,7 +213,8 @@ class Replayer:
         self.cluster = cluster
         self.profiles = dict(profiles)
         self.ranks = sum(group.count for group in cluster.groups)
-        self._models: dict[tuple[int, Variant], CostModel] = {}
+        self._models: dict[tuple[int, Variant], CostModel] = {} if like is None else like._models
+        self._like = like  # keeps its profiles alive, by whose identity the models are known
         costs = [collective_ns(cluster, profiles, bucket.nbytes) for bucket in dag.buckets]
         self._collective = {group.name: tuple(cost[group.name] for cost in costs) for group in cluster.groups}
         self.collective_ns: tuple[int, ...] = tuple(max(cost.values()) for cost in costs)
@@ -245,14 +249,33 @@ class Replayer:
         model = self.model(group)
         return tuple(variant for variant in self.cluster.group(group).ladder if model.has_cost(op_id, variant))
 
-    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+    def _check_names(self, variants: Mapping[str, Variants]) -> None:
         unknown = sorted(set(variants) - {group.name for group in self.cluster.groups})
         if unknown:
             raise PlanError(f"cluster {self.cluster.name!r} has no group {unknown[0]!r}")
+
+    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+        self._check_names(variants)
         return {
             group.name: _GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
             for group in self.cluster.groups
         }
+
+    def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+        """As :meth:`_states_of`, with one state for groups of one device type under the same variants."""
+        found: dict[str, _GroupState] = {}
+        known: list[tuple[CostModel, bool, Variants, _GroupState]] = []
+        for group in self.cluster.groups:
+            wanted = variants.get(group.name) or self.base_variants(group.name)
+            model = self.model(group.name)
+            for other, synchronises, theirs, state in known:
+                if other is model and synchronises == group.sync_per_step and theirs == wanted:
+                    found[group.name] = state
+                    break
+            else:
+                found[group.name] = _GroupState(self, group, wanted)
+                known.append((model, group.sync_per_step, wanted, found[group.name]))
+        return found
 
     @property
     def _states(self) -> dict[str, _GroupState]:
@@ -267,7 +290,23 @@ class Replayer:
         Raises:
             PlanError: when variants do not fit the model or were not profiled.
         """
-        return self._predict(self._states_of(variants))
+        self._check_names(variants)
+        return self._predict(self._states_to_read(variants))
+
+    def mapper(self, group: str, variants: Variants) -> CostMapper:
+        """What the operators of a group cost under some variants; does not depend on the other groups."""
+        return CostMapper(self.dag, self.model(group), variants)
+
+    def period_ns(self, mappers: Mapping[str, CostMapper]) -> int:
+        """The job's period with every group's operators as its mapper has them, which may be another replayer's."""
+        return max(
+            StepTiming(mappers[group.name], self.shape(group.name), synchronises=group.sync_per_step).times().period_ns
+            for group in self.cluster.groups
+        )
+
+    def present_memory(self, group: str) -> MemoryEstimate:
+        """Predicted memory of one rank of a group in the present state of trials."""
+        return self._states[group].memory.estimate()
 
     def memory(self, group: str, variants: Variants) -> MemoryEstimate:
         """Predicted memory of one rank of a group, in its parts."""

@@ -14,6 +14,7 @@ from qsync_core.plan import Role, Verdict
 from qsync_core.profile import Profile
 from qsync_core.units import format_ns
 from qsync_core.variant import Variant
+from qsync_planner.cost_mapper import CostMapper
 from qsync_planner.replay import Replayer
 
 MAX_SUBSET_GROUPS = 4
@@ -39,6 +40,7 @@ def judge(
     variants: Mapping[str, Mapping[OpId, Variant]],
     hybrid_ns: int,
     local_batches: Mapping[str, int],
+    replayer: Replayer | None = None,
 ) -> Verdict | None:
     """Compare the hybrid job with the training groups alone, at the same batch per rank.
 
@@ -47,6 +49,7 @@ def judge(
         variants: the plan, by group.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
+        replayer: of this job, where there is one already.
 
     Returns:
         None where there is no training group to compare with, or nothing but training groups.
@@ -58,7 +61,9 @@ def judge(
     everyone = tuple(group.name for group in inference)
     hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
     hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
-    others = [_replay(dag, cluster, profiles, variants, training, subset) for subset in _subsets(everyone)]
+    whole = Replayer(dag, cluster, profiles) if replayer is None else replayer
+    mappers = {group.name: whole.mapper(group.name, variants[group.name]) for group in cluster.groups}
+    others = [_replay(whole, mappers, training, subset) for subset in _subsets(everyone)]
     alone = others[0]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
     return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, _sentence(hybrid, alone, others, speedup))
@@ -76,19 +81,15 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _replay(
-    dag: PrecisionDag,
-    cluster: Cluster,
-    profiles: Mapping[str, Profile],
-    variants: Mapping[str, Mapping[OpId, Variant]],
-    training: Sequence[DeviceGroup],
-    inference: tuple[str, ...],
+    whole: Replayer, mappers: Mapping[str, CostMapper], training: Sequence[DeviceGroup], inference: tuple[str, ...]
 ) -> _Job:
     """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
+    dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
     smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
-    replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups})
-    period = replayer.replay({group.name: variants[group.name] for group in groups}).iteration_ns
+    replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups}, like=whole)
+    period = replayer.period_ns(mappers)
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
 
 

@@ -117,7 +117,7 @@ def allocate(
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
     notes = (*notes, *_unmeasured_notes(problem))
-    return _plan(problem, solution, sensitivity, solver, limit_ns, baselines, notes)
+    return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes)
 
 
 def _planned(
@@ -232,7 +232,7 @@ def _unmeasured_notes(problem: Problem) -> list[str]:
 
 
 def _plan(
-    problem: Problem,
+    state: SearchState,
     solution: Solution,
     sensitivity: Sensitivity | None,
     solver: str,
@@ -240,6 +240,7 @@ def _plan(
     baselines: Mapping[str, int],
     notes: tuple[str, ...],
 ) -> PrecisionPlan:
+    problem = state.problem
     dag, cluster = problem.dag, problem.cluster
     groups = group_plans(problem, solution)
     variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in groups}
@@ -266,7 +267,7 @@ def _plan(
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
-        verdict=judge(dag, cluster, problem.profiles, variants, period, local_batches),
+        verdict=judge(dag, cluster, problem.profiles, variants, period, local_batches, state.replayer),
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,

@@ -18,6 +18,7 @@ from qsync_planner.allocator.balance import balance
 from qsync_planner.allocator.batch_scaling import BatchProfile, BatchScaling
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.solution import Solution
+from qsync_planner.memory import MemoryEstimate
 from qsync_planner.replay import Prediction, Replayer, Variants
 
 
@@ -45,7 +46,7 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     """Balance the local batches of all groups and predict the job with them.
 
     Args:
-        replayer: of the job at equal batches.
+        replayer: of the job at equal batches, in the state of the base precision.
         full: the solution at base precision and equal batches.
         further: per group a second profile, at another batch size.
 
@@ -54,7 +55,7 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     """
     dag, groups = problem.dag, problem.cluster.groups
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: _MemoryScaling.of(dag, replayer, g, replayer.base_variants(g.name)) for g in groups}
+    memory = {g.name: _MemoryScaling.of(dag, replayer.present_memory(g.name)) for g in groups}
     counts = [group.count for group in groups]
     traced = max(1, dag.batch_size)
     total = traced * sum(counts)
@@ -69,12 +70,26 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
         batches = balance(counts, total, unlimited, times, traced)
         assert batches is not None, "equal batches always add up to the global batch"
     local = {group.name: batch for group, batch in zip(groups, batches, strict=True)}
-    balanced = Replayer(dag, problem.cluster, {name: scaling.profile_at(local[name]) for name, scaling in scalings.items()})
+    balanced = Replayer(dag, problem.cluster, _scaled_profiles(problem, scalings, local, further))
     predicted = balanced.replay({})
     predicted = _with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
     notes = tuple(_batch_note(traced, name, batch, name in further) for name, batch in local.items())
     solution = Solution(full.rungs, predicted, local_batches=local, notes=notes)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
+
+
+def _scaled_profiles(
+    problem: Problem, scalings: Mapping[str, BatchScaling], local: Mapping[str, int], further: Mapping[str, BatchProfile]
+) -> dict[str, Profile]:
+    """Every group's profile at its batch; groups of one profile and one batch share the object."""
+    known: dict[tuple[int, int, int], Profile] = {}
+    found = {}
+    for name, scaling in scalings.items():
+        key = (id(problem.profiles[name]), id(further.get(name)), local[name])
+        if key not in known:
+            known[key] = scaling.profile_at(local[name])
+        found[name] = known[key]
+    return found
 
 
 def replay_batches(
@@ -104,7 +119,7 @@ def replay_batches(
     for group in cluster.groups:
         batch = local_batches.get(group.name, dag.batch_size)
         profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(batch)
-        peaks[group.name] = _MemoryScaling.of(dag, replayer, group, variants[group.name]).peak_bytes(batch)
+        peaks[group.name] = _MemoryScaling.of(dag, replayer.memory(group.name, variants[group.name])).peak_bytes(batch)
     scaled = Replayer(dag, cluster, profiles)
     return scaled, _with_peaks(scaled.replay(variants), peaks)
 
@@ -118,8 +133,8 @@ class _MemoryScaling:
     batch_size: int
 
     @classmethod
-    def of(cls, dag: PrecisionDag, replayer: Replayer, group: DeviceGroup, variants: Variants) -> _MemoryScaling:
-        estimate = replayer.memory(group.name, variants)
+    def of(cls, dag: PrecisionDag, estimate: MemoryEstimate) -> _MemoryScaling:
+        """What an estimate at the traced batch size says of others."""
         rest = max(0, estimate.peak_bytes - estimate.static_bytes)
         return cls(estimate.peak_bytes - rest, rest, max(1, dag.batch_size))
 

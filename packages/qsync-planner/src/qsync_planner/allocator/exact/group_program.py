@@ -95,6 +95,11 @@ class GroupProgram:
         self.program.bound(self._limit, 0.0, period_ns * _NS if period_ns else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether the memory of any moment is held below the budget."""
+        return self._memory.has_rows
+
     def keep_moment(self, moment: int) -> bool:
         """Hold the memory of a moment below the budget; False where it is held already."""
         return self._memory.add(moment)

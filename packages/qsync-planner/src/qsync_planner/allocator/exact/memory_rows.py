@@ -38,6 +38,11 @@ class MemoryRows:
         self._added: set[int] = set()
         self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether any moment has one."""
+        return bool(self._added)
+
     def add(self, moment: int) -> bool:
         """Add a moment's row; False where it is there already."""
         if moment in self._added:

@@ -34,14 +34,14 @@ class Effort:
 
     Attributes:
         gap: relative distance to the bound that is near enough.
-        nodes: of the search tree; None for as many as a proof takes.
+        work: nodes of the search tree times columns; None for as many as a proof takes.
         columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded.
         rounds: whether plans near the relaxation are looked for.
         seconds: wall-clock time for a group, only where a user asks for it.
     """
 
     gap: float = PROVEN_GAP
-    nodes: int | None = None
+    work: int | None = None
     columns: int | None = None
     rounds: bool = True
     seconds: float | None = None
@@ -82,49 +82,47 @@ class Search:
 
     def run(self, start: Sequence[int]) -> Answer:
         """Search from a plan that may or may not keep the limits."""
-        first = self._program.replay(start)
-        if self._budget:
+        if self._budget and not self._program.has_moments:
+            first = self._program.replay(start)
             self._program.keep_moment(first.peak_moment)
-        self._offer(first)
-        relaxed = self._relax()
-        if relaxed is None:
+            self._offer(first)
+        if not self._approach():
             return Answer(self._best, float("inf") if self._best is None else self._bound)
-        if self._effort.rounds and not self._is_done() and not self._is_late():
-            self._near(relaxed)
         small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
         if small and not self._is_done() and not self._is_late():
             self._branch()
+        if self._best is None:
+            self._offer(self._program.replay(start))
         return Answer(self._best, self._bound)
 
-    def _relax(self) -> Solved | None:
-        """The relaxation's bound, with rows for the moments that the plan it rounds to exceeds; None where nothing is feasible."""
+    def _approach(self) -> bool:
+        """The relaxation's bound, and the best plan that agrees with it wherever it is integral; False where nothing is feasible.
+
+        Moments that this plan exceeds get their rows, and the program is relaxed again.
+        """
         for _ in range(_ROUNDS):
             relaxed = self._program.relax(self._left())
             if relaxed.outcome is Outcome.INFEASIBLE:
-                return None
+                return False
             self._raise_bound(relaxed.bound)
-            if not relaxed.values.size or self._is_late():
-                return relaxed
-            rounded = self._program.replay(self._program.rungs(relaxed.values))
-            self._offer(rounded)
-            if not self._budget or rounded.peak_bytes <= self._budget or not self._program.keep_moment(rounded.peak_moment):
-                return relaxed
-        return relaxed
-
-    def _near(self, relaxed: Solved) -> None:
-        """The best plan among those that agree with the relaxation wherever it is integral."""
-        for _ in range(_ROUNDS):
-            if not relaxed.values.size:
-                return
-            solved = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._effort.nodes, self._left()))
-            if not solved.values.size or self._accept(solved):
-                return
+            if not relaxed.values.size or self._is_late() or not self._effort.rounds:
+                return True
+            near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left()))
+            if near.values.size:
+                if self._accept(near):
+                    return True
+            else:
+                rounded = self._program.replay(self._program.rungs(relaxed.values))
+                self._offer(rounded)
+                if not self._budget or rounded.peak_bytes <= self._budget or not self._program.keep_moment(rounded.peak_moment):
+                    return True
+        return True
 
     def _branch(self) -> None:
         """Branch and bound over everything."""
         for _ in range(_ROUNDS):
             start = None if self._best is None else self._best.rungs
-            limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._effort.nodes, self._left())
+            limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._nodes(), self._left())
             solved = self._program.solve(limits, start, self._tell_scaled)
             self._raise_bound(solved.bound)
             if not solved.values.size or self._accept(solved) or self._is_late():
@@ -191,6 +189,9 @@ class Search:
             return False
         omega = self._group.omega(self._best.rungs)
         return omega - self._bound <= self._effort.gap * abs(omega)
+
+    def _nodes(self) -> int | None:
+        return None if self._effort.work is None else max(1, self._effort.work // self._program.program.columns)
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
