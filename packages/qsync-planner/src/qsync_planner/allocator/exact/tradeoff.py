@@ -39,7 +39,7 @@ from qsync_planner.allocator.uniform import move_to_uniform
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 
-EFFORT = Effort(gap=1e-3, work=20_000, columns=20_000)
+EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""
 BUDGETS = 5
 LIMITS = 8
