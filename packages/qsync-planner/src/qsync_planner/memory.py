@@ -26,16 +26,13 @@ import attrs
 
 from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
 from qsync_core.profile import Profile
 from qsync_core.variant import Variant
 from qsync_planner.cost_mapper import CostMapper
 from qsync_planner.cost_model import CostModel, Settled
+from qsync_planner.memory_layout import MemoryLayout
 from qsync_planner.sequence_tree import Node, SequenceTree
 from qsync_planner.work import NEVER
-
-GRADIENT_NBYTES = Precision.FLOAT32.nbytes
-_DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @attrs.frozen
@@ -82,24 +79,16 @@ class MemoryLedger:
 
     def __init__(self, mapper: CostMapper, *, distributed: bool = True) -> None:
         self._mapper = mapper
-        dag, profile = mapper.dag, mapper.model.profile
-        count = len(dag.operators)
-        self._backward_of = [2 * count - 1 - i for i in range(count)]
+        layout = self._layout = MemoryLayout(mapper.dag, mapper.model.profile, distributed)
+        count = layout.count
+        self.static_bytes = layout.static_bytes
+        self._backward_of = [layout.backward_of(position) for position in range(count)]
         self._operator_at = [*range(count), *reversed(range(count)), 0]
-        self._bucket_bytes = sum(bucket.nbytes for bucket in dag.buckets) if distributed else 0
-        self.static_bytes = (
-            sum(p.numel * _DTYPE_NBYTES.get(p.dtype, GRADIENT_NBYTES) for p in dag.parameters)
-            + profile.optimizer_state_bytes
-            + profile.input_bytes
-            + self._bucket_bytes
-        )
-        self._delta = [0] * (2 * count + 1)
+        self._delta = [*layout.parameter_gradients, 0]
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
-        self._count_parameter_gradients(dag)
-        self._gradient_start = [self._first_gradient(i) for i in range(count)]
         self._known: dict[tuple[object, ...], Intervals] = {}
-        self._tensors: list[Intervals] = [self._intervals_of(i) for i in range(count)]
+        self._tensors = [self._intervals_of(i) for i in range(count)]
         for intervals in self._tensors:
             for start, end, nbytes in intervals:
                 self._delta[start] += nbytes
@@ -113,15 +102,6 @@ class MemoryLedger:
             self._moment[backward] += workspace + gradient_copy
             self._correction += correction
         self._tree = SequenceTree(count, self._fold, _join)
-
-    def _count_parameter_gradients(self, dag: PrecisionDag) -> None:
-        numel = {p.fqn: p.numel for p in dag.parameters if p.requires_grad}
-        last_user: dict[str, int] = {}
-        for position, operator in enumerate(dag.operators):
-            last_user.update(dict.fromkeys(operator.parameters, position))
-        for name, size in numel.items():
-            if name in last_user:
-                self._delta[self._backward_of[last_user[name]]] += size * GRADIENT_NBYTES
 
     def _intervals_of(self, position: int) -> Intervals:
         """As :meth:`_tensor_intervals`, which depends on nothing but the settings of the producer and of its readers."""
@@ -150,23 +130,11 @@ class MemoryLedger:
                     copies[share] = (first, max(last, end), nbytes)
         if mapper.dag.operators[position].kind != "input":
             intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
-            gradient_start = self._gradient_start[position]
+            gradient_start = self._layout.first_gradient[position]
             if gradient_start is not None:
                 intervals.append((gradient_start, self._backward_of[position] + 1, settled.output_bytes))
         intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
         return intervals
-
-    def _first_gradient(self, producer: int) -> int | None:
-        """The moment at which the output's gradient is first made: the backward of its last reader that makes one.
-
-        The last operator (the loss) starts from its own; None where no reader makes any.
-        """
-        readers = self._mapper.readers[producer]
-        for reader in reversed(readers):
-            skipped = self._mapper.dag.operators[reader].no_grad_inputs
-            if any(source == producer and i not in skipped for i, source in enumerate(self._mapper.inputs[reader])):
-                return self._backward_of[reader]
-        return None if readers else self._backward_of[producer]
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: what their moments add, and the highest sum during them, forward and backward.
@@ -196,7 +164,7 @@ class MemoryLedger:
         _, tensors, owned, intervals, moments = before
         for position in producers:
             old, new = self._tensors[position], self._intervals_of(position)
-            if old is not new:
+            if old != new:
                 tensors.append((position, old))
                 self._tensors[position] = new
                 for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
@@ -216,16 +184,16 @@ class MemoryLedger:
                 moments.append((position, now[1] - was[1]))
                 moments.append((backward, now[1] - was[1] + now[2] - was[2]))
                 self._correction += now[3] - was[3]
-        operator_at = self._operator_at
-        touched = [operator_at[moment] for moment, _ in moments]
+        touched = set()
         for start, end, nbytes in intervals:
             self._delta[start] += nbytes
             self._delta[end] -= nbytes
-            touched.append(operator_at[start])
-            touched.append(operator_at[end])
+            touched.add(start)
+            touched.add(end)
         for moment, nbytes in moments:
             self._moment[moment] += nbytes
-        self._tree.refresh(touched)
+            touched.add(moment)
+        self._tree.refresh([self._operator_at[moment] for moment in touched])
         return before
 
     def restore(self, before: MemoryBefore) -> None:
@@ -248,7 +216,7 @@ class MemoryLedger:
         calibration = self._mapper.model.calibration
         highest: int = max(forward_peak, added + backward_peak)
         modelled = self.static_bytes + highest + self._correction + calibration.memory_bytes
-        return max(modelled, calibration.memory_floor_bytes + self._bucket_bytes)
+        return max(modelled, calibration.memory_floor_bytes + self._layout.bucket_bytes)
 
     def moments_bytes(self) -> list[int]:
         """Memory at each of the 2V moments, without what is static and without calibration."""
