@@ -3,8 +3,9 @@
     python tests/benchmarks/plans_compared.py [--only bert-base,resnet50]
 
 Each model is planned where time binds (T of uniform precision, no memory budget) and where memory binds (a budget half-way between
-the leanest single rung and full precision, any time).  Writes the tables between the markers of the page, and a row per
-model, limit and solver into ``docs/results/allocator.json``.  Times are processor time.
+the leanest single rung and full precision, any time), if full precision takes more than that; then over series of both limits.
+Writes the tables between the markers of the page, and a row per model, limit and solver into ``docs/results/allocator.json``.
+Times are processor time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # befo
 
 import argparse
 import re
+import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -40,12 +42,17 @@ from qsync_planner.replay import Replayer, plan_variants, uniform_variants
 DATA = ROOT / "tests" / "data"
 PAGE = ROOT / "docs" / "plans-compared.md"
 MODELS = {
-    "resnet50": ("ResNet50", "h200"),
     "bert-base": ("BERT-base", "h200"),
+    "resnet50": ("ResNet50", "h200"),
     "vgg16-bn": ("VGG16-BN", "cpu"),
     "roberta-base": ("RoBERTa-base", "cpu"),
 }
-"""Stored profiles: title, and on which device they were measured."""
+"""Stored profiles: title, and the folder of the device on which they were measured."""
+WEAK = {"h200": "half of an H200", "cpu": "two cores of a CPU"}
+SHARES = tuple(i / 10 for i in range(1, 10))
+"""Budgets of the series: of the way from the leanest single rung to full precision."""
+TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Tolerances of the other series."""
 SOLVERS = ("uniform", "greedy-paper", "greedy", "exact")
 LIMITS = {"time": "time binds", "memory": "memory binds"}
 HEADINGS = (
@@ -79,8 +86,15 @@ class Planned:
     seconds: float
 
 
-def read_case(name: str, limit: str) -> Case:
-    """A stored model; with ``memory``, given its budget and all the time that it wants."""
+def read_case(name: str, limit: str, *, share: float = 0.5, tolerance: float = 0.0) -> Case:
+    """A stored model; with ``memory``, given all the time that it wants, and a budget.
+
+    Args:
+        name: of :data:`MODELS`.
+        limit: of :data:`LIMITS`.
+        share: of the way from the leanest single rung to full precision, at which the budget lies.
+        tolerance: over T, where time binds.
+    """
     folder = DATA / MODELS[name][1] / name
     dag = load(folder / "dag.qsync", PrecisionDag)
     cluster = read_cluster(folder / "cluster.toml")
@@ -90,16 +104,18 @@ def read_case(name: str, limit: str) -> Case:
     for group in cluster.groups:
         if group.role is Role.INFER:
             peaks = [replayer.memory(group.name, uniform_variants(dag, group, rung)).peak_bytes for rung in group.ladder]
-            group = attrs.evolve(group, memory_bytes=(min(peaks) + peaks[-1]) // 2 if limit == "memory" else 0)
+            group = attrs.evolve(
+                group, memory_bytes=min(peaks) + round(share * (peaks[-1] - min(peaks))) if limit == "memory" else 0
+            )
         groups.append(group)
     cluster = attrs.evolve(cluster, groups=tuple(groups))
-    return Case(name, limit, dag, cluster, profiles, sensitivity, MAX_TOLERANCE if limit == "memory" else 0.0)
+    return Case(name, limit, dag, cluster, profiles, sensitivity, MAX_TOLERANCE if limit == "memory" else tolerance)
 
 
-def plan_all(case: Case) -> dict[str, Planned]:
+def plan_all(case: Case, solvers: Sequence[str] = SOLVERS) -> dict[str, Planned]:
     """Every solver's plan, replayed and found within its limits."""
     found = {}
-    for solver in SOLVERS:
+    for solver in solvers:
         begin = time.process_time()
         plan = allocate(case.dag, case.cluster, case.profiles, case.sensitivity, solver=solver, tolerance=case.tolerance)
         found[solver] = Planned(plan, time.process_time() - begin)
@@ -181,6 +197,16 @@ def differences(case: Case, found: dict[str, Planned]) -> Iterator[str]:
         yield f"| `{kind}` | {len(op_ids)} | {change} | {omega:+.2g} | {time_text} | {memory_text} |"
 
 
+def kept_high(case: Case, plan: PrecisionPlan) -> str:
+    """Which operators of a weak device keep the base precision, by kind of layer."""
+    group = next(group for group in plan.groups if group.group == case.weak)
+    base = case.cluster.group(case.weak).ladder[-1]
+    kinds = Counter(kind_of(op_id) for op_id in group.assignments)
+    kept = Counter(kind_of(op_id) for op_id, assignment in group.assignments.items() if assignment.variant == base)
+    listed = (f"`{kind}`" if kinds[kind] == 1 else f"{count} of {kinds[kind]} `{kind}`" for kind, count in kept.most_common())
+    return f"The exact plan keeps in {base.label}: {', '.join(listed) or 'nothing'}."
+
+
 def omega_of(case: Case, op_id: OpId, variants: Mapping[OpId, Variant]) -> float:
     """Ω of an operator as a plan has it."""
     return case.sensitivity.omega[op_id].get(variants[op_id], 0.0)
@@ -204,9 +230,62 @@ def section(case: Case, found: dict[str, Planned]) -> list[str]:
     what = f"T is {format_ns(limit)}; no memory budget."
     if case.limit == "memory":
         what = f"The budget is {format_bytes(weak.memory_bytes)} for each weak device; any time."
-    where = "half of an H200" if device == "h200" else "one core of a CPU"
-    intro = f"{len(case.dag.adjustable)} operators can be lowered on {weak.count} weak devices ({where}). {what}"
-    return [f"### {title}, {LIMITS[case.limit]}", "", intro, "", *table(case, found), "", *differences(case, found), ""]
+    intro = f"{len(case.dag.adjustable)} operators can be lowered on {weak.count} weak devices ({WEAK[device]}), "
+    intro += f"{case.dag.batch_size} samples each. {what}"
+    return [
+        f"### {title}, {LIMITS[case.limit]}",
+        "",
+        intro,
+        "",
+        *table(case, found),
+        "",
+        kept_high(case, found["exact"].plan),
+        "",
+        *differences(case, found),
+        "",
+    ]
+
+
+def over_series(name: str) -> Iterator[str]:
+    """How far the greedy solvers are from the best plan over series of limits."""
+    title, _ = MODELS[name]
+    series = {
+        "time": ("tolerances of 0 to 50%", [read_case(name, "time", tolerance=tolerance) for tolerance in TOLERANCES]),
+        "memory": ("budgets at 10 to 90% of the way", [read_case(name, "memory", share=share) for share in SHARES]),
+    }
+    lines = []
+    for limit, (what, cases) in series.items():
+        planned = [plan_all(case, ("greedy-paper", "greedy", "exact")) for case in cases]
+        planned = [found for found in planned if found["exact"].plan.objective > 0]
+        if not planned:
+            continue
+        for solver in ("greedy-paper", "greedy"):
+            ratios = [times_optimum(found[solver], found["exact"]) for found in planned]
+            best = sum(ratio <= 1 + 1e-6 for ratio in ratios)
+            figures = (f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}", f"{best} of {len(ratios)}")
+            cells = (f"{LIMITS[limit]}, {what}", solver, *figures)
+            lines.append("| " + " | ".join(cells) + " |")
+    if lines:
+        yield from (
+            f"### {title}, many limits",
+            "",
+            "| limits | solver | times the optimum, median | worst | optimal |",
+            "|---|---|---|---|---|",
+        )
+        yield from (*lines, "")
+
+
+def nothing_to_decide(case: Case, found: dict[str, Planned]) -> list[str]:
+    """What the page says where full precision keeps the limit."""
+    title, _ = MODELS[case.name]
+    plan = found["exact"].plan
+    if case.limit == "memory":
+        why = f"full precision takes {format_bytes(peak_bytes(case, plan))}, and no single lower precision takes less"
+    else:
+        uniform, full = (format_ns(plan.baselines[name]) for name in ("uniform", "full"))
+        why = f"a step takes {full} in full precision and {uniform} in uniform low precision"
+    what = f"{case.limit.capitalize()} can not bind at {case.dag.batch_size} samples each: {why}."
+    return [f"### {title}, {case.limit}", "", what, ""]
 
 
 def rows(case: Case, found: dict[str, Planned]) -> Iterator[dict[str, object]]:
@@ -239,9 +318,13 @@ def main() -> None:
     """Plan, check and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(MODELS), help=f"models, comma-separated: {', '.join(MODELS)}")
+    parser.add_argument(
+        "--no-series", action="store_true", help="without the series of limits, to try the script; implies --no-write"
+    )
     parser.add_argument("--no-write", action="store_true", help="only print")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
     options = parser.parse_args()
+    write = not (options.no_write or options.no_series)
     names = [name.strip() for name in options.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in MODELS]:
         raise SystemExit(f"no such models: {', '.join(unknown)}; known are {', '.join(MODELS)}")
@@ -252,11 +335,15 @@ def main() -> None:
         for limit in LIMITS:
             case = read_case(name, limit)
             found = plan_all(case)
+            if found["exact"].plan.objective == 0:
+                lines += nothing_to_decide(case, found)
+                continue
             lines += section(case, found)
-            if not options.no_write:
+            if write:
                 write_rows("allocator", rows(case, found), "python tests/benchmarks/plans_compared.py", **where)
+        lines += over_series(name) if not options.no_series else []
         print("\n".join(lines), flush=True)
-        if not options.no_write:
+        if write:
             PAGE.write_text(between_markers(PAGE.read_text(encoding="utf-8"), name.upper(), lines), encoding="utf-8")
 
 
