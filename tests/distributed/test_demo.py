@@ -34,7 +34,8 @@ class Outside(HTMLParser):
     def handle_starttag(self, tag, attributes):
         if tag in ("script", "link", "iframe", "img", "object", "embed"):
             self.found.append(tag)
-        self.found += [pair for pair in attributes if pair[0] in ("src", "href") or pair[0].startswith("on")]
+        self.found += [pair for pair in attributes if pair[0] == "src" or pair[0].startswith("on")]
+        self.found += [pair for pair in attributes if pair[0] == "href" and not pair[1].startswith("#")]
 
 
 @pytest.mark.parametrize(("model", "arguments"), [("resnet", {"predict_check": True}), ("bert", {"memory_budget": "auto"})])
@@ -68,6 +69,9 @@ def test_demo_from_end_to_end(model, arguments, tmp_path):
     assert "@import" not in page
     for operator in result.dag.adjustable:
         assert str(operator.op_id) in page
+    if result.plans.tradeoff is not None:
+        for number in range(1, len(result.plans.tradeoff.points) + 1):
+            assert page.count(f'id="tradeoff-plan-{number}"') == page.count(f'href="#tradeoff-plan-{number}"') == 1
     for name in ("full", "uniform", "qsync"):
         measured = load(tmp_path / f"measured-{name}.qsync", Timeline)
         assert measured.rank_group == {0: "train", 1: "infer"}

@@ -17,6 +17,8 @@ from qsync_core.profile import Profile
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.variant import Variant
 from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
 from qsync_planner.replay import Replayer
 from qsync_torch.demo.tasks import GROUPS, INFER, TRAIN
 
@@ -26,11 +28,12 @@ RANDOM_SEEDS = (11, 12)
 
 @attrs.frozen
 class Plans:
-    """Plans by method, and what their search was given."""
+    """Plans by method, and what their search was given; the trade-off curve where HiGHS is installed."""
 
     cluster: Cluster
     compared: Mapping[str, PrecisionPlan]
     probes: Mapping[str, PrecisionPlan]
+    tradeoff: Tradeoff | None = None
 
 
 def cluster_toml(share: float, memory_bytes: int = 0) -> str:
@@ -71,7 +74,14 @@ def make_plans(
     compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
     compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
     probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
-    return Plans(cluster, compared, probes)
+    return Plans(cluster, compared, probes, _tradeoff(dag, cluster, profiles, sensitivity))
+
+
+def _tradeoff(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity) -> Tradeoff | None:
+    """What other limits would give: a small curve, so that the demo takes no longer."""
+    if not is_installed():
+        return None
+    return tradeoff(dag, cluster, profiles, sensitivity, budgets=3, limits=6)
 
 
 def _tight_budget(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> int:

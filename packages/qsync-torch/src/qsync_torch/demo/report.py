@@ -12,6 +12,8 @@ import jinja2
 from qsync_core.perfetto import to_perfetto
 from qsync_core.timeline import Timeline
 from qsync_core.units import format_bytes
+from qsync_planner import tradeoff_page
+from qsync_planner.allocator.exact.tradeoff import Tradeoff
 from qsync_torch.demo.flow import Result
 from qsync_torch.demo.outcome import TITLES
 from qsync_torch.demo.planning import infer_variants
@@ -72,9 +74,19 @@ def render_report(result: Result) -> str:
         sensitivity=draw_sensitivity(result.sensitivity, result.dag, chosen),
         indicator=result.sensitivity.indicator,
         memory=draw_memory(bars, result.outcome.budget_bytes),
+        tradeoff=_tradeoff_parts(result.plans.tradeoff),
         reasons=[(o.op_id, assignments[o.op_id]) for o in result.dag.adjustable if o.op_id in assignments],
         verdict=plan.verdict.sentence if plan.verdict else "",
     )
+
+
+def _tradeoff_parts(tradeoff: Tradeoff | None) -> dict[str, str] | None:
+    """Style, legend, drawing, table and notes of the trade-off curve; None where there is none."""
+    if tradeoff is None:
+        return None
+    page = tradeoff_page
+    parts = {"style": page.style(tradeoff), "legend": page.legend(tradeoff), "drawing": page.draw_tradeoff(tradeoff)}
+    return {**parts, "table": page.table(tradeoff), "notes": page.notes(tradeoff)}
 
 
 def _timeline_figures(result: Result) -> list[Figure]:

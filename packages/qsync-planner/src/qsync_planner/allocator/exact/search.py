@@ -38,6 +38,7 @@ class Effort:
         columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded.
         rounds: whether plans near the relaxation are looked for.
         seconds: wall-clock time for a group, only where a user asks for it.
+        bound_seconds: the same for its relaxation, without which nothing is proven.
     """
 
     gap: float = PROVEN_GAP
@@ -45,6 +46,7 @@ class Effort:
     columns: int | None = None
     rounds: bool = True
     seconds: float | None = None
+    bound_seconds: float | None = None
 
 
 @attrs.frozen
@@ -74,7 +76,7 @@ class Search:
     ) -> None:
         self._group, self._program, self._effort, self._progress = group, program, effort, progress
         self._limit_ns, self._budget = limit_ns, budget_bytes
-        self._deadline = None if effort.seconds is None else time.monotonic() + effort.seconds
+        self._begin = time.monotonic()
         self._best: Replayed | None = None
         self._bound = float("-inf")
         self._tightened, self._spare = 0, (0, 0)
@@ -101,7 +103,7 @@ class Search:
         Moments that this plan exceeds get their rows, and the program is relaxed again.
         """
         for _ in range(_ROUNDS):
-            relaxed = self._program.relax(self._left())
+            relaxed = self._program.relax(self._left_for_bound())
             if relaxed.outcome is Outcome.INFEASIBLE:
                 return False
             self._raise_bound(relaxed.bound)
@@ -194,7 +196,11 @@ class Search:
         return None if self._effort.work is None else max(1, self._effort.work // self._program.program.columns)
 
     def _left(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return None if self._effort.seconds is None else max(0.0, self._begin + self._effort.seconds - time.monotonic())
+
+    def _left_for_bound(self) -> float | None:
+        seconds = self._effort.bound_seconds or self._effort.seconds
+        return None if seconds is None else max(0.0, self._begin + seconds - time.monotonic())
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
+        return self._left() == 0.0

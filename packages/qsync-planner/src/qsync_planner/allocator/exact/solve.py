@@ -79,8 +79,11 @@ def solve_exactly(
         InfeasibleError: when a group has no plan within the limits.
     """
     require_solver("the exact solver")
+    begin = time.monotonic()
     answers = answer(state, Programs(state.replayer, uniform), uniform, limit_ns, effort, seconds=seconds, progress=progress)
-    return with_proof(state, limit_ns, adopt(state, answers))
+    bound = adopt(state, answers)
+    late = seconds is not None and time.monotonic() - begin > seconds / 2
+    return with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
 
 
 def answer(
@@ -102,9 +105,11 @@ def answer(
     begin = time.monotonic()
     found: dict[str, Answer] = {}
     for number, group in enumerate(state.problem.groups):
-        own = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin)) / (len(state.problem.groups) - number)
+        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
+        own = None if left is None else left / (len(state.problem.groups) - number)
         budget = group.group.memory_bytes if budgets is None else budgets[group.name]
-        search = Search(group, programs.of(group), limit_ns, budget, attrs.evolve(effort, seconds=own), progress)
+        share = attrs.evolve(effort, seconds=own, bound_seconds=left)
+        search = Search(group, programs.of(group), limit_ns, budget, share, progress)
         found[group.name] = search.run(uniform[group.name].rungs)
         if found[group.name].plan is None:
             raise InfeasibleError(
@@ -140,12 +145,20 @@ def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformSt
     return attrs.evolve(found, bound=bound, notes=(*found.notes, proof_note(objective, bound)))
 
 
-def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further: bool = True) -> Solution:
-    """The state's plan, after single steps that still fit (unless it is to stay as it is), with its bound and reasons."""
+def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further: bool = True, explain: bool = True) -> Solution:
+    """The state's plan with its bound and reasons.
+
+    Args:
+        raise_further: whether single steps that still fit are taken first.
+        explain: whether the reasons say what other choices would take, which needs a trial for every unit.
+    """
     history = new_history(state)
     if raise_further:
         sweep_until_stable(state, limit_ns, history)
-    reasons = {group.name: _reasons(state, group, limit_ns, history[group.name]) for group in state.problem.groups}
+    if explain:
+        reasons = {group.name: _reasons(state, group, limit_ns, history[group.name]) for group in state.problem.groups}
+    else:
+        reasons = {group.name: _labels(state, group) for group in state.problem.groups}
     solution = attrs.evolve(Solution.of(state), reasons=reasons)
     objective = state.problem.objective(solution.rungs)
     bound = min(max(0.0, bound), objective)
@@ -161,6 +174,11 @@ def proof_note(objective: float, bound: float) -> str:
 def relative_gap(objective: float, bound: float) -> float:
     """Share of the objective by which a better plan could be below it."""
     return (objective - bound) / objective if objective > 0 else 0.0
+
+
+def _labels(state: SearchState, group: GroupProblem) -> tuple[str, ...]:
+    rungs = zip(group.units, state.rungs(group.name), strict=True)
+    return tuple(f"{unit.rungs[rung].label}: part of the best plan that was found in the time given" for unit, rung in rungs)
 
 
 def _what_raising_takes(state: SearchState, group: GroupProblem, index: int) -> str:
