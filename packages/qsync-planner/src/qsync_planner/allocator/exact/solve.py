@@ -25,7 +25,7 @@ from qsync_planner.wording import added_time_text, time_text
 
 NO_PROGRAM = (NoDeadlineForm, TooManyCombinations)
 """Why a problem may have no program; trials by replay do without."""
-AUTO = Effort(work=200_000, columns=20_000)
+AUTO = Effort(work=800_000, columns=20_000)
 """``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
