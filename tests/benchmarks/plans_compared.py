@@ -48,6 +48,8 @@ MODELS = {
 }
 """Stored profiles: title, and the folder of the device on which they were measured."""
 WEAK = {"h200": "half of an H200", "cpu": "two cores of a CPU"}
+FEW = 20
+"""Operators of a model that are named one by one."""
 LOOSE = 10.0
 """Tolerance where memory binds: as good as any time."""
 SHARES = tuple(i / 10 for i in range(1, 10))
@@ -218,6 +220,9 @@ def kept_high(case: Case, plan: PrecisionPlan) -> str:
     """Which operators of a weak device keep the base precision, by kind of layer."""
     group = next(group for group in plan.groups if group.group == case.weak)
     base = case.cluster.group(case.weak).ladder[-1]
+    if len(group.assignments) <= FEW:
+        names = (f"`{op_id.fqn}`" for op_id, assignment in group.assignments.items() if assignment.variant == base)
+        return f"The exact plan keeps in {base.label}: {', '.join(names) or 'nothing'}."
     kinds = Counter(kind_of(op_id) for op_id in group.assignments)
     kept = Counter(kind_of(op_id) for op_id, assignment in group.assignments.items() if assignment.variant == base)
     listed = (f"`{kind}`" if kinds[kind] == 1 else f"{count} of {kinds[kind]} `{kind}`" for kind, count in kept.most_common())
