@@ -27,6 +27,7 @@ from qsync_core.units import parse_bytes
 from qsync_core.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import tradeoff as tradeoff_module
+from qsync_planner.allocator.exact.solve import RELAXED
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
 from qsync_planner.cli_tradeoff import show_tradeoff
 from qsync_planner.plugin import qsync_register_commands
@@ -115,6 +116,21 @@ def test_points_are_what_they_say(seed: int, groups: int, train: int) -> None:
     for less, more in itertools.pairwise(range(len(found.budgets))):
         for point in found.curve(less):
             assert min(p.omega for p in found.curve(more) if p.iteration_ns <= point.iteration_ns) <= point.omega
+
+
+@needs_highs
+@pytest.mark.parametrize("seed", [1, 4, 12])
+def test_bounds_hold_where_the_search_was_too_short(seed: int) -> None:
+    """Only relaxed: most points are not the best plans, and say by how much they may not be."""
+    case = random_case(seed, blocks=2)
+    case = case.with_memory(tight_budget(case))
+    plans = every_plan(case)
+    points = tradeoff(*case.arguments, effort=RELAXED).points
+    for point in points:
+        within = [omega for omega, *rest in plans if rest[0] <= point.iteration_ns and rest[1] <= point.peak_bytes["infer0"]]
+        assert point.bound <= min(within) * (1 + 1e-9)
+        assert point.omega - min(within) <= point.gap * point.omega + 1e-9
+    assert max(point.gap for point in points) > 0.01
 
 
 @needs_highs
@@ -207,6 +223,21 @@ def test_too_little_memory_names_the_group_and_what_would_do() -> None:
 def test_too_few_points(numbers: dict[str, int]) -> None:
     with pytest.raises(PlanError, match=r"at least 1 memory budget and 3 time limits"):
         tradeoff(*random_case(0, blocks=1).arguments, **numbers)
+
+
+# One point against another
+
+
+def test_a_point_dominates_what_is_nowhere_better() -> None:
+    point = drawn().points[1]
+    slower = attrs.evolve(point, iteration_ns=point.iteration_ns + 1)
+    larger = attrs.evolve(point, peak_bytes={"infer": point.peak_bytes["infer"] + 1})
+    assert point.dominates(slower)
+    assert point.dominates(larger)
+    assert not slower.dominates(point)
+    assert not point.dominates(point)
+    assert not slower.dominates(larger)
+    assert not larger.dominates(slower)
 
 
 # The page
