@@ -37,8 +37,8 @@ class Effort:
         work: nodes of the search tree times columns; None for as many as a proof takes.
         columns: programs with more of them are not searched by branch and bound at all, only relaxed and rounded.
         rounds: whether plans near the relaxation are looked for.
-        seconds: wall-clock time for a group, only where a user asks for it.
-        bound_seconds: the same for its relaxation, without which nothing is proven.
+        seconds: wall-clock time for branch and bound, only where a user asks for it.
+        bound_seconds: the same for the relaxation and the plans near it, without which nothing is proven.
     """
 
     gap: float = PROVEN_GAP
@@ -107,9 +107,9 @@ class Search:
             if relaxed.outcome is Outcome.INFEASIBLE:
                 return False
             self._raise_bound(relaxed.bound)
-            if not relaxed.values.size or self._is_late() or not self._effort.rounds:
+            if not relaxed.values.size or self._left_for_bound() == 0.0 or not self._effort.rounds:
                 return True
-            near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left()))
+            near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left_for_bound()))
             if near.values.size:
                 if self._accept(near):
                     return True
