@@ -115,6 +115,27 @@ def test_progress_tells_plan_and_bound() -> None:
     assert f"Σ Ω {plan.objective / plan.group('infer0').count:.4g}, at least " in lines[-1]
 
 
+@pytest.mark.parametrize("tolerance", [10.0, 300.0, 1000.0])
+def test_a_time_limit_that_is_none_leaves_the_base_precision(tolerance: float) -> None:
+    plan = allocate(*random_case(4, infer_groups=2).arguments, solver="exact", tolerance=tolerance)
+    assert plan.objective == 0
+    assert plan.notes[0] == "proven optimal"
+
+
+def test_a_solver_that_gives_up_leaves_auto_to_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise program.SolverFailed("the solver HiGHS stopped with Solve error; use --solver greedy")
+
+    case = random_case(4)
+    greedy = allocate(*case.arguments, solver="greedy")
+    monkeypatch.setattr(program.Program, "solve", fail)
+    plan = allocate(*case.arguments)
+    assert plan.objective == greedy.objective
+    assert plan.notes[1].startswith("without a proof: the solver HiGHS stopped")
+    with pytest.raises(PlanError, match="the solver HiGHS stopped with Solve error; use --solver greedy"):
+        allocate(*case.arguments, solver="exact")
+
+
 def test_a_time_that_is_up_leaves_a_plan_that_keeps_its_limits() -> None:
     case = random_case(2, infer_groups=2)
     plan = allocate(*case.arguments, solver="exact", seconds=1e-6)

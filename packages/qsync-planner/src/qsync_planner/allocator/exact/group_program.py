@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from qsync_planner.allocator.exact.choices import Choices
+from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, Program, Solved, Told
 from qsync_planner.allocator.exact.shared_casts import shared_charges
@@ -72,6 +72,7 @@ class GroupProgram:
         self.scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
+        self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
         steps = StepExpressions(self.choices, list(shared_charges(self.choices, self.program)))
         rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns))
         if group.group.sync_per_step and not model.synchronous:
@@ -91,8 +92,9 @@ class GroupProgram:
         self.program.price(self._budget, float(quantity is Quantity.MEMORY))
 
     def limit(self, period_ns: int, budget_bytes: int) -> None:
-        """Set T and the memory budget (0: none)."""
-        self.program.bound(self._limit, 0.0, period_ns * _NS if period_ns else math.inf)
+        """Set T and the memory budget (0: none); a T that no plan exceeds is none either, since solvers dislike huge numbers."""
+        binds = 0 < period_ns < self._slowest_ns
+        self.program.bound(self._limit, 0.0, period_ns * _NS if binds else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
     @property
@@ -142,3 +144,12 @@ class GroupProgram:
     def rungs(self, values: Values) -> tuple[int, ...]:
         """Of every unit the rung whose column is the largest."""
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
+
+
+def _longest_ns(choices: Sequence[Choice]) -> int:
+    """What an operator takes at most, forward and backward, with all casts and the time to dispatch them."""
+    return max(
+        sum((s.forward_dispatch_ns, s.forward_compute_ns, s.backward_dispatch_ns, s.backward_compute_ns))
+        + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
+        for s in (choice.settled for choice in choices)
+    )

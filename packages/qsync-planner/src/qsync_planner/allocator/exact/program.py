@@ -34,6 +34,10 @@ def require_solver(who: str) -> None:
         raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
 
 
+class SolverFailed(PlanError):
+    """HiGHS gave up."""
+
+
 class Outcome(enum.Enum):
     """How a solution ended."""
 
@@ -148,7 +152,7 @@ class Program:
             told: is called with objective and bound whenever a better point is found.
 
         Raises:
-            PlanError: when the solver gives up for another reason than a limit.
+            SolverFailed: when the solver gives up for another reason than a limit.
         """
         solver = self._handed_over(relaxed)
         solver.setOptionValue("mip_rel_gap", limits.gap)
@@ -214,7 +218,7 @@ class Program:
             return Solved(Outcome.INFEASIBLE, nothing, math.inf, math.inf)
         limits = (found.kTimeLimit, found.kIterationLimit, found.kSolutionLimit, found.kInterrupt)
         if status != found.kOptimal and status not in limits:
-            raise PlanError(f"the solver HiGHS stopped with {solver.modelStatusToString(status)}; use --solver greedy")
+            raise SolverFailed(f"the solver HiGHS stopped with {solver.modelStatusToString(status)}; use --solver greedy")
         outcome = Outcome.OPTIMAL if status == found.kOptimal else Outcome.LIMIT
         if relaxed:
             if outcome is Outcome.LIMIT:

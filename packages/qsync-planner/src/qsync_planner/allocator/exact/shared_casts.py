@@ -44,19 +44,24 @@ def _uses(choices: Choices, producer: int, reader: int) -> dict[int, tuple[Price
 
 def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program) -> Iterator[Charge]:
     earlier: list[Indicator] = []
+    charges: list[Indicator] = []
     for position, cast, used in entries:
-        if not earlier:
-            charged: Indicator = used
+        if not charges:
+            charged = used
         elif any(other in (ALWAYS, used) for other in earlier):
             continue
         else:
-            # Charged where it is used and no earlier consumer uses it; a cost is never negative, so the least value is taken.
+            # 1 where it is used and no earlier consumer was charged: charges so far add up to whether any of these uses it.
             column = program.column()
             row: Expression = {column: 1}
             add(row, used, -1)
-            for other in earlier:
+            for other in charges:
                 add(row, other)
             program.row(row, lower=0)
             charged = {column: 1}
+            row = {column: 1}
+            add(row, used, -1)
+            program.row(row, upper=0)
         earlier.append(used)
+        charges.append(charged)
         yield Charge(position, cast, charged)

@@ -12,7 +12,7 @@ from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.assumptions import NoDeadlineForm, check_deadline_form
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram
-from qsync_planner.allocator.exact.program import is_installed, require_solver
+from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.allocator.reasons import refusal_text
@@ -23,8 +23,8 @@ from qsync_planner.allocator.uniform import UniformStart
 from qsync_planner.replay import Replayer
 from qsync_planner.wording import added_time_text, time_text
 
-NO_PROGRAM = (NoDeadlineForm, TooManyCombinations)
-"""Why a problem may have no program; trials by replay do without."""
+NO_PROGRAM = (NoDeadlineForm, TooManyCombinations, SolverFailed)
+"""Why a problem may have no program, or none that can be solved; trials by replay do without."""
 AUTO = Effort(work=800_000, columns=20_000)
 """``auto`` searches the tree of programs up to this size; larger ones are relaxed and rounded, to a fraction of a percent."""
 EXACT = Effort()
