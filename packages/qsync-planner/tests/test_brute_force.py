@@ -226,3 +226,25 @@ def test_agreement_counts_and_names_what_disagrees(monkeypatch: pytest.MonkeyPat
     agreeing, total, wrong = agreement(8, SEED, "uniform")
     assert (agreeing, total) == (8 - len(possible), 8)
     assert [sentence.split(": the plan says")[0] for sentence in wrong] == [f"instance {SEED}/{number}" for number in possible]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("highspy") is None, reason="HiGHS is not installed")
+@pytest.mark.parametrize("number", [17, 20, 29, 59])
+def test_no_proof_is_wrong_where_sensitivities_differ_by_many_orders_of_magnitude(number: int) -> None:
+    """Ω from 1e-20 to 1e3 in one model: a solver that scales by the largest can not tell the best plans apart."""
+    job = draw(77, number)
+    chosen = random.Random(f"rungs77/{number}")
+    chosen.uniform(-30, 12)
+    omega = {}
+    for op_id, by_variant in job.instance.sensitivity.omega.items():
+        chosen.uniform(-14, 0)
+        omega[op_id] = {variant: 10 ** chosen.uniform(-20, 3) if value else 0.0 for variant, value in by_variant.items()}
+    instance = attrs.evolve(job.instance, sensitivity=attrs.evolve(job.instance.sensitivity, omega=omega))
+    plan = allocate(instance.dag, instance.cluster, instance.profiles, instance.sensitivity, solver="exact")
+    best = optimum(Job(instance), plan.time_limit_ns)
+    assert best is not None
+    assert plan.bound is not None
+    assert plan.bound <= best[0] * (1 + 1e-6)
+    assert plan.objective >= best[0] * (1 - 1e-9)
+    if "proven optimal" in plan.notes[0]:
+        assert plan.objective <= best[0] * (1 + 2e-6)

@@ -73,6 +73,7 @@ def test_what_is_refused() -> None:
         ({"objective": "memory", "solver": "greedy"}, "only the solvers auto and exact can minimise memory, not greedy"),
         ({"omega_limit": 1.0}, "a limit of Σ Ω goes with the objective time, not with omega"),
         ({"objective": "time", "omega_limit": -1.0}, "the limit of Σ Ω must be a finite number ≥ 0, got -1.0"),
+        ({"objective": "memory", "seconds": 1.0}, "a time for solving goes with the objective omega, not with memory"),
         ({"seconds": 0.0}, "the time for solving must be a finite number of seconds above 0, got 0.0"),
         ({"seconds": 1.0, "solver": "greedy"}, "only the solvers auto and exact can be given a time, not greedy"),
     ):

@@ -83,7 +83,7 @@ def allocate(
         ClusterError: a group without a profile, or one of another device.
     """
     _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
-    _check_objective(objective, omega_limit, solver)
+    _check_objective(objective, omega_limit, solver, seconds)
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
@@ -172,11 +172,13 @@ def _check_arguments(
             raise PlanError(f"a second profile was given for group {name!r}, but the cluster has {', '.join(names)}")
 
 
-def _check_objective(objective: str, omega_limit: float | None, solver: str) -> None:
+def _check_objective(objective: str, omega_limit: float | None, solver: str, seconds: float | None) -> None:
     if objective not in OBJECTIVES:
         raise PlanError(f"there is no objective {objective!r}; choose one of {', '.join(OBJECTIVES)}")
     if objective != "omega" and solver not in ("auto", "exact"):
         raise PlanError(f"only the solvers auto and exact can minimise {objective}, not {solver}")
+    if objective != "omega" and seconds is not None:
+        raise PlanError(f"a time for solving goes with the objective omega, not with {objective}")
     if omega_limit is not None and objective != "time":
         raise PlanError(f"a limit of Σ Ω goes with the objective time, not with {objective}")
     if omega_limit is not None and not 0 <= omega_limit < float("inf"):

@@ -24,9 +24,14 @@ def least_memory(program: GroupProgram, limit_ns: int = 0, start: Sequence[int] 
 def _least(
     program: GroupProgram, quantity: Quantity, limit_ns: int, budget_bytes: int, start: Sequence[int] | None
 ) -> Replayed | None:
+    program.look_below(None)
     program.limit(limit_ns, budget_bytes)
     program.minimise(quantity)
     best: Replayed | None = None
+    if start is not None:
+        first = program.replay(start)
+        if (not budget_bytes or first.peak_bytes <= budget_bytes) and (not limit_ns or first.period_ns <= limit_ns):
+            best = first
     try:
         for _ in range(_ROUNDS):
             solved = program.solve(_LIMITS, None if best is None else best.rungs)

@@ -69,7 +69,8 @@ class GroupProgram:
         model = replayer.model(group.name)
         self.program = Program()
         self.choices = Choices(group, model, self.program)
-        self.scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
+        self._uniform_scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
+        self.scale = self._uniform_scale
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
         self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
@@ -90,6 +91,18 @@ class GroupProgram:
                 self.program.price(column, omega * self.scale if quantity is Quantity.OMEGA else 0.0)
         self.program.price(self._limit, float(quantity is Quantity.TIME))
         self.program.price(self._budget, float(quantity is Quantity.MEMORY))
+
+    def look_below(self, omega: float | None) -> None:
+        """Scale Ω for plans of less than this Σ Ω, and leave out whatever is more on its own; None for all plans, as at first.
+
+        A solver knows costs to a part of the largest: where the best plan is millions of times better than uniform precision, what
+        sets good plans apart is lost otherwise.
+        """
+        self.scale = self._uniform_scale if omega is None else 1000.0 / omega
+        for unit, columns in zip(self._group.units, self.choices.columns, strict=True):
+            for own, column in zip(unit.omega, columns, strict=True):
+                self.program.bound(column, 0.0, float(omega is None or own <= omega))
+        self.minimise(Quantity.OMEGA)
 
     def limit(self, period_ns: int, budget_bytes: int) -> None:
         """Set T and the memory budget (0: none); a T that no plan exceeds is none either, since solvers dislike huge numbers."""

@@ -17,6 +17,7 @@ from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart
 
+_ANY_TIME = 2**62
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
 
@@ -60,9 +61,8 @@ def least_time_plan(
     low, high = shortest, shortest
     answers, omega = least_omega(shortest)
     if omega_limit is not None and omega > omega_limit:
-        base = state.replayer.replay({}).iteration_ns
-        high = max(shortest, base, state.prediction.iteration_ns)
-        answers, omega = least_omega(high)
+        answers, omega = least_omega(_ANY_TIME)
+        high = max(shortest, *(entry.plan.period_ns for entry in answers.values() if entry.plan is not None))
         if omega > omega_limit:
             raise InfeasibleError(
                 f"no precision plan within the memory budgets has a Σ Ω of at most {omega_limit:g}; the least is {omega:g}, "

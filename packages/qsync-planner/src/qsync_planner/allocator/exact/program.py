@@ -93,6 +93,7 @@ class Program:
         self._solver: Any = None
         self._rows_passed = self._columns_passed = 0
         self._relaxed = False
+        self._basis: tuple[tuple[int, int], Any] | None = None
 
     @property
     def columns(self) -> int:
@@ -155,6 +156,9 @@ class Program:
             SolverFailed: when the solver gives up for another reason than a limit.
         """
         solver = self._handed_over(relaxed)
+        size = (self.columns, self.rows)
+        if relaxed and self._basis is not None and self._basis[0] == size:
+            solver.setBasis(self._basis[1])  # a search for integers in between has forgotten it
         solver.setOptionValue("mip_rel_gap", limits.gap)
         solver.setOptionValue("mip_max_nodes", 2**31 - 1 if limits.nodes is None else limits.nodes)
         solver.setOptionValue("time_limit", math.inf if limits.seconds is None else max(0.01, limits.seconds) + solver.getRunTime())
@@ -174,7 +178,10 @@ class Program:
         finally:
             if told is not None:
                 solver.cbMipImprovingSolution -= improved
-        return self._solved(solver, relaxed)
+        found = self._solved(solver, relaxed)
+        if relaxed and found.outcome is Outcome.OPTIMAL:
+            self._basis = (size, solver.getBasis())
+        return found
 
     def _handed_over(self, relaxed: bool) -> Any:
         import highspy
@@ -216,6 +223,8 @@ class Program:
         nothing = np.empty(0)
         if status in (found.kInfeasible, found.kUnboundedOrInfeasible):
             return Solved(Outcome.INFEASIBLE, nothing, math.inf, math.inf)
+        if status == found.kUnknown:  # numbers too far apart: nothing is known, and nothing is claimed
+            return Solved(Outcome.LIMIT, nothing, math.inf, -math.inf)
         limits = (found.kTimeLimit, found.kIterationLimit, found.kSolutionLimit, found.kInterrupt)
         if status != found.kOptimal and status not in limits:
             raise SolverFailed(f"the solver HiGHS stopped with {solver.modelStatusToString(status)}; use --solver greedy")

@@ -20,6 +20,9 @@ PROVEN_GAP = 1e-6
 """A plan this near to its bound is called optimal."""
 _SOLVER_GAP = 1e-7
 _ROUNDS = 1000
+_RESCALINGS = 12
+_WORTH_RESCALING = 20.0
+"""Σ Ω of the best plan, scaled, below which the program is scaled for it; it is 1,000 then."""
 _REPAIRS = 8
 """Times that limits are tightened where a plan misses one by a rounding of the solver."""
 
@@ -85,10 +88,13 @@ class Search:
     def run(self, start: Sequence[int]) -> Answer:
         """Search from a plan that may or may not keep the limits."""
         if self._budget and not self._program.has_moments:
+            # A first row of memory is dear to a program that is solved already, the others are not.
             first = self._program.replay(start)
             self._program.keep_moment(first.peak_moment)
             self._offer(first)
-        if not self._approach():
+        if not self._approach_all_scales():
+            if self._best is None:
+                self._offer(self._program.replay(start))
             return Answer(self._best, float("inf") if self._best is None else self._bound)
         small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
         if small and not self._is_done() and not self._is_late():
@@ -97,10 +103,26 @@ class Search:
             self._offer(self._program.replay(start))
         return Answer(self._best, self._bound)
 
+    def _approach_all_scales(self) -> bool:
+        """:meth:`_approach`, and again for better plans alone while these are better by orders of magnitude."""
+        self._program.look_below(None)
+        if not self._approach():
+            return False
+        for _ in range(_RESCALINGS):
+            best = 0.0 if self._best is None else self._group.omega(self._best.rungs)
+            if best <= 0.0 or best * self._program.scale > _WORTH_RESCALING or self._left_for_bound() == 0.0:
+                break
+            self._program.look_below(best)
+            self._bound = float("-inf")  # found where such plans were too small to be told apart
+            if not self._approach():
+                break
+        return True
+
     def _approach(self) -> bool:
         """The relaxation's bound, and the best plan that agrees with it wherever it is integral; False where nothing is feasible.
 
-        Moments that this plan exceeds get their rows, and the program is relaxed again.
+        Moments at which the plan that the relaxation rounds to exceeds the budget get their rows first: relaxing once more from
+        where one was is cheap, but not after a search for integers.
         """
         for _ in range(_ROUNDS):
             relaxed = self._program.relax(self._left_for_bound())
@@ -109,15 +131,13 @@ class Search:
             self._raise_bound(relaxed.bound)
             if not relaxed.values.size or self._left_for_bound() == 0.0 or not self._effort.rounds:
                 return True
+            rounded = self._program.replay(self._program.rungs(relaxed.values))
+            self._offer(rounded)
+            if self._budget and rounded.peak_bytes > self._budget and self._program.keep_moment(rounded.peak_moment):
+                continue
             near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left_for_bound()))
-            if near.values.size:
-                if self._accept(near):
-                    return True
-            else:
-                rounded = self._program.replay(self._program.rungs(relaxed.values))
-                self._offer(rounded)
-                if not self._budget or rounded.peak_bytes <= self._budget or not self._program.keep_moment(rounded.peak_moment):
-                    return True
+            if not near.values.size or self._accept(near):
+                return True
         return True
 
     def _branch(self) -> None:
@@ -126,6 +146,8 @@ class Search:
             start = None if self._best is None else self._best.rungs
             limits = Limits(min(self._effort.gap, _SOLVER_GAP), self._nodes(), self._left())
             solved = self._program.solve(limits, start, self._tell_scaled)
+            if solved.outcome is Outcome.INFEASIBLE and self._best is not None:
+                return  # there is a plan: the solver's word is no proof of anything
             self._raise_bound(solved.bound)
             if not solved.values.size or self._accept(solved) or self._is_late():
                 return
