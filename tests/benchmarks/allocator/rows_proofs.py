@@ -68,7 +68,8 @@ def deep_rows(bench: Bench) -> Iterator[Row]:
         "≥ 0.95",
         f"worst gap {max(entry.gap for entry in solved):.1e}, longest {max(entry.seconds for entry in solved):.2f} s",
     )
-    symmetric = [bench.solve(rotating(name, seed, symmetric=True), "auto", seconds=DEEP_SEARCH_SECONDS) for seed in range(bench.seeds)]
+    alike = [rotating(name, seed, symmetric=True) for seed in range(bench.seeds)]
+    symmetric = [bench.solve(entry, "auto", seconds=DEEP_SEARCH_SECONDS) for entry in alike]
     worst = max(symmetric, key=lambda entry: entry.gap)
     yield row(
         "A2b",
