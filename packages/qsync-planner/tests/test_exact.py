@@ -38,7 +38,7 @@ def test_the_least_memory_is_the_smallest_budget_that_is_feasible(seed: int) -> 
     peak = plan.group("infer0").predicted_peak_bytes
     assert plan.predicted_iteration_ns <= plan.time_limit_ns
     assert peak <= allocate(*case.arguments, solver="exact").group("infer0").predicted_peak_bytes
-    assert "the least memory within the time limit" in plan.notes[0]
+    assert "the least memory found within the time limit" in plan.notes[0]
     smallest = leanest(case)
     with pytest.raises(InfeasibleError, match=r"1 B more; raise the group's 'memory'"):
         allocate(*case.with_memory(smallest - 1).arguments)

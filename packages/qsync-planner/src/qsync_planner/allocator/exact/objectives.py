@@ -32,7 +32,7 @@ def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], l
         assert smallest is not None, "uniform precision keeps the time limit"
         budgets[group.name] = smallest.peak_bytes
     answers = answer(state, programs, uniform, limit_ns, effort, budgets=budgets)
-    return _as_found(state, limit_ns, answers, "the least memory within the time limit; of such plans, ")
+    return _as_found(state, limit_ns, answers, "the least memory found within the time limit; of such plans, ")
 
 
 def least_time_plan(
@@ -75,7 +75,7 @@ def least_time_plan(
                 high, answers = middle, found
             else:
                 low = middle
-    what = "the shortest time" if omega_limit is None else f"the shortest time at a Σ Ω of at most {omega_limit:g}"
+    what = "the shortest time found" if omega_limit is None else f"the shortest time found at a Σ Ω of at most {omega_limit:g}"
     return _as_found(state, high, answers, f"{what}; of such plans, "), high
 
 

@@ -168,7 +168,7 @@ def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further
 def proof_note(objective: float, bound: float) -> str:
     """How good the plan is, for people."""
     gap = relative_gap(objective, bound)
-    return "proven optimal" if gap <= PROVEN_GAP else f"proven to be within {gap:.2%} of the best plan"
+    return "proven optimal" if gap <= PROVEN_GAP else f"proven to be within {max(gap, 1e-4):.2%} of the best plan"
 
 
 def relative_gap(objective: float, bound: float) -> float:
