@@ -39,6 +39,8 @@ from qsync_planner.allocator.uniform import move_to_uniform
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 
+_ANY_TIME = 2**62
+"""A time limit that no plan exceeds."""
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""
 BUDGETS = 5
@@ -287,7 +289,11 @@ class _Curve:
             solved[limit_ns] = (self._period_ns(plans), self._omega(plans))
             self._solved.append((level, limit_ns))
 
-        longest = level.snap(max(self.full.prediction.iteration_ns, level.uniform_ns, fastest), up=True)
+        for name, nbytes in level.budgets.items():
+            # Where memory binds, a mixture with its casts may take longer than full precision, and be better than all faster ones.
+            self._known[name].search(_ANY_TIME, nbytes)
+        slowest = self._period_ns(self._plans(level, _ANY_TIME))
+        longest = level.snap(max(slowest, level.uniform_ns, fastest), up=True)
         for limit in sorted({fastest, max(fastest, level.uniform_ns), longest}):
             yield f"{limit / 1e6:.2f} ms"
             solve(limit)
