@@ -47,7 +47,7 @@ def explain(plan: PrecisionPlan, fqn: str | None = None) -> dict[str, Any]:
         "time_limit_ns": plan.time_limit_ns,
         "objective": plan.objective,
         "bound": plan.bound,
-        "gap": None if plan.bound is None or plan.objective <= 0 else (plan.objective - plan.bound) / plan.objective,
+        "gap": None if plan.bound is None else (plan.objective - plan.bound) / plan.objective if plan.objective > 0 else 0.0,
         "baselines_ns": dict(sorted(plan.baselines.items())),
         "verdict": None if verdict is None else {"sentence": verdict.sentence, "speedup": verdict.speedup},
         "rank0_group": plan.rank0_group,
