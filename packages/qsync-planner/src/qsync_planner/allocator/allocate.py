@@ -27,7 +27,7 @@ from qsync_planner.allocator.infeasible import infeasible
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution, group_plans
-from qsync_planner.allocator.uniform import UniformStart, move_to_uniform, solve_uniform, time_limit_ns
+from qsync_planner.allocator.uniform import MAX_TOLERANCE, UniformStart, move_to_uniform, solve_uniform, time_limit_ns
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 from qsync_planner.verdict import judge
@@ -40,9 +40,6 @@ OBJECTIVES = ("omega", "memory", "time")
 
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
-
-MAX_TOLERANCE = 1000.0
-"""Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
 
 
 def allocate(

@@ -16,6 +16,9 @@ from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 
+MAX_TOLERANCE = 1000.0
+"""Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
+
 
 @attrs.frozen
 class UniformStart:

@@ -28,6 +28,8 @@ from qsync_planner.step_timing import StepTiming
 Values = np.ndarray[Any, np.dtype[np.float64]]
 _NS, _BYTES = 1e-3, 2.0**-20
 """T's column is in microseconds, the peak's in MiB."""
+ANY_TIME_NS = 2**62
+"""A time limit that no plan exceeds."""
 _SURE = 1e-6
 """A relaxed column this near to 1 is taken as chosen."""
 

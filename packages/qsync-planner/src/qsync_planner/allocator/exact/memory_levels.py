@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_planner.allocator.uniform import time_limit_ns
+from qsync_planner.allocator.uniform import MAX_TOLERANCE, time_limit_ns
 
 DECIMALS = 4
 """Of tolerances, so that a person can type them."""
-MAX_TOLERANCE = 1000.0
-"""What ``qsync plan`` takes."""
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ from qsync_core.errors import InfeasibleError
 from qsync_core.plan import Role
 from qsync_core.units import format_ns
 from qsync_planner.allocator.exact.extremes import least_memory, least_time
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
 from qsync_planner.allocator.exact.program import require_solver
 from qsync_planner.allocator.exact.search import Answer, Effort
 from qsync_planner.allocator.exact.solve import Programs, adopt, answer, with_proof
@@ -17,7 +18,6 @@ from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart
 
-_ANY_TIME = 2**62
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
 
@@ -61,7 +61,7 @@ def least_time_plan(
     low, high = shortest, shortest
     answers, omega = least_omega(shortest)
     if omega_limit is not None and omega > omega_limit:
-        answers, omega = least_omega(_ANY_TIME)
+        answers, omega = least_omega(ANY_TIME_NS)
         high = max(shortest, *(entry.plan.period_ns for entry in answers.values() if entry.plan is not None))
         if omega > omega_limit:
             raise InfeasibleError(

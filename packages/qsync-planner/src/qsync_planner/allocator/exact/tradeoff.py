@@ -24,7 +24,7 @@ from qsync_core.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
 from qsync_core.variant import Variant
 from qsync_planner.allocator.exact.extremes import least_memory, least_time
-from qsync_planner.allocator.exact.group_program import Replayed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed
 from qsync_planner.allocator.exact.known_plans import KnownPlans
 from qsync_planner.allocator.exact.memory_levels import DECIMALS, MemoryLevel, rounded_budget
 from qsync_planner.allocator.exact.program import is_installed
@@ -39,8 +39,6 @@ from qsync_planner.allocator.uniform import move_to_uniform
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
 
-_ANY_TIME = 2**62
-"""A time limit that no plan exceeds."""
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""
 BUDGETS = 5
@@ -291,8 +289,8 @@ class _Curve:
 
         for name, nbytes in level.budgets.items():
             # Where memory binds, a mixture with its casts may take longer than full precision, and be better than all faster ones.
-            self._known[name].search(_ANY_TIME, nbytes)
-        slowest = self._period_ns(self._plans(level, _ANY_TIME))
+            self._known[name].search(ANY_TIME_NS, nbytes)
+        slowest = self._period_ns(self._plans(level, ANY_TIME_NS))
         longest = level.snap(max(slowest, level.uniform_ns, fastest), up=True)
         for limit in sorted({fastest, max(fastest, level.uniform_ns), longest}):
             yield f"{limit / 1e6:.2f} ms"
