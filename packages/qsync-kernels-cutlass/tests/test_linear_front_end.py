@@ -183,6 +183,22 @@ def test_an_int8_gradient_is_delivered_in_the_activations_format(path):
         kernel(grad, w, torch.ones(1), torch.empty(32, 48, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("strided", ["x_scale", "w_scale", "bias"])
+@pytest.mark.parametrize("path", ["tma", "mma", "simt"])
+def test_scales_and_bias_may_be_strided(path, strided):
+    """A column of a parameter is a scale too; the numbers beside it are not read, in a repeated call neither."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = integers(generator, 16, 32), integers(generator, 48, 32)
+    vectors = {"x_scale": 2.0 ** (torch.arange(16) % 5), "w_scale": 2.0 ** -(torch.arange(48) % 7), "bias": torch.arange(48.0) - 9}
+    scaled = (x.double() @ w.double().t()) * vectors["x_scale"][:, None].double() * vectors["w_scale"].double()
+    expected = (scaled + vectors["bias"].double()).float().bfloat16()
+    vectors[strided] = torch.stack([vectors[strided], torch.full_like(vectors[strided], 1e6)], dim=1)[:, 0]
+    kernel, out = build(Op.LINEAR_OUTPUT, INT8, path), torch.empty(16, 48, dtype=torch.bfloat16)
+    for _ in range(2):
+        kernel(x, vectors["x_scale"], w, vectors["w_scale"], vectors["bias"], out.zero_())
+        assert torch.equal(out, expected)
+
+
 def test_scales_along_the_sum_are_refused():
     kernel = build(Op.LINEAR_GRAD_INPUT, INT8, "tma")
     grad, w = torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 16, dtype=torch.int8)
@@ -199,8 +215,7 @@ def test_scales_along_the_sum_are_refused():
         ({"out": torch.empty(4, 8)}, r"\(int8 x int8 -> float32\) .* was built for int8 x int8 -> bfloat16"),
         ({"x": torch.ones(4, 16, 1, dtype=torch.int8)}, "the operands are matrices, got 3 and 2 dimensions"),
         ({"x_scale": torch.ones(3)}, "the first operand has 3 scales, expected 1 or 4"),
-        ({"w_scale": torch.ones(8).double()}, r"the second operand's scale is torch\.float64 on cpu, expected contiguous float32"),
-        ({"w_scale": torch.ones(16)[::2]}, "the second operand's scale is .* expected contiguous"),
+        ({"w_scale": torch.ones(8).double()}, r"the second operand's scale is torch\.float64 on cpu, expected float32"),
         ({"bias": torch.ones(7)}, "the bias has 7 elements on cpu, expected 8"),
         (
             {"w": torch.ones(8, 16, dtype=torch.int8, device="meta")},

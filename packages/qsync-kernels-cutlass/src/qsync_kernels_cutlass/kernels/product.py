@@ -89,9 +89,9 @@ class Product:
         Args:
             a: (m, k).
             b: (n, k).
-            a_scale: float32, 1 or m elements; None counts as 1.
-            b_scale: float32, 1 or n elements; None counts as 1.
-            bias: n elements, any float format; None counts as 0.
+            a_scale: float32, 1 or m elements, of any strides; None counts as 1.
+            b_scale: float32, 1 or n elements, of any strides; None counts as 1.
+            bias: n elements, any float format and strides; None counts as 0.
             out: (m, n).
 
         Raises:
@@ -155,8 +155,9 @@ class Product:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
-            bias = bias.to(torch.float32).contiguous()
+        if bias is not None and bias.dtype is not torch.float32:
+            bias = bias.to(torch.float32)
+        a_scale, b_scale, bias = _dense(a_scale), _dense(b_scale), _dense(bias)
         problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
         if problem is not None:
             raise BackendError(f"{self.context(a, b, out)} can not run: {problem}")
@@ -243,8 +244,8 @@ class Product:
         for name, scale, size in (("first", a_scale, m), ("second", b_scale, n)):
             if scale is None:
                 continue
-            if scale.dtype is not torch.float32 or scale.get_device() != device or not scale.is_contiguous():
-                return f"the {name} operand's scale is {scale.dtype} on {scale.device}, expected contiguous float32 on {a.device}"
+            if scale.dtype is not torch.float32 or scale.get_device() != device:
+                return f"the {name} operand's scale is {scale.dtype} on {scale.device}, expected float32 on {a.device}"
             if scale.numel() not in (1, size):
                 return f"the {name} operand has {scale.numel()} scales, expected 1 or {size}"
         if bias is not None and (bias.numel() != n or bias.get_device() != device):
@@ -252,6 +253,11 @@ class Product:
         if not self.strided and (m >= SIZE_LIMIT or n >= SIZE_LIMIT or k >= SIZE_LIMIT):
             return "a dimension has 2^31 elements or more; split it"
         return None
+
+
+def _dense(values: torch.Tensor | None) -> torch.Tensor | None:
+    """The kernels read scales and biases one after the other; a strided one (a column of a parameter, a slice) is copied."""
+    return None if values is None else values.contiguous()
 
 
 def _is_vector(values: torch.Tensor, device: int) -> bool:
