@@ -32,6 +32,40 @@ Collector ``paper``, one series per adjustable operator, ``variant=None`` unless
 ``x_scale_sq``      likewise q_x² (per output channel: the mean over channels of the squared scales)
 ==================  =================================================================================================
 
+Collector ``hutchinson``, one series per (adjustable operator, variant that is not the base precision's).  For a random direction u
+of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the response to noise e added to the named tensors, so that
+Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding):
+
+====================  ================================================================================================
+``operands``          that sum over the compute copies of activation and weight, forward and saved
+``output``            over the output where ``variant.output`` is a 16-bit format; absent means 0
+``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats
+``operands_flips``    what flipping masks add to ``operands``: its windowed minus its plain estimate, times 2√(2/π)·t over the
+                      standard deviation that t, the half width of the window, was taken from; absent without ReLU and max pooling
+``output_flips``      the same for ``output``
+``operands_noise``    predicted squared error of the output caused by the operands' rounding, over the output's variance
+``output_noise``      predicted squared error of rounding the output, over the output's variance
+====================  ================================================================================================
+
+A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise`` (docs/predictor/indicators.md).
+
+Collector ``montecarlo``, the truth, one series per (adjustable operator, variant that is not the base precision's) with the
+operator alone in that variant, and one with ``op_id=None`` for all adjustable operators in it together:
+
+====================  ================================================================================================
+``first_half``        mean over the first half of the draws of ‖Δ∂L/∂θ‖², the squared change of all parameters' gradients
+``second_half``       the same over the second half
+``gradient_sq_norm``  once per iteration (op_id and variant None): ‖∂L/∂θ‖² of the undisturbed step
+====================  ================================================================================================
+
+Collector ``hessian``, one series per adjustable operator unless said otherwise:
+
+====================  ================================================================================================
+``top_eigenvalue``    largest-magnitude eigenvalue of the loss's Hessian with respect to the operator's weight, by power iteration
+``weight_numel``      elements of that weight
+``weight_error``      per variant: ‖Q(w) − w‖², expected over stochastic rounding
+====================  ================================================================================================
+
 γ is not observed: it follows from the loss of the PrecisionDag.  The quantized norms ‖v̂‖² need no term either: for an unbiased
 quantizer E‖v̂‖² = ‖v‖² + Var[v̂], the second summand being Proposition 2.
 """
@@ -55,3 +89,22 @@ X_EXPONENT = "x_exponent"
 GV_EXPONENT = "gv_exponent"
 V_SCALE_SQ = "v_scale_sq"
 X_SCALE_SQ = "x_scale_sq"
+
+HUTCHINSON = "hutchinson"
+OPERANDS = "operands"
+OUTPUT = "output"
+GRADIENT = "gradient"
+OPERANDS_FLIPS = "operands_flips"
+OUTPUT_FLIPS = "output_flips"
+OPERANDS_NOISE = "operands_noise"
+OUTPUT_NOISE = "output_noise"
+
+MONTECARLO = "montecarlo"
+FIRST_HALF = "first_half"
+SECOND_HALF = "second_half"
+GRADIENT_SQ_NORM = "gradient_sq_norm"
+
+HESSIAN = "hessian"
+TOP_EIGENVALUE = "top_eigenvalue"
+WEIGHT_NUMEL = "weight_numel"
+WEIGHT_ERROR = "weight_error"

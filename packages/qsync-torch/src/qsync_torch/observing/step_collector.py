@@ -1,0 +1,87 @@
+"""Collectors that run the observed step themselves: those that need a second derivative, or many runs of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import attrs
+import torch
+
+from qsync_core.dag import PrecisionDag
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+
+StepTerm = tuple[OpId | None, Variant | None, str]
+"""A number's name within a step: the operator, the variant it is for (None where it depends on none) and the term."""
+
+
+@attrs.frozen(eq=False)
+class ObservedStep:
+    """The state between two updates: a model in training mode, and the batch that its next update will see.
+
+    Attributes:
+        job: what is trained; its own model and batch size are not those observed.
+        model: float32 parameters at this update, on the observed device, without gradients.
+        dag: its graph.
+        batch: on the model's device.
+        update: how many updates came before.
+        seed: of whatever this step draws; the same for every pass over the batch, so that dropout masks are paired.
+    """
+
+    job: Job
+    model: torch.nn.Module
+    dag: PrecisionDag
+    batch: Batch
+    update: int
+    seed: int
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Around one pass over the batch: draws what every other pass draws, and leaves the model as it was found.
+
+        Buffers (batch norm's statistics), gradients and the state of the random generators are put back at the end.
+        """
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        device = next(self.model.parameters()).device
+        cuda = [device.index or 0] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(self.seed)
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for name, buffer in self.model.named_buffers():
+                        buffer.copy_(buffers[name])
+                for name, parameter in self.model.named_parameters():
+                    parameter.grad = gradients[name]
+
+    def loss(self) -> torch.Tensor:
+        """Forward pass and loss, a 0-d tensor with its graph."""
+        return self.job.compute_loss(self.batch, self.model)
+
+
+@runtime_checkable
+class StepCollector(Protocol):
+    """Writes terms for every observed step.  Offered by the hook ``qsync_register_collectors``, like per-call collectors.
+
+    ``name`` names it in Observations.  ``collect_step`` is called once per observed update, before that update changes the
+    parameters, and returns finite numbers: always the same terms for one model.  Every pass it makes over the batch runs inside
+    ``step.undisturbed()``, so that training goes on as if nobody had looked.
+
+    Raises:
+        CollectorUnavailable: where the model lacks what the collector needs; observing goes on without it and says why.
+    """
+
+    name: str
+
+    def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
+        """The terms of one step."""
+        ...
+
+
+class CollectorUnavailable(Exception):
+    """A collector can not work on this model, for the stated reason."""
