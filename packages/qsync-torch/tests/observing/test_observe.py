@@ -12,6 +12,7 @@ from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.observing.element_variance import element_variance
+from qsync_torch.observing.geometry import Geometry
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
@@ -94,7 +95,7 @@ def test_gradients_of_a_call_are_autograds(groups):
     grad_output = torch.randn(2, 6, 3, 3)
     geometry = {"stride": (2, 2), "padding": (1, 1), "dilation": (2, 2), "groups": groups}
     expected = torch.autograd.grad(F.conv2d(x, weight, None, *geometry.values()), [x, weight], grad_output)
-    call = OperatorCall(None, x.detach(), weight.detach(), None, grad_output, **geometry)
+    call = OperatorCall(None, x.detach(), weight.detach(), None, grad_output, Geometry(**geometry))
     assert torch.allclose(call.grad_x, expected[0], atol=1e-5)
     assert torch.allclose(call.grad_weight, expected[1], atol=1e-4)
 

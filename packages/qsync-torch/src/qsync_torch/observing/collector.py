@@ -8,12 +8,12 @@ from typing import Protocol, runtime_checkable
 
 import attrs
 import torch
-import torch.nn.functional as F
 
 from qsync_core.dag import Operator
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.variant import Variant
 from qsync_torch.observing.element_variance import element_variance
+from qsync_torch.observing.geometry import Geometry
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -26,7 +26,7 @@ class OperatorCall:
         weight: the weight, float32.
         bias: the bias, or None.
         grad_output: gradient of the loss with respect to the output, float32.
-        stride, padding, dilation, groups: of a convolution; neutral for linear.
+        geometry: strides, padding, dilation and groups of a convolution; neutral for linear.
     """
 
     operator: Operator
@@ -34,26 +34,22 @@ class OperatorCall:
     weight: torch.Tensor
     bias: torch.Tensor | None
     grad_output: torch.Tensor
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
+    geometry: Geometry = Geometry()
 
     @cached_property
     def output(self) -> torch.Tensor:
         """The output, computed anew: the one of the forward pass may have been overwritten in place since."""
-        if self.weight.dim() == 2:
-            return F.linear(self.x, self.weight, self.bias)
-        return F.conv2d(self.x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return self.geometry.product(self.x, self.weight, self.bias)
 
     @cached_property
     def _gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.weight.dim() == 2:
             flat = self.grad_output.reshape(-1, self.grad_output.shape[-1])
             return self.grad_output @ self.weight, flat.t() @ self.x.reshape(-1, self.x.shape[-1])
+        g = self.geometry
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            self.grad_output, self.x, self.weight, None, self.stride, self.padding, self.dilation,
-            False, [0, 0], self.groups, [True, True, False],
+            self.grad_output, self.x, self.weight, None, g.stride, g.padding, g.dilation,
+            False, [0, 0], g.groups, [True, True, False],
         )  # fmt: skip
         return grad_x, grad_weight
 

@@ -1,0 +1,198 @@
+"""Collector ``montecarlo``: the truth that indicators are judged by (DESIGN 6.1).
+
+One operator runs in a variant and everything else in float32; how far that moves the gradients of all parameters is measured, draw by
+draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is for checking, not for planning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from qsync_core import terms
+from qsync_core.dag import Operator, PrecisionDag
+from qsync_core.errors import NumericsError, ObservationError
+from qsync_core.op_id import OpId
+from qsync_core.precision import Rounding
+from qsync_core.variant import Variant
+from qsync_torch.apply import Applied, apply_
+from qsync_torch.observing.collector import low_precision
+from qsync_torch.observing.step_collector import ObservedStep, StepTerm
+from qsync_torch.random_bits import stream_key
+
+DRAWS = 8
+"""Draws for each operator and variant that rounds at random, on every observed batch."""
+Update = Callable[[int, int, str], None]
+
+
+def is_random(variant: Variant) -> bool:
+    """Whether two passes in a variant may round differently: an 8-bit format, rounded stochastically."""
+    formats = (variant.compute, variant.saved, variant.grad_input, variant.grad_weight)
+    return variant.rounding is Rounding.STOCHASTIC and any(precision.needs_scale for precision in formats)
+
+
+def subjects(dag: PrecisionDag, operators: Collection[OpId] | None = None) -> list[tuple[Operator, ...]]:
+    """What is lowered at a time: the calls that share a variant (those of one module), in order of execution.
+
+    Args:
+        dag: the model.
+        operators: only these; None for all adjustable ones.
+
+    Raises:
+        ObservationError: when one of ``operators`` is not an adjustable operator of the model.
+    """
+    groups: dict[str, list[Operator]] = {}
+    for operator in dag.adjustable:
+        groups.setdefault(operator.variant_group or str(operator.op_id), []).append(operator)
+    if operators is None:
+        return [tuple(group) for group in groups.values()]
+    known = {operator.op_id for operator in dag.adjustable}
+    if unknown := sorted(str(op_id) for op_id in operators if op_id not in known):
+        raise ObservationError(
+            f"{dag.model} has no linear or convolution {', '.join(unknown[:3])} whose precision a plan may change; "
+            "'qsync show' lists those of its graph"
+        )
+    wanted = set(operators)
+    return [tuple(group) for group in groups.values() if wanted.intersection(operator.op_id for operator in group)]
+
+
+def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *, together: bool = True) -> int:
+    """Forward and backward passes over one observed batch.
+
+    Args:
+        n_operators: how many are lowered one by one: ``len(subjects(dag))``.
+        variants: which are asked for; those that lose nothing cost nothing.
+        draws: for each operator in a variant that rounds at random; others take one.
+        together: all operators are also lowered at once.
+    """
+    each = sum(draws if is_random(variant) else 1 for variant in low_precision(variants))
+    return 1 + (n_operators + together) * each
+
+
+class MonteCarloCollector:
+    """‖Δ∂L/∂θ‖² over all trainable parameters, one operator in one variant at a time; in units of squared gradients.
+
+    Calls that share a module can not be lowered apart (``apply_`` gives them one variant): they are lowered at once, and each call
+    is written an equal part, so that the sum over the calls is what was measured.
+
+    Dropout masks are the same in every pass; the stochastic rounding draws anew in each.  Memory: that of a training step without
+    its optimizer state, and one more copy of the gradients.
+
+    Args:
+        draws: passes for each operator in a variant that rounds at random, even and at least 2.
+        operators: lower only these one by one; None for all adjustable ones.
+        together: also lower all adjustable operators at once, in each variant.
+        progress: told ``(passes done, passes of this batch, operator and variant)``.
+    """
+
+    name = terms.MONTECARLO
+
+    def __init__(
+        self,
+        draws: int = DRAWS,
+        operators: Collection[OpId] | None = None,
+        together: bool = True,
+        progress: Update | None = None,
+    ) -> None:
+        if draws < 2 or draws % 2:
+            raise ValueError(f"draws is an even number of at least 2, so that halves can be compared; got {draws}")
+        self.draws, self.together = draws, together
+        self.operators = None if operators is None else tuple(operators)
+        self._progress = progress or (lambda done, total, what: None)
+
+    def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
+        """Both halves for every (operator, variant), and the squared norm of the gradient.
+
+        Raises:
+            ObservationError: when a gradient is NaN or infinite, naming the operator and the variant that made it so; when the
+                loss has no trainable parameter.
+            BackendError: when no kernel of this device can run an operator in a variant.
+        """
+        alone = subjects(step.dag, self.operators)
+        lowered = list(dict.fromkeys(low_precision(variants)))
+        total = passes(len(alone), lowered, self.draws, together=self.together)
+        done = 1
+        self._progress(0, total, "full precision")
+        undisturbed = _gradients(step)
+        squared = _squared_norm(undisturbed)
+        if not math.isfinite(squared):
+            raise ObservationError(
+                f"the gradients of {step.job.name} in full precision are not finite at update {step.update}; train with a smaller "
+                "learning rate"
+            )
+        found: dict[StepTerm, float] = {(None, None, terms.GRADIENT_SQ_NORM): squared}
+        for variant in lowered:
+            groups = [*alone, tuple(step.dag.adjustable)] if self.together else alone
+            for index, group in enumerate(groups):
+                is_alone = index < len(alone)
+                name = str(group[0].op_id) if is_alone else "all operators together"
+                self._progress(done, total, f"{name} in {variant.label}")
+                halves = self._halves(step, group, variant, undisturbed, name)
+                done += self.draws if is_random(variant) else 1
+                for term, value in zip((terms.FIRST_HALF, terms.SECOND_HALF), halves, strict=True):
+                    for op_id in [operator.op_id for operator in group] if is_alone else [None]:
+                        found[op_id, variant, term] = value / len(group) if is_alone else value
+        self._progress(total, total, "")
+        return found
+
+    def _halves(
+        self,
+        step: ObservedStep,
+        group: Sequence[Operator],
+        variant: Variant,
+        undisturbed: Sequence[torch.Tensor | None],
+        name: str,
+    ) -> tuple[float, float]:
+        """Mean squared change over the first and over the second half of the draws; equal where nothing is drawn."""
+        # Rounds differently at every update, and, because the applied model counts its forwards, in every pass.
+        seed = stream_key(step.seed, step.update)
+        half = self.draws // 2
+        try:
+            applied: Applied = apply_(step.model, {operator.op_id: variant for operator in group}, seed=seed)
+            try:
+                sums = [
+                    sum(_squared_norm(_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))
+                    for _ in range(2 if is_random(variant) else 1)
+                ]
+            finally:
+                applied.remove()
+        except NumericsError as error:
+            raise ObservationError(f"{name} of {step.job.name} in {variant.label} at update {step.update}: {error}") from None
+        if not all(map(math.isfinite, sums)):
+            raise ObservationError(
+                f"with {name} in {variant.label} a gradient of {step.job.name} is not finite at update {step.update}; its range is "
+                "too small for this model: leave that variant out"
+            )
+        first, second = (value / half for value in sums) if is_random(variant) else (sums[0], sums[0])
+        return first, second
+
+
+def _gradients(step: ObservedStep) -> list[torch.Tensor | None]:
+    """Gradients of all trainable parameters in one pass over the batch, in their order; None where none arrives."""
+    parameters = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    with step.undisturbed():
+        for parameter in parameters:
+            parameter.grad = None
+        loss = step.loss()
+        if not loss.requires_grad:
+            raise ObservationError(f"the loss of {step.job.name} depends on no trainable parameter, so there is no gradient to disturb")
+        loss.backward()
+        return [parameter.grad for parameter in parameters]
+
+
+def _squared_norm(gradients: Sequence[torch.Tensor | None], minus: Sequence[torch.Tensor | None] | None = None) -> float:
+    """Squared Euclidean norm over all tensors, summed in float64; of the difference where ``minus`` is given."""
+    parts = []
+    for index, gradient in enumerate(gradients):
+        other = None if minus is None else minus[index]
+        if gradient is None and other is None:
+            continue
+        if gradient is None or other is None:
+            change = other if gradient is None else gradient
+        else:
+            change = gradient - other
+        dense = change.to_dense() if change.is_sparse else change
+        parts.append(torch.linalg.vector_norm(dense, dtype=torch.float64).square())
+    return float(torch.stack([part.to(parts[0].device) for part in parts]).sum()) if parts else 0.0

@@ -1,0 +1,146 @@
+"""Watching a model: every call of an adjustable operator in a forward pass goes through a watcher."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from qsync_core.dag import Operator
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.apply import Applied
+from qsync_torch.functional_calls import CallSite, CallSites
+from qsync_torch.interception import Interception
+from qsync_torch.observing.geometry import Geometry
+from qsync_torch.operators.conv2d import pair, resolve_padding
+from qsync_torch.plan_fit import Assigned, locate
+
+_ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
+
+
+class Watcher(Protocol):
+    """Stands between the model and the operators it calls."""
+
+    def start_forward(self) -> None:
+        """The model's forward begins."""
+        ...
+
+    def call(
+        self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
+    ) -> torch.Tensor:
+        """Give the output of one call, ``geometry.product(x, weight, bias)`` in value."""
+        ...
+
+
+@attrs.define(eq=False)
+class _Calls:
+    """Which call of which operator runs now."""
+
+    operators: dict[OpId, Operator]
+    watcher: Watcher
+    counts: Counter[str] = attrs.field(factory=Counter)
+
+    def start(self) -> None:
+        self.counts.clear()
+        self.watcher.start_forward()
+
+    def run(
+        self, fqn: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
+    ) -> torch.Tensor:
+        operator = self.operators.get(OpId(fqn, self.counts[fqn]))
+        self.counts[fqn] += 1
+        if operator is None:
+            return geometry.product(x, weight, bias)
+        return self.watcher.call(operator, x, weight, bias, geometry)
+
+
+class _WatchedCall:
+    """Stands where ``apply_`` puts an operator in a variant."""
+
+    def __init__(self, calls: _Calls, fqn: str) -> None:
+        self._calls, self._fqn = calls, fqn
+
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """In place of ``F.linear``."""
+        return self._calls.run(self._fqn, input, weight, bias, Geometry())
+
+    def conv2d(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """In place of ``F.conv2d``."""
+        # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
+        x, sides = resolve_padding(input, weight, padding, pair(dilation))
+        return self._calls.run(self._fqn, x, weight, bias, Geometry(pair(stride), sides, pair(dilation), groups))
+
+
+@contextmanager
+def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watcher) -> Iterator[None]:
+    """Send the calls of adjustable operators through a watcher; the model is restored at the end.
+
+    Raises:
+        PlanError: when the model does not have one of the operators.
+    """
+    by_id = {operator.op_id: operator for operator in operators}
+    calls = _Calls(by_id, watcher)
+    addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED), None)
+    # The same places that apply_ takes hold of; the calls put there only pass on.
+    applied = Applied(model, {}, None)
+    with ExitStack() as stack:
+        stack.callback(applied.remove)
+        # First of all hooks: a functional call of the model itself is counted after this.
+        stack.callback(model.register_forward_pre_hook(functools.partial(_start, calls, applied.sites)).remove)
+        for op_id, module in addressed.modules:
+            applied.replace_forward(module, functools.partial(_watched_forward, _WatchedCall(calls, op_id.fqn)))
+        for owner, by_name in addressed.functional.items():
+            named = {name: {op_id.call: _WatchedCall(calls, op_id.fqn) for op_id in ids} for name, ids in by_name.items()}
+            site = CallSite(named)
+            applied.sites.all.append(site)
+            module = model.get_submodule(owner)
+            for place, running in ((module, site), *((child, None) for child in module.children())):
+                stack.callback(place.register_forward_pre_hook(functools.partial(_enter, applied.sites, running)).remove)
+                stack.callback(place.register_forward_hook(functools.partial(_leave, applied.sites), always_call=True).remove)
+        applied.replace_forward(model, functools.partial(_intercepted, applied))
+        yield
+
+
+def _watched_forward(call: _WatchedCall, inner: Callable[..., Any]) -> Callable[..., Any]:
+    if inner is torch.nn.Linear.forward:
+        return lambda self, input: call.linear(input, self.weight, self.bias)
+    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def _start(calls: _Calls, sites: CallSites, *_: Any) -> None:
+    calls.start()
+    sites.start_step()
+
+
+def _enter(sites: CallSites, site: Any, *_: Any) -> None:
+    sites.enter(site)
+
+
+def _leave(sites: CallSites, *_: Any) -> None:
+    sites.leave()
+
+
+def _intercepted(applied: Applied, inner: Callable[..., Any]) -> Callable[..., Any]:
+    interception = Interception(applied.cache, applied.sites)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with interception:
+            return inner(self, *args, **kwargs)
+
+    return forward
