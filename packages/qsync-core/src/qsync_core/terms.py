@@ -58,6 +58,9 @@ operator alone in that variant, and one with ``op_id=None`` for all adjustable o
 ``gradient_sq_norm``  once per iteration (op_id and variant None): ‖∂L/∂θ‖² of the undisturbed step
 ====================  ================================================================================================
 
+Where nothing is drawn (no stochastic rounding) both halves are the same number.  Calls of one module are lowered at once, and each
+is written an equal part of what that does.
+
 Collector ``hessian``, one series per adjustable operator unless said otherwise:
 
 ====================  ================================================================================================

@@ -1,7 +1,7 @@
 """Collector ``montecarlo``: the truth that indicators are judged by (DESIGN 6.1).
 
-One operator runs in a variant and everything else in float32; how far that moves the gradients of all parameters is measured, draw by
-draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is for checking, not for planning.
+One operator runs in a variant and everything else in float32; how far that moves the gradients of all parameters is measured,
+draw by draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is for checking, not planning.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def _gradients(step: ObservedStep) -> list[torch.Tensor | None]:
             parameter.grad = None
         loss = step.loss()
         if not loss.requires_grad:
-            raise ObservationError(f"the loss of {step.job.name} depends on no trainable parameter, so there is no gradient to disturb")
+            raise ObservationError(
+                f"the loss of {step.job.name} depends on no trainable parameter, so there is no gradient to disturb"
+            )
         loss.backward()
         return [parameter.grad for parameter in parameters]
 
@@ -187,12 +189,8 @@ def _squared_norm(gradients: Sequence[torch.Tensor | None], minus: Sequence[torc
     parts = []
     for index, gradient in enumerate(gradients):
         other = None if minus is None else minus[index]
-        if gradient is None and other is None:
-            continue
-        if gradient is None or other is None:
-            change = other if gradient is None else gradient
-        else:
-            change = gradient - other
-        dense = change.to_dense() if change.is_sparse else change
-        parts.append(torch.linalg.vector_norm(dense, dtype=torch.float64).square())
+        change = gradient if other is None else other if gradient is None else gradient - other
+        if change is not None:
+            dense = change.to_dense() if change.is_sparse else change
+            parts.append(torch.linalg.vector_norm(dense, dtype=torch.float64).square())
     return float(torch.stack([part.to(parts[0].device) for part in parts]).sum()) if parts else 0.0

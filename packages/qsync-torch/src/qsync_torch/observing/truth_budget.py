@@ -52,9 +52,7 @@ def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most
     return TruthBudget(batches, draws, batches * each)
 
 
-def fit_seconds(
-    budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int
-) -> TruthBudget:
+def fit_seconds(budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int) -> TruthBudget:
     """The same for seconds, given how long one pass takes.
 
     Raises:
