@@ -13,18 +13,14 @@ from qsync_core.dag import Operator, PrecisionDag
 from qsync_core.errors import ObservationError
 from qsync_core.observations import Observations
 from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
 from qsync_core.variant import Variant
+from qsync_planner.indicators import noise_sources
 from qsync_planner.indicators.interface import Omega
+from qsync_planner.indicators.noise_sources import Part
 from qsync_planner.indicators.series import geometric_mean, non_negative, require
 
 
-def _operand_key(variant: Variant) -> tuple[object, ...]:
-    """What the rounding of the two operands depends on; the formats of output and gradients are not part of it."""
-    v = variant
-    if not v.compute.needs_scale:
-        return (v.compute,)
-    return (v.compute, v.x_granularity, v.w_granularity, v.rounding, v.symmetric)
+_PART_OF_TERM = {terms.X_VAR_GRAD: noise_sources.operands, terms.Y_VAR_GRAD: noise_sources.output}
 
 
 class LossVar:
@@ -32,12 +28,12 @@ class LossVar:
 
     name = "lossvar"
     collectors: tuple[str, ...] = (terms.LOSSVAR,)
-    summary = "loss variance under the operands' rounding noise, one backward pass (default)"
+    summary = "loss variance under the operands' rounding noise, one backward pass (fallback)"
 
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = _sources(observations)
+        sources = noise_sources.observed_sources(observations, terms.LOSSVAR, _PART_OF_TERM)
         return {
             operator.op_id: {variant: self._one(operator, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
@@ -53,19 +49,19 @@ class LossVar:
         operator: Operator,
         variant: Variant,
         observations: Observations,
-        sources: dict[tuple[OpId, object], Variant],
+        sources: dict[tuple[OpId, Part], Variant],
     ) -> float:
         op_id = operator.op_id
-        exact_operands = variant.compute is Precision.FLOAT32
-        if exact_operands and variant.output is Precision.FLOAT32:
+        operands, output = noise_sources.operands(variant), noise_sources.output(variant)
+        if operands is None and output is None:
             return 0.0
         columns: list[Sequence[float]] = []
-        if not exact_operands:
-            source = sources.get((op_id, _operand_key(variant)), variant)
+        if operands is not None:
+            source = sources.get((op_id, operands), variant)
             for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD):
                 columns.append(self._read(observations, term, op_id, source))
-        output_source = sources.get((op_id, variant.output))
-        if variant.output is not Precision.FLOAT32 and output_source is not None:
+        output_source = None if output is None else sources.get((op_id, output))
+        if output_source is not None:
             columns.append(self._read(observations, terms.Y_VAR_GRAD, op_id, output_source))
         if not columns:
             raise ObservationError(
@@ -78,13 +74,3 @@ class LossVar:
         values = require(observations, terms.LOSSVAR, term, op_id, variant)
         return non_negative(values, observations.iterations, f"{terms.LOSSVAR}.{term} of {op_id} at {variant.label}")
 
-
-def _sources(observations: Observations) -> dict[tuple[OpId, object], Variant]:
-    """Which observed variant stands for a rounding: ladders that differ in gradient formats only need not be observed twice."""
-    found: dict[tuple[OpId, object], Variant] = {}
-    for series in observations.series:
-        if series.collector != terms.LOSSVAR or series.op_id is None or series.variant is None:
-            continue
-        key = series.variant.output if series.term == terms.Y_VAR_GRAD else _operand_key(series.variant)
-        found.setdefault((series.op_id, key), series.variant)
-    return found

@@ -75,3 +75,25 @@ def element_variance(
     if rounding is Rounding.NEAREST:
         return squared / 12
     return squared / 12 + squared / 4
+
+
+def element_mean(tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR) -> torch.Tensor:
+    """Expected error of each element when ``tensor`` is cast by floor rounding to an 8-bit format: -s/2, for residuals uniform in a
+    cell; 0 for the exact zeros after a ReLU, which every format holds.
+
+    Args:
+        tensor: float32 or float64 values.
+        precision, granularity: of the cast; other casts than 8-bit ones round to nearest and have no mean error.
+
+    Returns:
+        A tensor of the shape and dtype of ``tensor``.
+    """
+    x = tensor.detach()
+    if not precision.needs_scale:
+        return torch.zeros_like(x)
+    if precision.is_fixed_point:
+        spacing = absmax_scale(x, granularity, INT8_LEVELS).expand_as(x)
+    else:
+        scale = absmax_scale(x, granularity, FLOAT8_E4M3FN_MAX)
+        spacing = float_spacing(x / scale, precision) * scale
+    return (spacing / -2).masked_fill(x == 0, 0.0)

@@ -1,0 +1,86 @@
+"""``hutchinson`` (default): first-order propagation of rounding noise into all weight gradients (DESIGN 6.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qsync_core import terms
+from qsync_core.dag import PrecisionDag
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+from qsync_planner.indicators import noise_sources
+from qsync_planner.indicators.interface import Omega
+from qsync_planner.indicators.noise_sources import Part
+from qsync_planner.indicators.series import geometric_mean, non_negative, require
+
+_PART_OF_TERM = {
+    terms.OPERANDS: noise_sources.operands,
+    terms.OUTPUT: noise_sources.output,
+    terms.GRADIENT: noise_sources.gradients,
+}
+_Sources = dict[tuple[OpId, Part], Variant]
+
+
+class Hutchinson:
+    """Ω = geometric mean over iterations of A + B/√(relative output noise).
+
+    A = Σ σ²·h² + (Σ μ·h)² is the smooth part: forward operands, output and gradients.  B is what masks that flip add: it goes with
+    the noise, not its square, hence the root (:mod:`qsync_core.terms`).
+    """
+
+    name = "hutchinson"
+    collectors: tuple[str, ...] = (terms.HUTCHINSON,)
+    summary = "rounding noise carried into all weight gradients by Hessian-vector products (default)"
+
+    def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
+        assert observations is not None
+        sources = noise_sources.observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
+        flips = _has_flips(observations)
+        return {
+            operator.op_id: {
+                variant: geometric_mean(_per_iteration(operator.op_id, variant, observations, sources, flips)) for variant in variants
+            }
+            for operator in dag.adjustable
+        }
+
+    def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
+        """How it was averaged, and whether masks flip."""
+        assert observations is not None
+        count = len(observations.iterations)
+        flips = "flips of ReLU and max pooling included" if _has_flips(observations) else "no masks that could flip"
+        return (f"geometric mean over {count} iterations of one random direction each; {flips}",)
+
+
+def _has_flips(observations: Observations) -> bool:
+    return any(series.collector == terms.HUTCHINSON and series.term == terms.OPERANDS_FLIPS for series in observations.series)
+
+
+def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> list[float]:
+    count = len(observations.iterations)
+    smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
+    parts = (
+        (noise_sources.operands(variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+        (noise_sources.output(variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+        (noise_sources.gradients(variant), terms.GRADIENT, "", ""),
+    )
+    for part, term, flip_term, noise_term in parts:
+        if part is None:
+            continue
+        observed = sources.get((op_id, part), variant)
+
+        def read(name: str, observed: Variant = observed) -> Sequence[float]:
+            return require(observations, terms.HUTCHINSON, name, op_id, observed)
+
+        what = f"{terms.HUTCHINSON}.{term} of {op_id} at {variant.label}"
+        smooth = [a + b for a, b in zip(smooth, non_negative(read(term), observations.iterations, what), strict=True)]
+        if flips and flip_term:
+            flipping = [a + b for a, b in zip(flipping, read(flip_term), strict=True)]
+            noise = [a + b for a, b in zip(noise, read(noise_term), strict=True)]
+    # The windowed estimate may come out below the plain one by chance.
+    return [
+        a + (max(0.0, b) / math.sqrt(relative) if relative > 0 else 0.0)
+        for a, b, relative in zip(smooth, flipping, noise, strict=True)
+    ]

@@ -1,0 +1,204 @@
+"""Masks that flip: second derivatives for ReLU and max pooling, which have none of their own (DESIGN 6.1).
+
+The gradient that a ReLU passes is g·1[a > 0].  Noise δ in a changes it by ±g wherever |δ| exceeds |a|, so the expected square of
+the change is g²·p(0)·E|δ|, p being the density of a.  Autograd calls the derivative zero.  With the window 1[|a| < t]/(2t) in its
+place, a linear response gives g²·p(0)·E[δ²]/(2t): too large by the factor σ/(2√(2/π)·t) for Gaussian noise of standard deviation
+σ.  Whoever uses the response multiplies by its inverse; only the *shape* of the response comes from here.  The same
+holds for the winner of a max pooling, with the distance to the runner-up in the place of a and noise of variance 2σ² in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+WINDOW = 0.1
+"""Half width of the window, in standard deviations of what it is taken of.  Results hardly depend on it between .01 and .3."""
+FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
+"""What windowed squares are multiplied with, beside the inverse of the relative noise σ/std."""
+
+
+class Windows(TorchFunctionMode):
+    """While active, ReLU and max pooling have windowed derivatives of their masks, which count where ``open``.
+
+    Attributes:
+        open: whether double backward passes see the windows; may be changed between two passes over one graph.
+        used: whether anything with a mask has run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = False
+        self.used = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Put the windowed functions in the place of PyTorch's."""
+        handler = _HANDLERS.get(func)
+        if handler is None or not args or not args[0].requires_grad or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        self.used = True
+        return handler(self, *args, **(kwargs or {}))
+
+
+def _relu(windows: Windows, a: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return _relu_in_place(windows, a) if inplace else _relu_of(windows, a)
+
+
+def _relu_of(windows: Windows, a: torch.Tensor) -> torch.Tensor:
+    return _ReLU.apply(a, WINDOW * a.detach().std(correction=0), windows)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _relu_in_place(windows: Windows, a: torch.Tensor) -> torch.Tensor:
+    """Other readers of ``a`` see it changed, as they would."""
+    return a.copy_(_relu_of(windows, a.clone()))
+
+
+def _max_pool(
+    windows: Windows,
+    a: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    if a.dim() != 4 or return_indices:
+        return F.max_pool2d(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    kernel = _pair(kernel_size)
+    geometry = (kernel, _pair(stride) if stride not in (None, [], ()) else kernel, _pair(padding), _pair(dilation), ceil_mode)
+    half_width = math.sqrt(2) * WINDOW * a.detach().std(correction=0)
+    return _MaxPool.apply(a, half_width, geometry, windows)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[-1]))
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.relu: _relu,
+    torch.relu: _relu_of,
+    torch.Tensor.relu: _relu_of,
+    torch.relu_: _relu_in_place,
+    torch.Tensor.relu_: _relu_in_place,
+    F.max_pool2d: _max_pool,
+    torch.max_pool2d: _max_pool,
+}
+
+
+class _ReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, half_width: torch.Tensor, windows: Windows) -> torch.Tensor:
+        ctx.save_for_backward(a, half_width)
+        ctx.windows = windows
+        return a.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        a, half_width = ctx.saved_tensors
+        return _Gate.apply(grad, a, half_width, ctx.windows), None, None  # type: ignore[no-untyped-call]
+
+
+class _Gate(torch.autograd.Function):
+    """The gradient that a ReLU passes, as a function of the gradient and of what the ReLU read."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, a: torch.Tensor, half_width: torch.Tensor, windows: Windows) -> torch.Tensor:
+        ctx.save_for_backward(grad, a, half_width)
+        ctx.windows = windows
+        return grad * (a > 0)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, v: torch.Tensor) -> Any:
+        grad, a, half_width = ctx.saved_tensors
+        by_a = None
+        if ctx.windows.open:
+            by_a = v * grad * (a.abs() < half_width) / (2 * half_width).clamp(min=torch.finfo(a.dtype).tiny)
+        return v * (a > 0), by_a, None, None
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, half_width: torch.Tensor, geometry: Any, windows: Windows) -> torch.Tensor:
+        pooled, winner = F.max_pool2d(a, *geometry[:4], ceil_mode=geometry[4], return_indices=True)
+        ctx.save_for_backward(a, winner, half_width)
+        ctx.geometry, ctx.windows = geometry, windows
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        a, winner, half_width = ctx.saved_tensors
+        return _Route.apply(grad, a, winner, half_width, ctx.geometry, ctx.windows), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Route(torch.autograd.Function):
+    """The gradient that a max pooling hands to its winners, as a function of the gradient and of what the pooling read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: torch.Tensor,
+        a: torch.Tensor,
+        winner: torch.Tensor,
+        half_width: torch.Tensor,
+        geometry: Any,
+        windows: Windows,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(grad, a, winner, half_width)
+        ctx.geometry, ctx.windows = geometry, windows
+        routed = torch.zeros_like(a).flatten(2)
+        return routed.scatter_add_(2, winner.flatten(2), grad.flatten(2)).view_as(a)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, v: torch.Tensor) -> Any:
+        grad, a, winner, half_width = ctx.saved_tensors
+        first = winner.flatten(2)
+        by_grad = v.flatten(2).gather(2, first)
+        by_a = None
+        if ctx.windows.open:
+            runner_up, distance = _runners_up(a, grad.shape[2:], ctx.geometry)
+            near = distance < half_width
+            moved = (by_grad - v.flatten(2).gather(2, runner_up)) * grad.flatten(2) * near
+            moved = moved / (2 * half_width).clamp(min=torch.finfo(a.dtype).tiny)
+            by_a = torch.zeros_like(a).flatten(2).scatter_add_(2, first, moved).scatter_add_(2, runner_up, -moved).view_as(a)
+        return by_grad.view_as(grad), by_a, None, None, None, None
+
+
+def _runners_up(a: torch.Tensor, out_size: torch.Size, geometry: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per window of a pooling, the index (into H·W) of its second largest element and how far it is below the largest.
+
+    Args:
+        a: (N, C, H, W).
+        out_size: height and width of the pooled tensor.
+        geometry: kernel, stride, padding, dilation, ceil_mode.
+
+    Returns:
+        Two tensors (N, C, windows); the distance is infinite for a window of one element.
+    """
+    (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w), (step_h, step_w), _ = geometry
+    images, channels, height, width = a.shape
+    if kernel_h * kernel_w == 1:
+        shape = (images, channels, out_size[0] * out_size[1])
+        return torch.zeros(shape, dtype=torch.long, device=a.device), torch.full(shape, torch.inf, dtype=a.dtype, device=a.device)
+    bottom = (out_size[0] - 1) * stride_h + step_h * (kernel_h - 1) + 1 - height - pad_h
+    right = (out_size[1] - 1) * stride_w + step_w * (kernel_w - 1) + 1 - width - pad_w
+    padded = F.pad(a, (pad_w, right, pad_h, bottom), value=-torch.inf)
+    windows = F.unfold(
+        padded.reshape(images * channels, 1, *padded.shape[2:]), (kernel_h, kernel_w), (step_h, step_w), 0, (stride_h, stride_w)
+    )
+    values, places = windows.topk(2, dim=1)
+    number = torch.arange(windows.shape[2], device=a.device)
+    rows = (number // out_size[1]) * stride_h - pad_h + (places[:, 1] // kernel_w) * step_h
+    columns = (number % out_size[1]) * stride_w - pad_w + (places[:, 1] % kernel_w) * step_w
+    index = (rows * width + columns).clamp(0, height * width - 1)  # out of the image only where the distance is infinite
+    return index.view(images, channels, -1), (values[:, 0] - values[:, 1]).view(images, channels, -1)

@@ -1,0 +1,154 @@
+"""Collector ``hessian``: top eigenvalue of the loss's Hessian for each operator's weight, as HAWQ has it (DESIGN 6.1).
+
+Dong et al., *HAWQ: Hessian AWare Quantization of Neural Networks with Mixed-Precision*, ICCV 2019, arXiv:1905.03696: the block of
+the Hessian that belongs to a layer's weight is never formed; its top eigenvalue comes from power iteration on products of that
+block with a vector, each of them one more backward pass through the graph of the gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_core import terms
+from qsync_core.dag import Operator
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+from qsync_torch.observing.collector import low_precision
+from qsync_torch.observing.element_variance import element_variance
+from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
+from qsync_torch.observing.watch import watched
+
+FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
+"""Hessian-vector products an operator."""
+TOLERANCE = 0.01
+"""Relative change of the eigenvalue from one product to the next at which an operator is done."""
+_NO_SECOND_DERIVATIVE = ("not implemented", "differentiate twice", "once_differentiable", "double backward")
+
+
+@attrs.define(eq=False)
+class _Weights:
+    """Notes which tensor each operator takes as its weight; calls of one module share it."""
+
+    by_operator: dict[OpId, torch.Tensor] = attrs.field(factory=dict)
+    _trainable: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    @property
+    def distinct(self) -> list[torch.Tensor]:
+        """Every weight once."""
+        return list(self._trainable.values())
+
+    def start_forward(self) -> None:
+        """Forget the forward before."""
+        self.by_operator.clear()
+        self._trainable.clear()
+
+    def call(
+        self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
+    ) -> torch.Tensor:
+        """The operator's own product; a frozen weight is differentiated for like any other."""
+        used = self._trainable.setdefault(id(weight), weight if weight.requires_grad else weight.detach().requires_grad_())
+        self.by_operator[operator.op_id] = used
+        return geometry.product(x, used, bias)
+
+
+@attrs.frozen(eq=False)
+class _Earlier:
+    """What was found at the first observed update of a run."""
+
+    model: weakref.ref[torch.nn.Module]
+    update: int
+    variants: tuple[Variant, ...]
+    found: Mapping[StepTerm, float]
+
+
+class HessianCollector:
+    """The eigenvalue of largest magnitude of ∂²L/∂w² for every operator's weight w, and ‖Q(w) − w‖² in every variant.
+
+    Measured at the first observed update; later updates of the same run repeat its numbers, because the products of every operator
+    would cost more than the training that is observed.  The products go through one graph that is kept meanwhile, which takes two
+    to three times the memory of a training step.  Attention runs unfused, for fused kernels have no second derivative.
+
+    Args:
+        most_products: Hessian-vector products an operator at most.
+        tolerance: relative change of the eigenvalue that ends the iteration earlier, after at least ``FEWEST_PRODUCTS``.
+    """
+
+    name = terms.HESSIAN
+
+    def __init__(self, most_products: int = MOST_PRODUCTS, tolerance: float = TOLERANCE) -> None:
+        self.most_products, self.tolerance = most_products, tolerance
+        self._earlier: _Earlier | None = None
+
+    def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
+        """``top_eigenvalue`` (loss over squared weight), ``weight_numel`` and, per variant, ``weight_error``.
+
+        Raises:
+            CollectorUnavailable: when something in the model can not be differentiated twice; says what.
+        """
+        lowered = tuple(dict.fromkeys(low_precision(variants)))
+        earlier = self._earlier
+        if earlier and earlier.model() is step.model and earlier.update < step.update and earlier.variants == lowered:
+            return earlier.found
+        found = self._measure(step, lowered)
+        self._earlier = _Earlier(weakref.ref(step.model), step.update, lowered, found)
+        return found
+
+    def _measure(self, step: ObservedStep, variants: Sequence[Variant]) -> dict[StepTerm, float]:
+        weights = _Weights()
+        with step.undisturbed(), watched(step.model, step.dag.adjustable, weights):
+            try:
+                with sdpa_kernel([SDPBackend.MATH]):
+                    loss = step.loss()
+                eigenvalues = self._eigenvalues(loss, weights.distinct, step.seed)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if not any(sign in str(error).lower() for sign in _NO_SECOND_DERIVATIVE):
+                    raise
+                raise CollectorUnavailable(
+                    f"{step.job.name} has an operation without a second derivative, which the Hessian needs: {reason}"
+                ) from error
+        found: dict[StepTerm, float] = {}
+        for op_id, weight in weights.by_operator.items():
+            found[op_id, None, terms.TOP_EIGENVALUE] = eigenvalues[id(weight)]
+            found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
+            for variant in variants:
+                error = element_variance(weight, variant.compute, variant.w_granularity, variant.rounding)
+                found[op_id, variant, terms.WEIGHT_ERROR] = float(error.sum(dtype=torch.float64))
+        return found
+
+    def _eigenvalues(self, loss: torch.Tensor, weights: Sequence[torch.Tensor], seed: int) -> dict[int, float]:
+        """By the identity of the weight."""
+        if not weights or not loss.requires_grad:
+            return dict.fromkeys(map(id, weights), 0.0)
+        generator = torch.Generator().manual_seed(seed)
+        gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        return {
+            id(weight): 0.0 if gradient is None or not gradient.requires_grad else self._top(gradient, weight, generator)
+            for weight, gradient in zip(weights, gradients, strict=True)
+        }
+
+    def _top(self, gradient: torch.Tensor, weight: torch.Tensor, generator: torch.Generator) -> float:
+        """Power iteration: the Rayleigh quotient of the last vector, which has the sign of the eigenvalue."""
+        vector = torch.randn(weight.shape, generator=generator).to(weight)
+        vector /= torch.linalg.vector_norm(vector)
+        value = 0.0
+        for count in range(1, self.most_products + 1):
+            (product,) = torch.autograd.grad(gradient, weight, vector, retain_graph=True, allow_unused=True)
+            if product is None:
+                return 0.0
+            before, value = value, float(torch.sum(vector * product, dtype=torch.float64))
+            norm = float(torch.linalg.vector_norm(product))
+            if norm == 0:
+                return 0.0
+            if count >= FEWEST_PRODUCTS and abs(value - before) <= self.tolerance * abs(value):
+                break
+            vector = product / norm
+        return value
