@@ -1,0 +1,158 @@
+"""The truth: what the collector ``montecarlo`` measured, averaged as indicators are, and in two halves to see how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from qsync_core import terms
+from qsync_core.artifact import digest
+from qsync_core.dag import PrecisionDag
+from qsync_core.errors import ObservationError
+from qsync_core.observations import Observations
+from qsync_core.op_id import OpId
+from qsync_core.variant import Variant
+from qsync_planner.indicators.series import check_values, geometric_mean, non_negative
+from qsync_planner.matching import first_differences
+
+Subject = tuple[OpId, ...]
+"""Operators that share a variant (the calls of one module): they were lowered at once, and their Ω are added."""
+ITERATIONS, DRAWS = "iterations", "draws"
+
+
+@attrs.frozen
+class Column:
+    """Measured Ω in one variant, one entry per subject.
+
+    Attributes:
+        values: over all iterations and draws.
+        halves: by how the measurement was split: even against odd iterations (where there are at least two), and the first
+            against the second half of the draws of every iteration (where the variant rounds at random).
+        together: Ω of all adjustable operators lowered at once; None where that was not measured.
+    """
+
+    values: tuple[float, ...]
+    halves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    together: float | None
+
+
+@attrs.frozen
+class Truth:
+    """Measured Ω of a model.
+
+    Attributes:
+        model: its name.
+        subjects: what was lowered one at a time, in order of execution.
+        columns: by variant.
+        iterations: observed updates.
+        adjustable: how many subjects the model has; fewer may have been measured.
+        gradient_sq_norm: geometric mean of ‖∂L/∂θ‖², for comparison.
+    """
+
+    model: str
+    subjects: tuple[Subject, ...]
+    columns: Mapping[Variant, Column]
+    iterations: int
+    adjustable: int
+    gradient_sq_norm: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every adjustable operator was measured."""
+        return len(self.subjects) == self.adjustable
+
+
+def subjects_of(dag: PrecisionDag) -> list[Subject]:
+    """The adjustable operators, those that share a variant together."""
+    groups: dict[str, list[OpId]] = {}
+    for operator in dag.adjustable:
+        groups.setdefault(operator.variant_group or str(operator.op_id), []).append(operator.op_id)
+    return [tuple(group) for group in groups.values()]
+
+
+def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
+    """The truth in observations.
+
+    Raises:
+        ObservationError: when they are of another graph, hold no montecarlo terms, or NaN, infinite or negative ones.
+    """
+    wanted = digest(dag)
+    if observations.dag_digest != wanted:
+        measured = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
+        raise ObservationError(
+            f"the truth is of another graph ({observations.model!r}, digest {observations.dag_digest[:12]}) than {dag.model!r}, "
+            f"digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), measured)}; measure it for this one"
+        )
+    check_values(observations)
+    found: dict[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]] = {}
+    for series in observations.series:
+        if series.collector == terms.MONTECARLO and series.term == terms.FIRST_HALF and series.variant is not None:
+            found[series.op_id, series.variant] = _halves(observations, series.op_id, series.variant)
+    every = subjects_of(dag)
+    variants = sorted({variant for op_id, variant in found if op_id is not None}, key=str)
+    subjects = [subject for subject in every if all((op_id, v) in found for op_id in subject for v in variants)]
+    if not variants or not subjects:
+        raise ObservationError(
+            f"these observations of {observations.model} hold no truth: no operator has terms of the collector "
+            f"{terms.MONTECARLO!r}; measure it with 'qsync indicate --check --job JOB --truth FILE'"
+        )
+    return Truth(
+        model=dag.model,
+        subjects=tuple(subjects),
+        columns={variant: _column(found, subjects, variant) for variant in variants},
+        iterations=len(observations.iterations),
+        adjustable=len(every),
+        gradient_sq_norm=geometric_mean(_gradient(observations)),
+    )
+
+
+def _halves(observations: Observations, op_id: OpId | None, variant: Variant) -> tuple[Sequence[float], Sequence[float]]:
+    owner = "all operators" if op_id is None else op_id
+    columns = []
+    for term in (terms.FIRST_HALF, terms.SECOND_HALF):
+        try:
+            values = observations.values(terms.MONTECARLO, term, op_id, variant)
+        except KeyError:
+            raise ObservationError(
+                f"the truth lacks {terms.MONTECARLO}.{term} of {owner} at {variant.label}; measure it again"
+            ) from None
+        columns.append(non_negative(values, observations.iterations, f"{terms.MONTECARLO}.{term} of {owner} at {variant.label}"))
+    return columns[0], columns[1]
+
+
+def _gradient(observations: Observations) -> Sequence[float]:
+    try:
+        return observations.values(terms.MONTECARLO, terms.GRADIENT_SQ_NORM)
+    except KeyError:
+        return (0.0,)
+
+
+def _column(
+    found: Mapping[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]],
+    subjects: Sequence[Subject],
+    variant: Variant,
+) -> Column:
+    first = [_added([found[op_id, variant][0] for op_id in subject]) for subject in subjects]
+    second = [_added([found[op_id, variant][1] for op_id in subject]) for subject in subjects]
+    mean = [[(x + y) / 2 for x, y in zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
+    halves = {}
+    if len(mean[0]) >= 2:
+        # Every second one, so that neither half has the later, smaller gradients to itself.
+        halves[ITERATIONS] = (_averaged(row[0::2] for row in mean), _averaged(row[1::2] for row in mean))
+    if first != second:
+        halves[DRAWS] = (_averaged(first), _averaged(second))
+    at_once = found.get((None, variant))
+    return Column(
+        values=_averaged(mean),
+        halves=halves,
+        together=None if at_once is None else geometric_mean([(x + y) / 2 for x, y in zip(*at_once, strict=True)]),
+    )
+
+
+def _added(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) for values in zip(*rows, strict=True)]
+
+
+def _averaged(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(geometric_mean(row) for row in rows)
