@@ -2,7 +2,7 @@
 
 Dong et al., *HAWQ: Hessian AWare Quantization of Neural Networks with Mixed-Precision*, ICCV 2019 (arXiv:1905.03696) rank layers
 by the top eigenvalue of their block of the Hessian over the number of their parameters; HAWQ-V2 (Dong et al., NeurIPS 2020,
-arXiv:1911.03852) multiplies a curvature with ‖Q(w) − w‖².  The paper (section VII-C) describes its Hessian indicator as the top
+arXiv:1911.03852) multiplies a curvature with ‖Q(w) − w‖².  The paper (section VII-A) describes its Hessian indicator as the top
 eigenvalue "divided by the parameter size and times the introduced error of the quantization", which is what stands here.
 
 It sees the weight only: neither the activation's rounding nor that of gradients.

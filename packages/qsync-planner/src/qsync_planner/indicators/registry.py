@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qsync_core.errors import ObservationError, PluginError
 from qsync_core.registry import Registry
+from qsync_planner.indicators.hessian import Hessian
 from qsync_planner.indicators.interface import Indicator
 from qsync_planner.indicators.lossvar import LossVar
 from qsync_planner.indicators.paper import Paper
@@ -14,7 +15,7 @@ DEFAULT_INDICATOR = "lossvar"
 
 def builtin_indicators() -> list[Indicator]:
     """The indicators of this package."""
-    return [LossVar(), Paper(), RandomScheme()]
+    return [LossVar(), Paper(), RandomScheme(), Hessian()]
 
 
 def available_indicators(registry: Registry | None = None) -> dict[str, Indicator]:

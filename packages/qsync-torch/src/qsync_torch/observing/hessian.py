@@ -130,6 +130,11 @@ class HessianCollector:
             return dict.fromkeys(map(id, weights), 0.0)
         generator = torch.Generator().manual_seed(seed)
         gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+        if curved:
+            # What may be differentiated only once hangs an error into the graph beside the way to the weights, where a product
+            # would not meet it and come out too small: this pass goes everywhere.
+            torch.autograd.backward(curved, [torch.ones_like(gradient) for gradient in curved], retain_graph=True)
         return {
             id(weight): 0.0 if gradient is None or not gradient.requires_grad else self._top(gradient, weight, generator)
             for weight, gradient in zip(weights, gradients, strict=True)
