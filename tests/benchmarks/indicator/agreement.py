@@ -1,0 +1,98 @@
+"""Every indicator beside the truth, for one measured task."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import attrs
+
+from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
+from qsync_core.variant import Variant
+from qsync_planner.indicate import indicate
+from qsync_planner.indicator_check import compare, read_truth
+from qsync_planner.indicator_check.agreement import Agreement
+from qsync_planner.indicator_check.compare import Check, DecrementCheck, VariantCheck
+from qsync_planner.indicators.hessian import Hessian
+from qsync_planner.indicators.hutchinson import Hutchinson
+from qsync_planner.indicators.lossvar import LossVar
+from qsync_planner.indicators.paper import Paper
+from qsync_planner.indicators.random_scheme import RandomScheme
+
+DEFAULT = "hutchinson"
+INDICATORS = (Hutchinson(), LossVar(), Paper(), Hessian())
+RANDOM = "random"
+NAMES = (*(indicator.name for indicator in INDICATORS), RANDOM)
+RANDOM_DRAWS = 50
+"""The random scheme is judged by the mean over so many of its seeds: one of them is luck."""
+KEPT = (25, 40, 50)
+SPLITS = ("iterations", "draws")
+"""How the truth is halved: even against odd updates, and the first against the second half of the draws."""
+
+
+@attrs.frozen
+class Judged:
+    """A task's comparison; numbers of ``random`` are means over its seeds."""
+
+    measured: Measured
+    check: Check
+
+    @classmethod
+    def of(cls, measured: Measured) -> Judged:
+        """Judge every indicator."""
+        dag, observed = measured.dag, measured.observed
+        variants = [v for v in dict.fromkeys(s.variant for s in observed.series) if v is not None and v != FLOAT32]
+        omegas = {indicator.name: indicate(observed, dag, variants, indicator).omega for indicator in INDICATORS}
+        for seed in range(RANDOM_DRAWS):
+            omegas[f"{RANDOM}/{seed}"] = indicate(None, dag, variants, RandomScheme(seed)).omega
+        return cls(measured, compare(omegas, read_truth(measured.truth, dag)))
+
+    def variant(self, variant: Variant = INT8) -> VariantCheck:
+        """The comparison in one variant."""
+        return next(found for found in self.check.variants if found.variant == variant)
+
+    @property
+    def decrement(self) -> DecrementCheck:
+        """From int8 to bfloat16."""
+        (found,) = (d for d in self.check.decrements if (d.low, d.high) == (INT8.label, BFLOAT16.label))
+        return found
+
+    def mean(self, name: str, value: Callable[[str], float]) -> float:
+        """What ``value`` gives for an indicator, or for a way to halve the truth, by its name in the check."""
+        keys = [name] if name in SPLITS else [key for key in self.check.indicators if key.partition("/")[0] == name]
+        return statistics.fmean(map(value, keys))
+
+    def agreement(self, key: str, variant: Variant = INT8) -> Agreement:
+        """Of an indicator, or of the truth's halves with each other."""
+        found = self.variant(variant)
+        return found.truth_halves[key] if key in SPLITS else found.agreement[key]
+
+
+Figure = Callable[[Judged, str], float]
+"""A number of an indicator (or of a way to halve the truth) in one task."""
+
+
+def tau(judged: Judged, name: str, variant: Variant = INT8) -> float:
+    """Kendall's τ; 0 where it is undefined."""
+    return judged.mean(name, lambda key: judged.agreement(key, variant).ranks.tau or 0.0)
+
+
+def decrement_tau(judged: Judged, name: str) -> float:
+    """Kendall's τ of what an operator gains from int8 to bfloat16, which is what the allocator compares."""
+    ranks = judged.decrement.truth_halves if name in SPLITS else judged.decrement.ranks
+    return judged.mean(name, lambda key: ranks[key].tau or 0.0)
+
+
+def regret(judged: Judged, name: str) -> float:
+    """True error left over that of the best choice; the worst of keeping 25, 40 and 50% of the operators high."""
+    return judged.mean(name, lambda key: max(judged.agreement(key).regret[percent] for percent in KEPT))
+
+
+def share_within_2(judged: Judged, name: str) -> float:
+    """Share of operators with Ω/truth in 0.5 to 2."""
+    return judged.mean(name, lambda key: judged.agreement(key).share_within_2)
+
+
+def share_within_1_4(judged: Judged, name: str) -> float:
+    """Share of operators with Ω/truth in 0.7 to 1.4."""
+    return judged.mean(name, lambda key: judged.agreement(key).share_within_1_4)
