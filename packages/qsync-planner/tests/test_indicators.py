@@ -65,7 +65,7 @@ def test_lossvar_is_the_geometric_mean_of_the_sum_of_its_terms() -> None:
     rows[A, I8, terms.LOSSVAR, terms.X_VAR_GRAD] = [1.0, 90.0]
     rows[A, I8, terms.LOSSVAR, terms.W_VAR_GRAD] = [1.0, 10.0]
     rows[A, F16, terms.LOSSVAR, terms.Y_VAR_GRAD] = [2.0, 2.0]
-    found = indicate(observe(dag, rows), dag, [I8, F16, F32])
+    found = indicate(observe(dag, rows), dag, [I8, F16, F32], "lossvar")
     assert found.omega[A][I8] == pytest.approx(math.sqrt(2 * 100))
     assert found.omega[A][F16] == pytest.approx(1 + 1 + 2)
     assert found.omega[B][F16] == pytest.approx(2)
@@ -114,7 +114,7 @@ def test_other_bad_observations_are_refused() -> None:
     dag = two_linears()
     with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at float16"):
         indicate(observe(dag, lossvar_rows(dag, [I8], [1.0])), dag, [F16])
-    with pytest.raises(ObservationError, match="indicator 'lossvar' needs observations by the collectors lossvar"):
+    with pytest.raises(ObservationError, match="indicator 'hutchinson' needs observations by the collectors hutchinson"):
         indicate(None, dag, [I8])
     with pytest.raises(ObservationError, match="hold no iterations"):
         indicate(attrs.evolve(observe(dag, lossvar_rows(dag, [I8], [])), iterations=()), dag)
@@ -277,3 +277,58 @@ def test_bad_indicators_of_plugins_are_named() -> None:
             ObservationError, match=rf"indicator 'flat' gave {value} for a#0 at int8; Ω must be a finite number ≥ 0"
         ):
             indicate(None, two_linears(), [I8], Flat(value))
+
+
+def hutchinson_rows(dag: PrecisionDag, variants: list[Variant], values: list[float]) -> dict:
+    names = [terms.OPERANDS, terms.GRADIENT, terms.OUTPUT]
+    found = {}
+    for operator in dag.adjustable:
+        for variant in variants:
+            for name in names if variant.output is not FLOAT32 else names[:2]:
+                found[operator.op_id, variant, terms.HUTCHINSON, name] = list(values)
+    return found
+
+
+def test_hutchinson_is_the_default_where_it_was_observed() -> None:
+    dag = two_linears()
+    rows = lossvar_rows(dag, [I8, F16], [1.0, 1.0]) | hutchinson_rows(dag, [I8, F16], [1.0, 4.0])
+    found = indicate(observe(dag, rows), dag, [I8, F16, F32])
+    assert found.indicator == "hutchinson"
+    assert found.omega[A] == {I8: pytest.approx(math.sqrt(2 * 8)), F16: pytest.approx(math.sqrt(3 * 12)), F32: 0.0}
+    assert found.notes == ("geometric mean over 2 iterations of one random direction each; no masks that could flip",)
+
+
+def test_hutchinson_weighs_flips_by_the_root_of_the_noise() -> None:
+    """A + B/√noise, operands' and output's noise added, a windowed estimate below the plain one not counted."""
+    dag = two_linears()
+    rows = hutchinson_rows(dag, [F16], [1.0, 1.0])
+    for op_id, flips in ((A, [6.0, -5.0]), (B, [0.0, 0.0])):
+        for name, values in (
+            (terms.OPERANDS_FLIPS, flips),
+            (terms.OUTPUT_FLIPS, [2.0, 1.0]),
+            (terms.OPERANDS_NOISE, [0.0625, 0.04]),
+            (terms.OUTPUT_NOISE, [0.1875, 0.0]),
+        ):
+            rows[op_id, F16, terms.HUTCHINSON, name] = values
+    found = indicate(observe(dag, rows), dag, [F16])
+    assert found.omega[A][F16] == pytest.approx(math.sqrt((3 + 8 / 0.5) * 3))
+    assert found.omega[B][F16] == pytest.approx(math.sqrt((3 + 2 / 0.5) * (3 + 1 / 0.2)))
+
+
+def test_the_fallback_says_why() -> None:
+    dag = two_linears()
+    observed = observe(dag, lossvar_rows(dag, [I8], [1.0]))
+    observed = attrs.evolve(observed, settings={"without hutchinson": "the derivative for 'fused' is not implemented"})
+    found = indicate(observed, dag)
+    assert found.indicator == "lossvar"
+    assert found.notes[0] == "lossvar in place of hutchinson: the derivative for 'fused' is not implemented"
+
+
+def test_an_operator_that_backward_never_reached_has_no_sensitivity() -> None:
+    dag = two_linears()
+    rows = {key: values for key, values in hutchinson_rows(dag, [I8], [1.0]).items() if key[0] == A}
+    observed = attrs.evolve(observe(dag, rows), settings={"unreached": str(B)})
+    found = indicate(observed, dag)
+    assert found.omega[B] == {I8: 0.0}
+    assert found.omega[A][I8] > 0
+    assert found.notes[-1] == f"Ω is 0 for operators that backward never reached: {B}"

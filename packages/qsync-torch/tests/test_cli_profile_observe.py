@@ -108,7 +108,7 @@ def test_observe_writes_an_artifact(folder):
     )
     assert result.exit_code == 0, result.output
     found = artifact.load(folder / "o.qsync", Observations)
-    data = json.loads(result.output)
+    data = json.loads(result.stdout)
     assert (data["iterations"], data["batch_size"], data["stopped"]) == (2, 2, "budget")
     assert data["series"] == len(found.series)
     assert found.dag_digest == artifact.digest(artifact.load(folder / "dag.qsync"))

@@ -13,7 +13,8 @@ from qsync_core.op_id import OpId
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.series import check_values
+from qsync_planner.indicators.registry import AUTO, automatic
+from qsync_planner.indicators.series import check_values, unreached_note
 from qsync_planner.matching import check_observations
 
 
@@ -21,7 +22,7 @@ def indicate(
     observations: Observations | None,
     dag: PrecisionDag,
     variants: Iterable[Variant] = (),
-    indicator: str | Indicator = "lossvar",
+    indicator: str | Indicator = AUTO,
 ) -> Sensitivity:
     """Ω of every adjustable operator in every variant.
 
@@ -29,13 +30,17 @@ def indicate(
         observations: numbers over the first updates; may be None for an indicator that needs none (``random``).
         dag: the model that they belong to.
         variants: what to rate; empty means every variant that the observations mention.
-        indicator: a name, or an indicator object.
+        indicator: a name, or an indicator object; ``auto`` is ``hutchinson`` where it was observed, else ``lossvar``, and says so.
 
     Raises:
         ObservationError: for NaN or infinite values (names operator, term and iteration), missing terms, observations of another
             model, an unknown indicator, or no variants at all.
     """
-    chosen = get_indicator(indicator) if isinstance(indicator, str) else indicator
+    because: tuple[str, ...] = ()
+    if indicator == AUTO:
+        chosen, because = automatic(observations)
+    else:
+        chosen = get_indicator(indicator) if isinstance(indicator, str) else indicator
     if observations is None:
         if chosen.collectors:
             raise ObservationError(
@@ -60,7 +65,7 @@ def indicate(
         observations_digest=digest(observations) if observations is not None else "",
         indicator=chosen.name,
         omega=omega,
-        notes=tuple(chosen.notes(dag, observations)),
+        notes=(*because, *chosen.notes(dag, observations), *unreached_note(observations)),
     )
 
 

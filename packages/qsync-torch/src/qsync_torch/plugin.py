@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from qsync_core.backend import KernelBackend
     from qsync_core.dag import PrecisionDag
     from qsync_core.doctor import DoctorLine
-    from qsync_core.hooks import DeviceFacts
+    from qsync_core.hooks import DeviceFacts, TruthRequest
+    from qsync_core.observations import Observations
 
 
 @hookimpl
@@ -58,11 +59,22 @@ def qsync_describe_device(device: str) -> DeviceFacts | None:
 
 @hookimpl
 def qsync_register_collectors() -> list[Any]:
-    """What the indicators ``lossvar`` and ``paper`` need."""
+    """What the built-in indicators need; ``hessian`` and ``montecarlo`` run only where they are asked for."""
+    from qsync_torch.observing.hessian import HessianCollector
+    from qsync_torch.observing.hutchinson import HutchinsonCollector
     from qsync_torch.observing.lossvar import LossVarCollector
+    from qsync_torch.observing.montecarlo import MonteCarloCollector
     from qsync_torch.observing.paper import PaperCollector
 
-    return [LossVarCollector(), PaperCollector()]
+    return [HutchinsonCollector(), LossVarCollector(), PaperCollector(), HessianCollector(), MonteCarloCollector()]
+
+
+@hookimpl
+def qsync_measure_truth(request: TruthRequest) -> Observations:
+    """By the collector ``montecarlo``."""
+    from qsync_torch.observing.measure_truth import measure_truth
+
+    return measure_truth(request)
 
 
 @hookimpl

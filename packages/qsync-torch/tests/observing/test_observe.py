@@ -59,7 +59,7 @@ def _job(lr=0.1, model=None, loss=None):
 
 
 def _observe(job, **options):
-    options = {"steps": 2, "collectors": [LossVarCollector(), PaperCollector()], **options}
+    options = {"warmup": 0, "steps": 2, "collectors": [LossVarCollector(), PaperCollector()], **options}
     return observe(job, trace(job), LADDER, **options)
 
 
@@ -237,4 +237,4 @@ def test_an_operator_that_runs_only_sometimes_is_refused():
     dag = trace(_job())
     expected = r"of operator twice#0 of net was seen in some updates only \(first difference at update 1\)"
     with pytest.raises(ObservationError, match=expected):
-        observe(job, dag, LADDER, steps=3, collectors=[PaperCollector()])
+        observe(job, dag, LADDER, warmup=0, steps=3, collectors=[PaperCollector()])

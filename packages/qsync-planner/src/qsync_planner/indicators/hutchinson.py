@@ -41,7 +41,8 @@ class Hutchinson:
         flips = _has_flips(observations)
         return {
             operator.op_id: {
-                variant: geometric_mean(_per_iteration(operator.op_id, variant, observations, sources, flips)) for variant in variants
+                variant: geometric_mean(_per_iteration(operator.op_id, variant, observations, sources, flips))
+                for variant in variants
             }
             for operator in dag.adjustable
         }

@@ -19,7 +19,6 @@ from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.noise_sources import Part
 from qsync_planner.indicators.series import geometric_mean, non_negative, require
 
-
 _PART_OF_TERM = {terms.X_VAR_GRAD: noise_sources.operands, terms.Y_VAR_GRAD: noise_sources.output}
 
 
@@ -73,4 +72,3 @@ class LossVar:
     def _read(self, observations: Observations, term: str, op_id: OpId, variant: Variant) -> Sequence[float]:
         values = require(observations, terms.LOSSVAR, term, op_id, variant)
         return non_negative(values, observations.iterations, f"{terms.LOSSVAR}.{term} of {op_id} at {variant.label}")
-

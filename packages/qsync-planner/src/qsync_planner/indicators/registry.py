@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from qsync_core import terms
 from qsync_core.errors import ObservationError, PluginError
+from qsync_core.observations import Observations
 from qsync_core.registry import Registry
 from qsync_planner.indicators.hessian import Hessian
+from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Indicator
 from qsync_planner.indicators.lossvar import LossVar
 from qsync_planner.indicators.paper import Paper
 from qsync_planner.indicators.random_scheme import RandomScheme
 
-DEFAULT_INDICATOR = "lossvar"
+AUTO = "auto"
+"""Not an indicator: ``hutchinson`` where it was observed, else ``lossvar``."""
 
 
 def builtin_indicators() -> list[Indicator]:
     """The indicators of this package."""
-    return [LossVar(), Paper(), RandomScheme(), Hessian()]
+    return [Hutchinson(), LossVar(), Paper(), RandomScheme(), Hessian()]
 
 
 def available_indicators(registry: Registry | None = None) -> dict[str, Indicator]:
@@ -54,3 +58,11 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
     if name not in known:
         raise ObservationError(f"there is no indicator {name!r}; choose one of {', '.join(sorted(known))}")
     return known[name]
+
+
+def automatic(observations: Observations | None) -> tuple[Indicator, tuple[str, ...]]:
+    """The best indicator that observations allow, and what a reader must know of the choice."""
+    if observations is None or any(series.collector == terms.HUTCHINSON for series in observations.series):
+        return Hutchinson(), ()
+    reason = observations.settings.get(f"without {terms.HUTCHINSON}", "the observations hold nothing of collector hutchinson")
+    return LossVar(), (f"lossvar in place of hutchinson: {reason}",)

@@ -36,7 +36,7 @@ def check_values(observations: Observations) -> None:
 def require(
     observations: Observations, collector: str, term: str, op_id: OpId, variant: Variant | None = None
 ) -> tuple[float, ...]:
-    """The values of one series, one per observed iteration.
+    """The values of one series, one per observed iteration; zeros for an operator that backward never reached.
 
     Raises:
         ObservationError: when nobody wrote it, naming operator, term and what to run.
@@ -44,11 +44,24 @@ def require(
     try:
         return observations.values(collector, term, op_id, variant)
     except KeyError:
+        if str(op_id) in unreached(observations):
+            return (0.0,) * len(observations.iterations)
         at = "" if variant is None else f" at {variant.label} ({variant})"
         raise ObservationError(
             f"the observations lack {collector}.{term} of {op_id}{at}; run 'qsync observe' again with collector {collector!r} "
             "and every variant of the cluster's ladders"
         ) from None
+
+
+def unreached(observations: Observations) -> list[str]:
+    """Operators that no gradient came back to in any observed update: their precision can not move a weight gradient."""
+    return observations.settings.get("unreached", "").split()
+
+
+def unreached_note(observations: Observations | None) -> tuple[str, ...]:
+    """What a reader must know of such operators."""
+    names = unreached(observations) if observations is not None else []
+    return (f"Ω is 0 for operators that backward never reached: {', '.join(names)}",) if names else ()
 
 
 def non_negative(values: Sequence[float], iterations: Sequence[int], what: str) -> Sequence[float]:

@@ -15,6 +15,8 @@ from qsync_core.variant import Variant
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.geometry import Geometry
 
+_LINEAR = Geometry()
+
 
 @attrs.frozen(eq=False, slots=False)
 class OperatorCall:
@@ -34,7 +36,7 @@ class OperatorCall:
     weight: torch.Tensor
     bias: torch.Tensor | None
     grad_output: torch.Tensor
-    geometry: Geometry = Geometry()
+    geometry: Geometry = _LINEAR
 
     @cached_property
     def output(self) -> torch.Tensor:

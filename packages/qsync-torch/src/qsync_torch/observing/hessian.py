@@ -80,6 +80,7 @@ class HessianCollector:
     """
 
     name = terms.HESSIAN
+    by_default = False
 
     def __init__(self, most_products: int = MOST_PRODUCTS, tolerance: float = TOLERANCE) -> None:
         self.most_products, self.tolerance = most_products, tolerance

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core import terms
+from qsync_core.dag import PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
@@ -44,6 +45,11 @@ class HutchinsonCollector:
 
     def __init__(self, parts: int = 1) -> None:
         self.parts = parts
+
+    def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> float:
+        """Passes a step: forward and backward, and a second backward pass of about twice that, once more for masks that flip."""
+        masks = any(operator.kind in ("relu", "max_pool2d") for operator in dag.operators)
+        return 5.0 if masks else 3.0
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """All terms of one step.

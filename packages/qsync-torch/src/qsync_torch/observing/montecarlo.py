@@ -88,6 +88,7 @@ class MonteCarloCollector:
     """
 
     name = terms.MONTECARLO
+    by_default = False
 
     def __init__(
         self,
@@ -101,6 +102,10 @@ class MonteCarloCollector:
         self.draws, self.together = draws, together
         self.operators = None if operators is None else tuple(operators)
         self._progress = progress or (lambda done, total, what: None)
+
+    def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
+        """Forward and backward passes over each observed batch."""
+        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """Both halves for every (operator, variant), and the squared norm of the gradient.

@@ -3,9 +3,9 @@
 With g = ∂L/∂θ, a direction u over all parameters and noise e added to some tensor of the step, h = ∂⟨g, u⟩/∂e is one double
 backward pass away, for every tensor at once.  For u of independent random signs, E[h_j²] = ‖∂g/∂e_j‖².
 
-The tensors are copies made at each call of an operator: of its activation, of its weight, of the gradient that comes in and of the one
-that goes out; and its output.  A copy has one reader, as the cast that ``apply_`` puts there has, and it is read by the
-forward product and by the backward ones, as the saved cast is.  Responses are handed on as they arise and not kept.
+The tensors are copies made at each call of an operator: of its activation, of its weight, of the gradient that comes in and of the
+one that goes out; and its output.  A copy belongs to one operator, as the cast that ``apply_`` puts there does, and is read by
+its forward product and by its backward ones, as the saved cast is.  Responses are handed on as they arise and not kept.
 """
 
 from __future__ import annotations

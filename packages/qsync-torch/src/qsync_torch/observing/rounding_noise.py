@@ -94,8 +94,8 @@ def _gradient_cast(precision: Precision, rounding: Rounding) -> Cast:
 def output_noise(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry, casts: OperandCasts, outputs: int) -> torch.Tensor:
     """Predicted mean squared error of an output element, caused by rounding both operands.
 
-    Exact for linear: Σ_k Var[x]_nk·w²_mk + x²_nk·Var[w]_mk, averaged over the output.  A convolution reads each pixel as often as any
-    other on average, so that borders are not exact.
+    Exact for linear: Σ_k Var[x]_nk·w²_mk + x²_nk·Var[w]_mk, averaged over the output.  A convolution is taken to read each
+    pixel as often as any other, so that borders are not exact.
 
     Args:
         x: (…, K) or (N, C, H, W), padded where the convolution pads unevenly.

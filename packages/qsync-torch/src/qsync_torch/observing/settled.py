@@ -18,14 +18,14 @@ class SettledRule:
     even where the numbers drift; the window alone does not).
 
     Attributes:
-        warmup: first iterations, which the rule ignores (DESIGN 6.1: the ranking is not stable in the first ten updates).
+        warmup: first iterations, which the rule ignores (beyond the updates that were not observed at all).
         window: iterations between two looks.
         quiet_windows: how many quiet windows in a row are needed.
         running, window_alone: the correlations asked for.
     """
 
-    warmup: int = 10
-    window: int = 5
+    warmup: int = 0
+    window: int = 4
     quiet_windows: int = 2
     running: float = 0.99
     window_alone: float = 0.9

@@ -51,9 +51,7 @@ class _Calls:
         self.counts.clear()
         self.watcher.start_forward()
 
-    def run(
-        self, fqn: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
-    ) -> torch.Tensor:
+    def run(self, fqn: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
         operator = self.operators.get(OpId(fqn, self.counts[fqn]))
         self.counts[fqn] += 1
         if operator is None:
