@@ -1,10 +1,12 @@
-"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``kernels`` (the kernel suite), or all.
+"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``indicator``, ``kernels``, or all of them.
 
     tox run -e benchmark -- spine
     tox run -e benchmark -- allocator --only A1,A2
+    tox run -e benchmark -- indicator --jobs 9
     tox run -e benchmark -- kernels --set bert-base --compare docs/results/kernels/nvidia-h200.json
 
-What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``kernels`` to pytest.
+What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``indicator`` to ``indicator_rows.py``, and what follows
+``kernels`` to pytest.
 """
 
 from __future__ import annotations
@@ -32,17 +34,22 @@ def commands(arguments: list[str]) -> list[list[str]]:
     """
     spine = [[sys.executable, f"tests/benchmarks/{script}", *rest] for script, *rest in map(shlex.split, SPINE)]
     allocator = [sys.executable, "tests/benchmarks/allocator_rows.py"]
+    indicator = [sys.executable, "tests/benchmarks/indicator_rows.py"]
     kernels = [sys.executable, "-m", "pytest", "tests/benchmarks/kernels"]
     match arguments:
         case []:
-            return [*spine, allocator, kernels]
+            return [*spine, allocator, indicator, kernels]
         case ["spine"]:
             return spine
         case ["allocator", *rest]:
             return [[*allocator, *rest]]
+        case ["indicator", *rest]:
+            return [[*indicator, *rest]]
         case ["kernels", *rest]:
             return [[*kernels, *rest]]
-    raise SystemExit(f"benchmarks are 'spine', 'allocator' and 'kernels', got {arguments[0]!r}; 'spine' takes no arguments")
+    raise SystemExit(
+        f"benchmarks are 'spine', 'allocator', 'indicator' and 'kernels', got {arguments[0]!r}; 'spine' takes no arguments"
+    )
 
 
 if __name__ == "__main__":
