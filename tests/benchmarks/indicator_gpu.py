@@ -1,0 +1,162 @@
+"""Rows I6 and I7 of ``docs/results/indicator.json``, on a CUDA device: what observing costs, and τ on models of real size.
+
+    python tests/benchmarks/indicator_gpu.py [--only I6,I7] [--save FOLDER]
+
+I6 is the time of all observed updates of the default collector over that of one training step with the whole batch, measured in the
+same process; I6b the most memory that observing holds over the most that a training step does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from indicator.gpu_models import MODELS
+from results import write_rows
+
+from qsync_core.artifact import save
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_planner.indicate import indicate
+from qsync_planner.indicator_check import compare, read_truth
+from qsync_torch.job import load_job
+from qsync_torch.observing.hutchinson import HutchinsonCollector
+from qsync_torch.observing.lossvar import LossVarCollector
+from qsync_torch.observing.montecarlo import MonteCarloCollector
+from qsync_torch.observing.observe import observe
+from qsync_torch.observing.paper import PaperCollector
+from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.trace import trace
+
+LADDER = tuple(map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32)))
+COSTS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:seq=384,batch=12"}
+INDICATORS = ("hutchinson", "lossvar", "paper", "random")
+Row = dict[str, Any]
+
+
+def cost_rows(device: torch.device, where: str) -> Iterator[Row]:
+    """I6 and I6b of both models."""
+    for name, spec in COSTS.items():
+        job = load_job(spec)
+        dag = trace(job)
+        step_s, step_bytes = _training_step(job, device)
+        seconds: list[float] = []
+        # The warm-up is one update, which is not part of what is timed.
+        clock = _Clock(HutchinsonCollector(), device, seconds)
+        torch.cuda.reset_peak_memory_stats(device)
+        found = observe(job, dag, LADDER, warmup=2, device=device, collectors=[clock])
+        peak = torch.cuda.max_memory_allocated(device)
+        updates = len(found.iterations)
+        # An observed update also trains on its half batch.
+        total = sum(seconds) + updates * step_s / 2
+        spread = (
+            f"{updates} updates ({found.stopped.split(':')[0]}), {statistics.median(seconds) * 1e3:.0f} ms each beside the update itself; "
+            f"training step {step_s * 1e3:.1f} ms"
+        )
+        what = f"{spec}, float32, all observed updates over one training step of the whole batch"
+        yield _row(f"I6-{name}", what, total / step_s, "≤ 40 (aim 20)", spread, "steps", where)
+        what = f"{spec}, float32, most memory while observing over that of a training step"
+        yield _row(
+            f"I6b-{name}", what, peak / step_bytes, "≤ 2", f"{peak / 2**30:.2f} of {step_bytes / 2**30:.2f} GiB", "ratio", where
+        )
+
+
+class _Clock:
+    """A step collector, timed."""
+
+    def __init__(self, inner: HutchinsonCollector, device: torch.device, seconds: list[float]) -> None:
+        self.name, self._inner, self._device, self._seconds = inner.name, inner, device, seconds
+
+    def collect_step(self, step: Any, variants: Any) -> Any:
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        found = self._inner.collect_step(step, variants)
+        torch.cuda.synchronize(self._device)
+        self._seconds.append(time.perf_counter() - started)
+        return found
+
+
+def _training_step(job: Any, device: torch.device) -> tuple[float, int]:
+    """Median seconds and peak bytes of a float32 training step."""
+    runner = StepRunner.start(job, device)
+    for step in range(3):
+        runner.train_step(step)
+    torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for step in range(10):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        runner.train_step(step)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times), torch.cuda.max_memory_allocated(device)
+
+
+def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup: int) -> Iterator[Row]:
+    """I7 of both models, every indicator beside the default."""
+    for name, make in MODELS.items():
+        job = make(0)
+        dag = trace(job)
+        started = time.perf_counter()
+        options = {"warmup": warmup, "device": device, "settled": None}
+        collectors = [HutchinsonCollector(), LossVarCollector(), PaperCollector()]
+        observed = observe(job, dag, LADDER, steps=16, collectors=collectors, **options)
+        print(f"{name}: observed in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        truth = observe(job, dag, LADDER, steps=4, collectors=[MonteCarloCollector(8)], **options)
+        print(f"{name}: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for what, artifact in (("dag", dag), ("observed", observed), ("truth", truth)):
+                save(artifact, folder / f"{name}.{what}.qsync")
+        losses = observed.values("run", "loss")
+        check = compare({i: indicate(observed, dag, LADDER[:2], i).omega for i in INDICATORS}, read_truth(truth, dag))
+        (int8,) = (found for found in check.variants if found.variant == LADDER[0])
+        halves = ", ".join(f"{by} {found.ranks.tau:.3f}" for by, found in int8.truth_halves.items())
+        for indicator in INDICATORS:
+            agreement = int8.agreement[indicator]
+            spread = f"share within 2: {agreement.share_within_2:.2f}, Spearman {agreement.ranks.spearman:.3f}; truth's halves by {halves}"
+            what = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators, Kendall's τ, int8: {indicator}"
+            row_id = f"I7-{name}" if indicator == "hutchinson" else f"I7-{name}-{indicator}"
+            target = "within .05 of the small models'" if indicator == "hutchinson" else "reported"
+            yield _row(row_id, what, agreement.ranks.tau or 0.0, target, spread, "τ", where)
+
+
+def _row(name: str, what: str, value: float, target: str, spread: str, unit: str, device: str) -> Row:
+    return {
+        "id": name, "what": what, "value": round(value, 4), "unit": unit, "spread": spread, "target": target, "device": device,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="I6,I7", help="which rows")
+    parser.add_argument("--warmup", type=int, default=200, help="updates before the first observed one (I7)")
+    parser.add_argument("--save", type=Path, default=None, help="folder to keep measurements in")
+    parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    where = torch.cuda.get_device_name(device)
+    rows: list[Row] = []
+    wanted = options.only.split(",")
+    for name, measure in (
+        ("I6", lambda: cost_rows(device, where)),
+        ("I7", lambda: agreement_rows(device, where, options.save, options.warmup)),
+    ):
+        if name in wanted:
+            for row in measure():
+                print(f"{row['id']}: {row['value']} {row['unit']} ({row['spread']}); target {row['target']}", flush=True)
+                rows.append(row)
+    directory = {"directory": options.directory} if options.directory else {}
+    write_rows("indicator", rows, "python tests/benchmarks/indicator_gpu.py", **directory)
+
+
+if __name__ == "__main__":
+    main()
