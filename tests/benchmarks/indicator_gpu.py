@@ -56,8 +56,8 @@ def cost_rows(device: torch.device, where: str) -> Iterator[Row]:
         # An observed update also trains on its half batch.
         total = sum(seconds) + updates * step_s / 2
         spread = (
-            f"{updates} updates ({found.stopped.split(':')[0]}), {statistics.median(seconds) * 1e3:.0f} ms each beside the update itself; "
-            f"training step {step_s * 1e3:.1f} ms"
+            f"{updates} updates ({found.stopped.split(':')[0]}), {statistics.median(seconds) * 1e3:.0f} ms each beside the update "
+            f"itself; training step {step_s * 1e3:.1f} ms"
         )
         what = f"{spec}, float32, all observed updates over one training step of the whole batch"
         yield _row(f"I6-{name}", what, total / step_s, "≤ 40 (aim 20)", spread, "steps", where)
@@ -120,8 +120,10 @@ def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup
         halves = ", ".join(f"{by} {found.ranks.tau:.3f}" for by, found in int8.truth_halves.items())
         for indicator in INDICATORS:
             agreement = int8.agreement[indicator]
-            spread = f"share within 2: {agreement.share_within_2:.2f}, Spearman {agreement.ranks.spearman:.3f}; truth's halves by {halves}"
-            what = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators, Kendall's τ, int8: {indicator}"
+            ranks, within = agreement.ranks, agreement.share_within_2
+            spread = f"share within 2: {within:.2f}, Spearman {ranks.spearman:.3f}; truth's halves by {halves}"
+            state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
+            what = f"{state}, Kendall's τ, int8: {indicator}"
             row_id = f"I7-{name}" if indicator == "hutchinson" else f"I7-{name}-{indicator}"
             target = "within .05 of the small models'" if indicator == "hutchinson" else "reported"
             yield _row(row_id, what, agreement.ranks.tau or 0.0, target, spread, "τ", where)
