@@ -352,6 +352,13 @@ def test_jobs_and_devices_are_answered_by_the_first_plugin_that_knows() -> None:
     assert registry().describe_device("cuda") is None
 
 
+def test_the_truth_is_measured_by_the_first_plugin_that_knows_the_job() -> None:
+    silent = plugin(qsync_measure_truth=lambda request: None)
+    knowing = plugin(qsync_measure_truth=lambda request: f"truth of {request}")
+    assert registry(a=knowing, b=silent).measure_truth("resnet50") == "truth of resnet50"
+    assert registry(b=silent).measure_truth("resnet50") is None
+
+
 def test_answers_say_what_each_backend_would_do(tmp_path: Path) -> None:
     tuned, refusing, untuned = FakeBackend("a", latencies_ns={"x": 9, "y": 8}), FakeBackend("b", reasons=("no",)), FakeBackend("c")
     store = TuningStore(tmp_path / "tuning.jsonl", "T4", {})

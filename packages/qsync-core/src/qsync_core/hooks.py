@@ -6,7 +6,7 @@ that implements it, by name, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from qsync_core.dag import PrecisionDag
     from qsync_core.doctor import DoctorLine
+    from qsync_core.observations import Observations
+    from qsync_core.variant import Variant
 
 ENTRY_POINT_GROUP = "qsync"
 
@@ -50,6 +52,31 @@ class DeviceFacts:
     name: str = ""
     compute_capability: str = ""
     software: Mapping[str, str] | None = attrs.field(default=None, hash=False)
+
+
+@attrs.frozen(eq=False)
+class TruthRequest:
+    """What ``qsync indicate --check`` wants to have measured.
+
+    Attributes:
+        job: the name of a model, or ``file.py:function``.
+        dag: its graph.
+        observations: what the indicators were computed from; seed, warm-up and batch size say which updates to measure.
+        variants: in which the adjustable operators are lowered.
+        budget_s: seconds that measuring may take.
+        device: where; empty for the kind of device in the observations.
+        announce: told the cost in one sentence before measuring starts.
+        progress: ``progress(done, total, text)`` moves a progress bar.
+    """
+
+    job: str
+    dag: PrecisionDag
+    observations: Observations
+    variants: Sequence[Variant]
+    budget_s: float
+    device: str
+    announce: Callable[[str], None]
+    progress: Callable[[int, int, str], None]
 
 
 @hookspec
@@ -138,6 +165,19 @@ def qsync_describe_device(device: str) -> DeviceFacts | None:
     Parameters: ``cpu``, ``cuda`` or ``cuda:0``.
     Returns: what kernels depend on, or None where the plugin does not know the device or it is not here.
     Must not: raise where there is no such device.
+    """
+
+
+@hookspec(firstresult=True)
+def qsync_measure_truth(request: TruthRequest) -> Observations | None:
+    """Measure how far each operator in each variant really moves the gradients (collector ``montecarlo``).
+
+    When called: by ``qsync indicate --check --job JOB``.
+    Parameters: the request.
+    Returns: observations with the terms of :mod:`qsync_core.terms`, or None to leave it to the next plugin; the first answer
+        counts.
+    Must not: start before the cost was announced, or take much longer than the budget; a
+        :class:`~qsync_core.errors.QSyncError` says what is wrong with the job, or which budget would do.
     """
 
 

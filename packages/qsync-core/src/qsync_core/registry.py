@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import click
 
     from qsync_core.dag import PrecisionDag
+    from qsync_core.observations import Observations
     from qsync_core.tuning import TuningStore
 
 
@@ -200,6 +201,15 @@ class Registry:
     def describe_device(self, device: str) -> hooks.DeviceFacts | None:
         """What kernels depend on, of a device of this machine; None where no plugin knows it."""
         found: hooks.DeviceFacts | None = self._manager.hook.qsync_describe_device(device=device)
+        return found
+
+    def measure_truth(self, request: hooks.TruthRequest) -> Observations | None:
+        """The measured sensitivity of a job, None where no plugin measures it.
+
+        Raises:
+            QSyncError: what the plugin says is wrong with the job or the budget.
+        """
+        found: Observations | None = self._manager.hook.qsync_measure_truth(request=request)
         return found
 
     def backends(self) -> list[KernelBackend]:

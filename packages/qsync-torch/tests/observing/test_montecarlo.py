@@ -217,12 +217,13 @@ def test_other_bad_input():
 @pytest.mark.parametrize(
     ("allowed", "most", "expected"),
     [
-        # 9 operators and all together: 2 draws and bfloat16 cost 1 + 10·3 = 31 passes, 4 cost 51, 8 cost 91.
+        # 9 operators and all together: 2 draws and bfloat16 cost 1 + 10·3 = 31 passes, 4 cost 51, 8 cost 91, 22 cost 231.
         (31, 20, TruthBudget(1, 2, 31)),
         (123, 20, TruthBudget(3, 2, 93)),
         (204, 20, TruthBudget(4, 4, 204)),
         (500, 20, TruthBudget(5, 8, 455)),
-        (500, 2, TruthBudget(2, 8, 182)),
+        (500, 2, TruthBudget(2, 22, 462)),
+        (9999, 2, TruthBudget(2, 32, 662)),
     ],
 )
 def test_a_budget_in_passes(allowed, most, expected):
@@ -235,10 +236,11 @@ def test_without_randomness_draws_buy_nothing():
 
 def test_a_budget_in_seconds():
     assert fit_seconds(31 * 0.25, 0.25, 9, [INT8, BFLOAT16], 20) == TruthBudget(1, 2, 31)
-    expected = (
-        r"a budget of 5 s is 20 passes of 0.25 s, too few to measure 9 operators even once, which takes 31; give at least 10 s"
-    )
+    expected = "a budget of 5 s is too small: measuring 9 operators once on one batch takes 31 passes of 0.25 s; give at least 10 s"
     with pytest.raises(ObservationError, match=expected):
         fit_seconds(5, 0.25, 9, [INT8, BFLOAT16], 20)
+    assert fit_seconds(41 * 0.25, 0.25, 9, [INT8, BFLOAT16], 20, other_passes=10) == TruthBudget(1, 2, 31)
+    with pytest.raises(ObservationError, match=r"0\.25 s after 10 updates of warm-up; give at least 13 s"):
+        fit_seconds(40 * 0.25, 0.25, 9, [INT8, BFLOAT16], 20, other_passes=10)
     with pytest.raises(ObservationError, match="30 passes are too few to measure 9 operators even once; 31 would be enough"):
         fit_passes(30, 9, [INT8, BFLOAT16], 20)

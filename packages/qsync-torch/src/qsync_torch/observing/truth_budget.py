@@ -12,7 +12,8 @@ from qsync_torch.observing.montecarlo import is_random, passes
 
 _GOOD_BATCHES = 4
 """With fewer, another batch tells more than another draw: gradients differ more from batch to batch than from draw to draw."""
-_FEWEST, _MOST_DRAWS = 2, 8
+_FEWEST, _GOOD_DRAWS, _MOST_DRAWS = 2, 8, 32
+"""More draws than the second are made where no more batches are left."""
 
 
 @attrs.frozen
@@ -25,7 +26,7 @@ class TruthBudget:
 
 
 def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most_batches: int) -> TruthBudget:
-    """The best use of a number of passes: four batches first, then up to eight draws, then more batches.
+    """The best use of a number of passes: four batches first, then up to eight draws, then all batches, then more draws.
 
     Args:
         allowed: passes, forward and backward.
@@ -45,26 +46,30 @@ def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most
     draws = _FEWEST
     if any(map(is_random, wanted)):
         for more in range(_FEWEST + 2, _MOST_DRAWS + 1, 2):
-            if passes(n_operators, wanted, more) * min(_GOOD_BATCHES, most_batches) <= allowed:
+            first = most_batches if more > _GOOD_DRAWS else min(_GOOD_BATCHES, most_batches)
+            if passes(n_operators, wanted, more) * first <= allowed:
                 draws = more
     each = passes(n_operators, wanted, draws)
     batches = min(allowed // each, most_batches)
     return TruthBudget(batches, draws, batches * each)
 
 
-def fit_seconds(budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int) -> TruthBudget:
-    """The same for seconds, given how long one pass takes.
+def fit_seconds(
+    budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int, other_passes: int = 0
+) -> TruthBudget:
+    """The same for seconds, given how long one pass takes and how many more passes there are (updates of a warm-up).
 
     Raises:
         ObservationError: when they are too few; says how many would do.
     """
     wanted = list(variants)
     smallest = passes(n_operators, wanted, _FEWEST)
-    allowed = int(budget_s / pass_s)
+    allowed = int(budget_s / pass_s) - other_passes
     if allowed < smallest:
+        warmup = f" after {other_passes} updates of warm-up" if other_passes else ""
         raise ObservationError(
-            f"a budget of {budget_s:g} s is {allowed} passes of {pass_s:.3g} s, too few to measure {n_operators} operators even "
-            f"once, which takes {smallest}; give at least {_rounded_up(smallest * pass_s):g} s"
+            f"a budget of {budget_s:g} s is too small: measuring {n_operators} operators once on one batch takes {smallest} passes "
+            f"of {pass_s:.3g} s{warmup}; give at least {_rounded_up((smallest + other_passes) * pass_s):g} s"
         )
     return fit_passes(allowed, n_operators, wanted, most_batches)
 
