@@ -32,20 +32,24 @@ SPLITS = ("iterations", "draws")
 
 @attrs.frozen
 class Judged:
-    """A task's comparison; numbers of ``random`` are means over its seeds."""
+    """A task's comparison; numbers of ``random`` are means over its seeds.
+
+    Attributes:
+        measured: what is compared.
+        check: indicators over all updates that they observed.
+        on_same_updates: over those of them that the truth was measured at.  Gradients of other batches are larger or smaller, so
+            that magnitudes can only be compared on the same ones.
+    """
 
     measured: Measured
     check: Check
+    on_same_updates: Judged | None
 
     @classmethod
     def of(cls, measured: Measured) -> Judged:
         """Judge every indicator."""
-        dag, observed = measured.dag, measured.observed
-        variants = [v for v in dict.fromkeys(s.variant for s in observed.series) if v is not None and v != FLOAT32]
-        omegas = {indicator.name: indicate(observed, dag, variants, indicator).omega for indicator in INDICATORS}
-        for seed in range(RANDOM_DRAWS):
-            omegas[f"{RANDOM}/{seed}"] = indicate(None, dag, variants, RandomScheme(seed)).omega
-        return cls(measured, compare(omegas, read_truth(measured.truth, dag)))
+        common = sum(update in measured.truth.iterations for update in measured.observed.iterations)
+        return cls(measured, _check(measured), cls(measured, _check(measured, common), None))
 
     def variant(self, variant: Variant = INT8) -> VariantCheck:
         """The comparison in one variant."""
@@ -66,6 +70,18 @@ class Judged:
         """Of an indicator, or of the truth's halves with each other."""
         found = self.variant(variant)
         return found.truth_halves[key] if key in SPLITS else found.agreement[key]
+
+
+def _check(measured: Measured, updates: int | None = None) -> Check:
+    """All indicators over their first so many updates."""
+    dag, observed = measured.dag, measured.observed
+    series = tuple(attrs.evolve(one, values=one.values[:updates]) for one in observed.series)
+    observed = attrs.evolve(observed, iterations=observed.iterations[:updates], series=series)
+    variants = [v for v in dict.fromkeys(s.variant for s in observed.series) if v is not None and v != FLOAT32]
+    omegas = {indicator.name: indicate(observed, dag, variants, indicator).omega for indicator in INDICATORS}
+    for seed in range(RANDOM_DRAWS):
+        omegas[f"{RANDOM}/{seed}"] = indicate(None, dag, variants, RandomScheme(seed)).omega
+    return compare(omegas, read_truth(measured.truth, dag))
 
 
 Figure = Callable[[Judged, str], float]
@@ -89,10 +105,17 @@ def regret(judged: Judged, name: str) -> float:
 
 
 def share_within_2(judged: Judged, name: str) -> float:
-    """Share of operators with Ω/truth in 0.5 to 2."""
+    """Share of operators with Ω/truth in 0.5 to 2, over the same updates."""
+    judged = judged.on_same_updates or judged
     return judged.mean(name, lambda key: judged.agreement(key).share_within_2)
 
 
 def share_within_1_4(judged: Judged, name: str) -> float:
-    """Share of operators with Ω/truth in 0.7 to 1.4."""
+    """Share of operators with Ω/truth in 0.7 to 1.4, over the same updates."""
+    judged = judged.on_same_updates or judged
     return judged.mean(name, lambda key: judged.agreement(key).share_within_1_4)
+
+
+def on_same_updates(figure: Figure) -> Figure:
+    """The same figure with indicators over the truth's updates alone."""
+    return lambda judged, name: figure(judged.on_same_updates or judged, name)

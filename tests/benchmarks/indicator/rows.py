@@ -14,6 +14,7 @@ from indicator.agreement import (
     Figure,
     Judged,
     decrement_tau,
+    on_same_updates,
     regret,
     share_within_1_4,
     share_within_2,
@@ -27,6 +28,8 @@ ByModel = Mapping[str, Sequence[Judged]]
 """Judged seeds of every model."""
 TARGETS = {"I1a": "≥ 0.90", "I1b": "≥ 0.90", "I2": "≥ 0.75", "I3": "≥ 0.75", "I4": "≤ 1.05", "I5": "≥ 0.90"}
 REPORTED = "reported"
+MEAN = (statistics.fmean, min)
+"""Over models, and what is worst."""
 
 
 def ladder_rows(judged: ByModel) -> Iterator[Row]:
@@ -35,17 +38,22 @@ def ladder_rows(judged: ByModel) -> Iterator[Row]:
         yield from _state_rows(model, seeds)
         name = SUBJECTS[model].row
         what = f"{model}, Kendall's τ of Ω against the measured truth, over {len(seeds[0].check.subjects)} operators"
-        yield from _rows(name, f"{what}, int8", {model: seeds}, tau, statistics.fmean, min)
+        yield from _rows(name, f"{what}, int8", {model: seeds}, tau, *MEAN)
+        yield from _rows(
+            f"{name}-same", f"{what}, int8, over the truth's updates alone", {model: seeds}, on_same_updates(tau), *MEAN
+        )
         at_bfloat16 = functools.partial(tau, variant=BFLOAT16)
-        yield from _rows(f"{name}-bfloat16", f"{what}, bfloat16", {model: seeds}, at_bfloat16, statistics.fmean, min)
+        yield from _rows(f"{name}-bfloat16", f"{what}, bfloat16", {model: seeds}, at_bfloat16, *MEAN)
     if len(judged) < len(SUBJECTS):
         return
-    yield from _rows("I3", "τ of the decrement int8→bfloat16, worst of the models", judged, decrement_tau, min, min)
+    what = "τ of the decrement int8→bfloat16, worst of the models"
+    yield from _rows("I3", what, judged, decrement_tau, min, min)
+    yield from _rows("I3-same", f"{what}, over the truth's updates alone", judged, on_same_updates(decrement_tau), min, min)
     what = "true error left over the least possible, the worst of keeping 25, 40 and 50% high, int8, worst of the models"
     yield from _rows("I4", what, judged, regret, max, max)
-    what = "share of operators with Ω/truth in {}, int8, mean over the models"
-    yield from _rows("I5", what.format("0.5–2"), judged, share_within_2, statistics.fmean, min)
-    yield from _rows("I5b", what.format("0.7–1.4"), judged, share_within_1_4, statistics.fmean, min)
+    what = "share of operators with Ω/truth in {}, int8, over the same updates, mean over the models"
+    yield from _rows("I5", what.format("0.5–2"), judged, share_within_2, *MEAN)
+    yield from _rows("I5b", what.format("0.7–1.4"), judged, share_within_1_4, *MEAN)
 
 
 def variation_rows(judged: ByModel) -> Iterator[Row]:
@@ -96,7 +104,7 @@ def _rows(
 ) -> Iterator[Row]:
     """A row for each indicator: the mean over seeds, and the same of the truth's halves."""
     unit = {regret: "ratio", share_within_2: "fraction", share_within_1_4: "fraction"}.get(figure, "τ")
-    for indicator in (*NAMES, *SPLITS):
+    for indicator in (DEFAULT,) if name.endswith("-same") else (*NAMES, *SPLITS):
         by_model = {
             model: [figure(one, indicator) for one in seeds]
             for model, seeds in judged.items()
