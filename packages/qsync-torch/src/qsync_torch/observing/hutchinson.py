@@ -118,18 +118,22 @@ class _Pass:
     def _one(self, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
         step = self._step
         response = NoiseResponse(self._respond)
-        with step.undisturbed(), twice_differentiable(), watched(step.model, step.dag.adjustable, response):
-            with self._windows:
-                loss = share * step.job.compute_loss(part, step.model)
-            response.differentiate(loss, parameters)
-            self._windows.open = False
-            response.respond(self._direction, again=self._windows.used)
-            with torch.no_grad():
-                for site in response.sites:
-                    self._add_noise(site)
-            if self._windows.used:
-                self._windows.open = True
-                response.respond(self._direction, again=False)
+        try:
+            with step.undisturbed(), twice_differentiable():
+                with self._windows, watched(step.model, step.dag.adjustable, response):
+                    loss = share * step.job.compute_loss(part, step.model)
+                response.differentiate(loss, parameters)
+                del loss
+                self._windows.open = False
+                response.respond(self._direction, again=self._windows.used)
+                with torch.no_grad():
+                    for site in response.sites:
+                        self._add_noise(site)
+                if self._windows.used:
+                    self._windows.open = True
+                    response.respond(self._direction, again=False)
+        finally:
+            response.release()
 
     def _respond(self, site: Site, place: Place, h: torch.Tensor) -> None:
         opened = self._windows.open

@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from qsync_core.dag import Operator
+from qsync_torch.observing import convolution
 from qsync_torch.observing.geometry import Geometry
 
 
@@ -86,7 +87,7 @@ class NoiseResponse:
     ) -> torch.Tensor:
         """Run the operator on copies of its operands."""
         x_copy, weight_copy = self._copy(x), self._copy(weight)
-        output = geometry.product(x_copy, weight_copy, bias)
+        output = convolution.product(x_copy, weight_copy, bias, geometry)
         channel = 1 if weight.dim() == 4 and output.dim() == 4 else output.dim() - 1
         others = [dim for dim in range(output.dim()) if dim != channel]
         variance = output.detach().var(dim=others, correction=0).mean() if others else output.detach().new_zeros(())
@@ -124,6 +125,13 @@ class NoiseResponse:
             allow_unused=True,
         )
 
+    def release(self) -> None:
+        """Let go of the graph.  Its hooks hold this object, and references through a graph are not seen by the garbage collector."""
+        self._gradients = ()
+        self._parameters.clear()
+        self._leaves.clear()
+        self.sites.clear()
+
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values with a response of its own."""
         if tensor.requires_grad:
@@ -131,6 +139,9 @@ class NoiseResponse:
         copy = tensor.detach().requires_grad_()
         self._leaves.append(copy)
         return copy
+
+    def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:
+        self._hand_on(site, place, response.detach())
 
     def _passed(self, site: Site, place: Place, grad: torch.Tensor) -> torch.Tensor | None:
         """A gradient comes by: in the first pass that of the loss, in the second a response."""
@@ -142,5 +153,5 @@ class NoiseResponse:
         noisy = Place.GRAD_OUTPUT if place is Place.OUTPUT else Place.GRAD_INPUT
         setattr(site, noisy, grad.detach())
         copy = self._copy(grad)
-        copy.register_hook(lambda response: self._hand_on(site, noisy, response.detach()))
+        copy.register_hook(functools.partial(self._responded, site, noisy))
         return copy
