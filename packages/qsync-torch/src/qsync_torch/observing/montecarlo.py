@@ -120,8 +120,8 @@ class MonteCarloCollector:
         total = passes(len(alone), lowered, self.draws, together=self.together)
         done = 1
         self._progress(0, total, "full precision")
-        undisturbed = _gradients(step)
-        squared = _squared_norm(undisturbed)
+        undisturbed = step_gradients(step)
+        squared = squared_norm(undisturbed)
         if not math.isfinite(squared):
             raise ObservationError(
                 f"the gradients of {step.job.name} in full precision are not finite at update {step.update}; train with a smaller "
@@ -158,7 +158,7 @@ class MonteCarloCollector:
             applied: Applied = apply_(step.model, {operator.op_id: variant for operator in group}, seed=seed)
             try:
                 sums = [
-                    sum(_squared_norm(_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))
+                    sum(squared_norm(step_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))
                     for _ in range(2 if is_random(variant) else 1)
                 ]
             finally:
@@ -174,7 +174,7 @@ class MonteCarloCollector:
         return first, second
 
 
-def _gradients(step: ObservedStep) -> list[torch.Tensor | None]:
+def step_gradients(step: ObservedStep) -> list[torch.Tensor | None]:
     """Gradients of all trainable parameters in one pass over the batch, in their order; None where none arrives."""
     parameters = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
     with step.undisturbed():
@@ -189,7 +189,7 @@ def _gradients(step: ObservedStep) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in parameters]
 
 
-def _squared_norm(gradients: Sequence[torch.Tensor | None], minus: Sequence[torch.Tensor | None] | None = None) -> float:
+def squared_norm(gradients: Sequence[torch.Tensor | None], minus: Sequence[torch.Tensor | None] | None = None) -> float:
     """Squared Euclidean norm over all tensors, summed in float64; of the difference where ``minus`` is given."""
     parts = []
     for index, gradient in enumerate(gradients):
