@@ -17,7 +17,7 @@ from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, Program, Solved, Told
 from qsync_planner.allocator.exact.shared_casts import shared_charges
-from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, time_after
+from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.cost_mapper import CostMapper
 from qsync_planner.memory import MemoryLedger
@@ -26,12 +26,16 @@ from qsync_planner.replay import Replayer
 from qsync_planner.step_timing import StepTiming
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
-_NS, _BYTES = 1e-3, 2.0**-20
-"""T's column is in microseconds, the peak's in MiB."""
+_BYTES = 2.0**-20
+"""The peak's column is in MiB."""
 ANY_TIME_NS = 2**62
 """A time limit that no plan exceeds."""
 _SURE = 1e-6
 """A relaxed column this near to 1 is taken as chosen."""
+_COST = 1000.0
+"""Of the plans that a program is scaled for, because solvers stop at absolute differences."""
+_MOST_COST = 1e10
+"""Of anything; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
 
 
 class Quantity(enum.Enum):
@@ -63,7 +67,7 @@ class GroupProgram:
     """Builds a group's program and reads plans off its solutions.
 
     Args:
-        uniform: the rungs of uniform precision, which scale Ω: it costs 1,000, because solvers stop at absolute differences.
+        uniform: the rungs of uniform precision, for which Ω is scaled where no better plan is known.
     """
 
     def __init__(self, group: GroupProblem, replayer: Replayer, uniform: Sequence[int]) -> None:
@@ -71,13 +75,14 @@ class GroupProgram:
         model = replayer.model(group.name)
         self.program = Program()
         self.choices = Choices(group, model, self.program)
-        self._uniform_scale = 1000.0 / (group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1000.0)
-        self.scale = self._uniform_scale
+        self._uniform_omega = group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1.0
+        self._scaled_for, self._most_omega = self._uniform_omega, math.inf
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
         self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
+        self._unit_ns = unit_ns(self._slowest_ns)
         steps = StepExpressions(self.choices, list(shared_charges(self.choices, self.program)))
-        rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns))
+        rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns), self._unit_ns)
         if group.group.sync_per_step and not model.synchronous:
             rows.add_synchronising(steps)
         else:
@@ -90,26 +95,35 @@ class GroupProgram:
         """What the program minimises from here on."""
         for unit, columns in zip(self._group.units, self.choices.columns, strict=True):
             for omega, column in zip(unit.omega, columns, strict=True):
-                self.program.price(column, omega * self.scale if quantity is Quantity.OMEGA else 0.0)
+                counts = quantity is Quantity.OMEGA and omega <= self._most_omega
+                self.program.price(column, self.cost_of(omega) if counts else 0.0)
         self.program.price(self._limit, float(quantity is Quantity.TIME))
         self.program.price(self._budget, float(quantity is Quantity.MEMORY))
 
     def look_below(self, omega: float | None) -> None:
-        """Scale Ω for plans of less than this Σ Ω, and leave out whatever is more on its own; None for all plans, as at first.
+        """Scale Ω for plans of at most this Σ Ω, and leave out whatever is more on its own; None for all plans, as at first.
 
         A solver knows costs to a part of the largest: where the best plan is millions of times better than uniform precision, what
         sets good plans apart is lost otherwise.
         """
-        self.scale = self._uniform_scale if omega is None else 1000.0 / omega
+        self._scaled_for, self._most_omega = (self._uniform_omega, math.inf) if omega is None else (omega, omega)
         for unit, columns in zip(self._group.units, self.choices.columns, strict=True):
             for own, column in zip(unit.omega, columns, strict=True):
-                self.program.bound(column, 0.0, float(omega is None or own <= omega))
+                self.program.bound(column, 0.0, float(own <= self._most_omega))
         self.minimise(Quantity.OMEGA)
+
+    def cost_of(self, omega: float) -> float:
+        """Σ Ω as the program's costs have it."""
+        return min(omega / self._scaled_for * _COST, _MOST_COST)
+
+    def omega_of(self, cost: float) -> float:
+        """The Σ Ω of a cost."""
+        return cost / _COST * self._scaled_for
 
     def limit(self, period_ns: int, budget_bytes: int) -> None:
         """Set T and the memory budget (0: none); a T that no plan exceeds is none either, since solvers dislike huge numbers."""
         binds = 0 < period_ns < self._slowest_ns
-        self.program.bound(self._limit, 0.0, period_ns * _NS if binds else math.inf)
+        self.program.bound(self._limit, 0.0, period_ns / self._unit_ns if binds else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
     @property

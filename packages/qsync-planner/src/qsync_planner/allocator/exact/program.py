@@ -34,6 +34,11 @@ def require_solver(who: str) -> None:
         raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
 
 
+_INFEASIBLE = ("kInfeasible", "kUnboundedOrInfeasible")
+_STOPPED = ("kTimeLimit", "kIterationLimit", "kSolutionLimit", "kInterrupt")
+"""Names of HighsModelStatus that are an answer, beside ``kOptimal``.  No program is unbounded: no Ω, time or memory is below 0."""
+
+
 class SolverFailed(PlanError):
     """HiGHS gave up."""
 
@@ -175,6 +180,9 @@ class Program:
             solver.cbMipImprovingSolution += improved
         try:
             solver.run()
+            if solver.getModelStatus().name not in (*_INFEASIBLE, *_STOPPED, "kOptimal"):  # from the beginning it often succeeds
+                solver.clearSolver()
+                solver.run()
         finally:
             if told is not None:
                 solver.cbMipImprovingSolution -= improved
@@ -219,16 +227,14 @@ class Program:
         import highspy
 
         status, info = solver.getModelStatus(), solver.getInfo()
-        found = highspy.HighsModelStatus
         nothing = np.empty(0)
-        if status in (found.kInfeasible, found.kUnboundedOrInfeasible):
+        if status.name in _INFEASIBLE:
             return Solved(Outcome.INFEASIBLE, nothing, math.inf, math.inf)
-        if status == found.kUnknown:  # numbers too far apart: nothing is known, and nothing is claimed
+        if status.name == "kUnknown":  # numbers too far apart: nothing is known, and nothing is claimed
             return Solved(Outcome.LIMIT, nothing, math.inf, -math.inf)
-        limits = (found.kTimeLimit, found.kIterationLimit, found.kSolutionLimit, found.kInterrupt)
-        if status != found.kOptimal and status not in limits:
+        if status.name != "kOptimal" and status.name not in _STOPPED:
             raise SolverFailed(f"the solver HiGHS stopped with {solver.modelStatusToString(status)}; use --solver greedy")
-        outcome = Outcome.OPTIMAL if status == found.kOptimal else Outcome.LIMIT
+        outcome = Outcome.OPTIMAL if status.name == "kOptimal" else Outcome.LIMIT
         if relaxed:
             if outcome is Outcome.LIMIT:
                 return Solved(outcome, nothing, math.inf, -math.inf)

@@ -21,8 +21,10 @@ PROVEN_GAP = 1e-6
 _SOLVER_GAP = 1e-7
 _ROUNDS = 1000
 _RESCALINGS = 12
-_WORTH_RESCALING = 20.0
-"""Σ Ω of the best plan, scaled, below which the program is scaled for it; it is 1,000 then."""
+_WELL_SCALED = (20.0, 1e7)
+"""Costs of the best plan below and above which the program is scaled for it; it costs 1,000 then."""
+_SLACK = 1e-6
+"""Cost by which a solver's bound may be too high: it takes as much for nothing."""
 _REPAIRS = 8
 """Times that limits are tightened where a plan misses one by a rounding of the solver."""
 
@@ -87,36 +89,31 @@ class Search:
 
     def run(self, start: Sequence[int]) -> Answer:
         """Search from a plan that may or may not keep the limits."""
+        first = self._program.replay(start)
         if self._budget and not self._program.has_moments:
             # A first row of memory is dear to a program that is solved already, the others are not.
-            first = self._program.replay(start)
             self._program.keep_moment(first.peak_moment)
-            self._offer(first)
-        if not self._approach_all_scales():
-            if self._best is None:
-                self._offer(self._program.replay(start))
-            return Answer(self._best, float("inf") if self._best is None else self._bound)
-        small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
-        if small and not self._is_done() and not self._is_late():
-            self._branch()
-        if self._best is None:
-            self._offer(self._program.replay(start))
-        return Answer(self._best, self._bound)
-
-    def _approach_all_scales(self) -> bool:
-        """:meth:`_approach`, and again for better plans alone while these are better by orders of magnitude."""
-        self._program.look_below(None)
-        if not self._approach():
-            return False
+        self._offer(first)
         for _ in range(_RESCALINGS):
-            best = 0.0 if self._best is None else self._group.omega(self._best.rungs)
-            if best <= 0.0 or best * self._program.scale > _WORTH_RESCALING or self._left_for_bound() == 0.0:
+            best = None if self._best is None else self._group.omega(self._best.rungs)
+            if best == 0.0:
+                self._bound = 0.0
                 break
             self._program.look_below(best)
-            self._bound = float("-inf")  # found where such plans were too small to be told apart
-            if not self._approach():
+            self._bound = float("-inf")  # one from before is of a scale at which such plans were not told apart
+            if not self._approach() and self._best is None:
+                return Answer(None, float("inf"))
+            small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
+            if small and self._is_well_scaled() and not self._is_done() and not self._is_late():
+                self._branch()
+            if self._is_well_scaled() or self._left_for_bound() == 0.0:
                 break
-        return True
+        return Answer(self._best, self._bound)
+
+    def _is_well_scaled(self) -> bool:
+        """Whether the best plan costs about what the program is scaled for, or there is none."""
+        low, high = _WELL_SCALED
+        return self._best is None or low < self._program.cost_of(self._group.omega(self._best.rungs)) < high
 
     def _approach(self) -> bool:
         """The relaxation's bound, and the best plan that agrees with it wherever it is integral; False where nothing is feasible.
@@ -188,10 +185,11 @@ class Search:
             self._best = plan
             self._tell()
 
-    def _raise_bound(self, scaled: float) -> None:
-        if self._tightened or scaled / self._program.scale <= self._bound:
+    def _raise_bound(self, cost: float) -> None:
+        bound = self._program.omega_of(cost - _SLACK)
+        if self._tightened or bound <= self._bound:
             return
-        self._bound = scaled / self._program.scale
+        self._bound = bound
         self._tell()
 
     def _tell(self) -> None:
@@ -200,9 +198,8 @@ class Search:
 
     def _tell_scaled(self, objective: float, bound: float) -> None:
         """What the solver reports while it runs."""
-        scale = self._program.scale
         omega = float("inf") if self._best is None else self._group.omega(self._best.rungs)
-        self._show(min(omega, objective / scale), max(self._bound, bound / scale))
+        self._show(min(omega, self._program.omega_of(objective)), max(self._bound, self._program.omega_of(bound)))
 
     def _show(self, omega: float, bound: float) -> None:
         gap = f", within {max(0.0, omega - bound) / omega:.2%}" if 0 < omega < float("inf") and bound > 0 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -80,7 +80,8 @@ def solve_exactly(
     """
     require_solver("the exact solver")
     begin = time.monotonic()
-    answers = answer(state, Programs(state.replayer, uniform), uniform, limit_ns, effort, seconds=seconds, progress=progress)
+    starts = {name: start.rungs for name, start in uniform.items()}
+    answers = answer(state, Programs(state.replayer, uniform), starts, limit_ns, effort, seconds=seconds, progress=progress)
     bound = adopt(state, answers)
     late = seconds is not None and time.monotonic() - begin > seconds / 2
     return with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
@@ -89,7 +90,7 @@ def solve_exactly(
 def answer(
     state: SearchState,
     programs: Programs,
-    uniform: Mapping[str, UniformStart],
+    starts: Mapping[str, Sequence[int]],
     limit_ns: int,
     effort: Effort,
     *,
@@ -97,7 +98,7 @@ def answer(
     seconds: float | None = None,
     progress: Progress = lambda text: None,
 ) -> dict[str, Answer]:
-    """The search of every group; other memory budgets than the groups' own by name.
+    """The search of every group from its plan in ``starts``; other memory budgets than the groups' own by name.
 
     Raises:
         InfeasibleError: when a group has no plan within the limits.
@@ -110,7 +111,7 @@ def answer(
         budget = group.group.memory_bytes if budgets is None else budgets[group.name]
         share = attrs.evolve(effort, seconds=own, bound_seconds=left)
         search = Search(group, programs.of(group), limit_ns, budget, share, progress)
-        found[group.name] = search.run(uniform[group.name].rungs)
+        found[group.name] = search.run(starts[group.name])
         if found[group.name].plan is None:
             raise InfeasibleError(
                 f"no precision plan of group {group.name!r} keeps both a step time of {format_ns(limit_ns)} and a memory budget "

@@ -18,8 +18,19 @@ from qsync_planner.cost_model import PricedCast, Settled
 from qsync_planner.step_timing import StepShape
 from qsync_planner.work import NOTHING, Work, device_only, kernel, sequence
 
-_UNIT = 1000
-"""Rows of time are in microseconds: a solver's tolerance is then far below a nanosecond."""
+_UNIT_NS = 1000
+_MOST_UNITS = 10**6
+
+
+def unit_ns(slowest_ns: int) -> int:
+    """Rows of time are in microseconds, those of steps longer than a second in a power of ten of them.
+
+    A solver's tolerance is far below a nanosecond then, and not below what its numbers can tell apart.
+    """
+    unit = _UNIT_NS
+    while slowest_ns > _MOST_UNITS * unit:
+        unit *= 10
+    return unit
 
 
 def time_after(shape: StepShape, collective_ns: Sequence[int]) -> dict[int, int]:
@@ -98,15 +109,16 @@ def _charged(charge: Charge) -> Step:
 
 
 class TimeRows:
-    """Rows that keep a step within T, a column of the program in microseconds.
+    """Rows that keep a step within T, a column of the program.
 
     Args:
         limit: T's column.
         after: see :func:`time_after`.
+        unit: of T's column and of all others for moments, in nanoseconds; see :func:`unit_ns`.
     """
 
-    def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int]) -> None:
-        self._program, self._limit, self._shape, self._after = program, limit, shape, after
+    def __init__(self, program: Program, limit: int, shape: StepShape, after: dict[int, int], unit: int) -> None:
+        self._program, self._limit, self._shape, self._after, self._unit = program, limit, shape, after, unit
 
     def add_free_running(self, steps: StepExpressions) -> None:
         """Rows of a group whose CPU runs ahead, or runs the kernels itself: sums alone bind."""
@@ -151,16 +163,16 @@ class TimeRows:
             column = self._program.column(upper=math.inf)
         row = dict(work)
         if before is not None:
-            row[before] = row.get(before, 0) + _UNIT
-        row[column] = row.get(column, 0) - _UNIT
-        self._program.row(row, upper=0, unit=_UNIT)
+            row[before] = row.get(before, 0) + self._unit
+        row[column] = row.get(column, 0) - self._unit
+        self._program.row(row, upper=0, unit=self._unit)
         return column
 
     def _within_limit(self, reached: int | None, after_ns: int) -> None:
-        row = {CONSTANT: after_ns, self._limit: -_UNIT}
+        row = {CONSTANT: after_ns, self._limit: -self._unit}
         if reached is not None:
-            row[reached] = _UNIT
-        self._program.row(row, upper=0, unit=_UNIT)
+            row[reached] = self._unit
+        self._program.row(row, upper=0, unit=self._unit)
 
 
 class _Clock:

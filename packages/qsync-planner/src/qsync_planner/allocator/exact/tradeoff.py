@@ -8,7 +8,6 @@ exactly, and lies where its own time and memory are, not at the limits that it w
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -38,6 +37,7 @@ from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import move_to_uniform
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replay import Replayer
+from qsync_planner.wording import rounded_up
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""
@@ -347,7 +347,7 @@ class _Curve:
         if tolerance is not None:
             arguments: tuple[str, ...] = ("--tolerance", f"{tolerance:.{DECIMALS}f}".rstrip("0").rstrip("."))
         else:
-            arguments = ("--minimise", "time", "--omega-limit", _rounded_up(omega))
+            arguments = ("--minimise", "time", "--omega-limit", rounded_up(omega))
         variants = {group.name: group.variants(plans[group.name].rungs) for group in self._problem.groups}
         return TradeoffPoint(omega, min(max(0.0, bound), omega), period, peaks, variants, arguments, dict(level.lines))
 
@@ -369,14 +369,6 @@ def _widest(level: MemoryLevel, solved: Mapping[int, tuple[int, float]]) -> int 
 
 def _is_same(a: TradeoffPoint, b: TradeoffPoint) -> bool:
     return (a.omega, a.iteration_ns, a.peak_bytes) == (b.omega, b.iteration_ns, b.peak_bytes)
-
-
-def _rounded_up(value: float) -> str:
-    """Six significant digits that are not below the value."""
-    if value <= 0:
-        return "0"
-    text = f"{value:.6g}"
-    return text if float(text) >= value else f"{value + 10.0 ** (math.floor(math.log10(value)) - 5):.6g}"
 
 
 def _sizes(budgets: Mapping[str, int]) -> str:
