@@ -28,10 +28,10 @@ def is_installed() -> bool:
     return importlib.util.find_spec("highspy") is not None
 
 
-def require_solver(who: str) -> None:
-    """Raise PlanError, naming who needs it, where HiGHS is not installed."""
+def require_solver(who: str, instead: str = "") -> None:
+    """Raise PlanError, naming who needs it and what does without, where HiGHS is not installed."""
     if not is_installed():
-        raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]', or use --solver greedy")
+        raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]'{instead}")
 
 
 _INFEASIBLE = ("kInfeasible", "kUnboundedOrInfeasible")

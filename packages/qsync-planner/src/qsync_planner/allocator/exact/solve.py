@@ -78,7 +78,7 @@ def solve_exactly(
         PlanError: when HiGHS is not installed.
         InfeasibleError: when a group has no plan within the limits.
     """
-    require_solver("the exact solver")
+    require_solver("the exact solver", ", or use --solver greedy")
     begin = time.monotonic()
     starts = {name: start.rungs for name, start in uniform.items()}
     answers = answer(state, Programs(state.replayer, uniform), starts, limit_ns, effort, seconds=seconds, progress=progress)
