@@ -66,7 +66,7 @@ def test_digest_depends_on_kind_and_content() -> None:
 
 
 def test_integers_are_floats_where_the_field_is_one() -> None:
-    sensitivity = examples(layers=1)[Sensitivity]
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={})
     as_int = {op_id: dict.fromkeys(by_variant, 0) for op_id, by_variant in sensitivity.omega.items()}
     as_float = {op_id: dict.fromkeys(by_variant, 0.0) for op_id, by_variant in sensitivity.omega.items()}
     assert artifact.digest(attrs.evolve(sensitivity, omega=as_int)) == artifact.digest(attrs.evolve(sensitivity, omega=as_float))
@@ -99,22 +99,35 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 
 def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
-    sensitivity = examples(layers=1)[Sensitivity]
+    monkeypatch.delitem(schema._MIGRATIONS, ("Sensitivity", 1))
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={})
     data = artifact.to_bytes(sensitivity)
     plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
-    old_plain = {"model_name" if name == "model" else name: value for name, value in plain.items() if name != "notes"}
+    old_plain = {
+        "model_name" if name == "model" else name: value for name, value in plain.items() if name not in ("notes", "flips")
+    }
     old = _with_header(msgpack.packb(old_plain), version=1)
     monkeypatch.setitem(schema._VERSIONS, "Sensitivity", 3)
 
     with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
         artifact.from_bytes(old)
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
-    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, "notes": ["geometric mean"]})
+    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, "notes": ["geometric mean"], "flips": {}})
     assert artifact.from_bytes(old, Sensitivity) == sensitivity
     with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
         artifact.from_bytes(_with_header(msgpack.packb({}), version=1))
     with pytest.raises(ArtifactError, match="expected the fields of a Sensitivity, got list"):
         artifact.from_bytes(_with_header(msgpack.packb([]), version=1))
+
+
+def test_a_sensitivity_of_version_1_is_read() -> None:
+    path = Path(__file__).resolve().parents[3] / "tests" / "data" / "h200" / "resnet50" / "sensitivity.qsync"
+    assert int.from_bytes(path.read_bytes()[24:28], "big") == 1
+    sensitivity = artifact.load(path, Sensitivity)
+    assert sensitivity.indicator == "lossvar"
+    assert len(sensitivity.omega) == 54
+    assert sensitivity.flips == {}
+    assert artifact.from_bytes(artifact.to_bytes(sensitivity)) == sensitivity
 
 
 def _with_header(content: bytes, *, version: int) -> bytes:

@@ -21,11 +21,11 @@ KINDS: dict[str, type] = {
 }
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
-_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1)
+_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2}
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
-_MIGRATIONS: dict[tuple[str, int], Migration] = {}
+_MIGRATIONS: dict[tuple[str, int], Migration] = {("Sensitivity", 1): lambda fields: {**fields, "flips": {}}}
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.
 
 To change a class that is stored: raise its version above, add the migration from the version before here, and commit a file of the

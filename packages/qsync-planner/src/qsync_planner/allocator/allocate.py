@@ -29,6 +29,7 @@ from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution, group_plans
 from qsync_planner.allocator.uniform import MAX_TOLERANCE, UniformStart, move_to_uniform, solve_uniform, time_limit_ns
 from qsync_planner.matching import check_profiles, check_sensitivity
+from qsync_planner.plan_error import error_notes
 from qsync_planner.replay import Replayer
 from qsync_planner.verdict import judge
 
@@ -246,6 +247,7 @@ def _plan(
     period = solution.prediction.iteration_ns
     local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}
     training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
+    notes = (*notes, *error_notes(sensitivity, groups))
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")

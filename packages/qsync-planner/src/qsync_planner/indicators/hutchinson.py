@@ -13,7 +13,7 @@ from qsync_core.variant import Variant
 from qsync_planner.indicators import noise_sources
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.noise_sources import Part
-from qsync_planner.indicators.series import geometric_mean, non_negative, require
+from qsync_planner.indicators.series import arithmetic_mean, geometric_mean, non_negative, require
 
 _PART_OF_TERM = {
     terms.OPERANDS: noise_sources.operands,
@@ -37,14 +37,23 @@ class Hutchinson:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = noise_sources.observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
-        flips = _has_flips(observations)
         return {
-            operator.op_id: {
-                variant: geometric_mean(_per_iteration(operator.op_id, variant, observations, sources, flips))
-                for variant in variants
+            op_id: {variant: geometric_mean([a + b for a, b in parts]) for variant, parts in by_variant.items()}
+            for op_id, by_variant in _parts(dag, variants, observations).items()
+        }
+
+    def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """The share of B in Ω; see :class:`TellsFlips`."""
+        assert observations is not None
+        if not _has_flips(observations):
+            return {}
+        return {
+            op_id: {
+                variant: geometric_mean([a + b for a, b in parts])
+                * arithmetic_mean([b / (a + b) if b > 0 else 0.0 for a, b in parts])
+                for variant, parts in by_variant.items()
             }
-            for operator in dag.adjustable
+            for op_id, by_variant in _parts(dag, variants, observations).items()
         }
 
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
@@ -59,7 +68,20 @@ def _has_flips(observations: Observations) -> bool:
     return any(series.collector == terms.HUTCHINSON and series.term == terms.OPERANDS_FLIPS for series in observations.series)
 
 
-def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> list[float]:
+_Parts = list[tuple[float, float]]
+"""A, and B over the root of the noise, of every iteration."""
+
+
+def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
+    sources = noise_sources.observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
+    flips = _has_flips(observations)
+    return {
+        operator.op_id: {variant: _per_iteration(operator.op_id, variant, observations, sources, flips) for variant in variants}
+        for operator in dag.adjustable
+    }
+
+
+def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
     count = len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
     parts = (
@@ -82,6 +104,6 @@ def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, so
             noise = [a + b for a, b in zip(noise, read(noise_term), strict=True)]
     # The windowed estimate may come out below the plain one by chance.
     return [
-        a + (max(0.0, b) / math.sqrt(relative) if relative > 0 else 0.0)
+        (a, max(0.0, b) / math.sqrt(relative) if relative > 0 else 0.0)
         for a, b, relative in zip(smooth, flipping, noise, strict=True)
     ]

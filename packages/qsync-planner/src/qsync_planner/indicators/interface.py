@@ -44,3 +44,15 @@ class Indicator(Protocol):
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
         """What a reader of the Sensitivity must know: how values were averaged, which assumption was made."""
         ...
+
+
+@runtime_checkable
+class TellsFlips(Protocol):
+    """What an indicator may offer beside :class:`Indicator`."""
+
+    def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
+        """The part of Ω that comes from masks that flip, at most Ω; operators share the masks, so that it does not add up.
+
+        Arguments as in :meth:`Indicator.omega`.
+        """
+        ...

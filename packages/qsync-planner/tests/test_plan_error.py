@@ -1,0 +1,87 @@
+"""The error of a whole plan from Ω of single operators, and where it is told."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+from planning_cases import random_case
+from synthetic import FLOAT16, INT8
+
+from qsync_core import terms
+from qsync_core.artifact import digest
+from qsync_core.dag import PrecisionDag
+from qsync_core.observations import Observations, Series
+from qsync_core.op_id import OpId
+from qsync_core.sensitivity import Sensitivity
+from qsync_core.variant import Variant
+from qsync_planner.allocator import allocate
+from qsync_planner.indicate import indicate
+from qsync_planner.plan_error import FLIP_EXPONENT, plan_error
+
+I8, F16 = Variant.of(INT8), Variant.of(FLOAT16)
+A, B, C = OpId("a"), OpId("b"), OpId("c")
+
+
+def rated(flips: dict[OpId, dict[Variant, float]]) -> Sensitivity:
+    omega = {A: {I8: 9.0, F16: 1.0}, B: {I8: 10.0, F16: 2.0}, C: {I8: 3.0}}
+    return Sensitivity("m", "", "", "by hand", omega, flips=flips)
+
+
+def test_without_flips_the_parts_add_up() -> None:
+    assert plan_error(rated({}), {A: I8, B: F16}) == pytest.approx(11.0)
+    assert plan_error(rated({}), {A: I8, C: F16, OpId("elsewhere"): I8}) == pytest.approx(9.0)
+    assert plan_error(rated({}), {}) == 0.0
+
+
+def test_flips_add_up_to_less_than_their_sum_and_more_than_in_squares() -> None:
+    sensitivity = rated({A: {I8: 8.0}, B: {I8: 8.0, F16: 1.0}})
+    assert plan_error(sensitivity, {A: I8}) == pytest.approx(9.0)  # one operator alone is what it is
+    assert plan_error(sensitivity, {A: I8, B: I8}) == pytest.approx(1 + 2 + 8 * 2 ** (1 / FLIP_EXPONENT))
+    assert 3 + math.hypot(8, 8) < plan_error(sensitivity, {A: I8, B: I8}) < 3 + 8 + 8
+
+
+def test_a_part_is_at_most_the_whole() -> None:
+    for part in (9.5, -1.0, math.nan):
+        with pytest.raises(ValueError, match=r"of Ω of a#0 at int8 that comes from flipping masks must be from 0 to Ω itself, 9.0"):
+            rated({A: {I8: part}})
+
+
+def test_hutchinson_tells_which_part_is_flips() -> None:
+    """Of A + B/√noise: the share of the second summand, averaged over the iterations, of their geometric mean."""
+    dag: PrecisionDag = random_case(3, blocks=1).dag
+    values = {
+        terms.OPERANDS: (3.0, 1.0),
+        terms.OUTPUT: (0.0, 0.0),
+        terms.GRADIENT: (1.0, 1.0),
+        terms.OPERANDS_FLIPS: (6.0, -5.0),
+        terms.OUTPUT_FLIPS: (0.0, 0.0),
+        terms.OPERANDS_NOISE: (0.25, 0.04),
+        terms.OUTPUT_NOISE: (0.0, 0.0),
+    }
+    series = [
+        Series(operator.op_id, F16, terms.HUTCHINSON, term, found) for operator in dag.adjustable for term, found in values.items()
+    ]
+    found = indicate(Observations(dag.model, digest(dag), (0, 1), 4, "budget", tuple(series)), dag)
+    op_id = dag.adjustable[0].op_id
+    assert found.omega[op_id][F16] == pytest.approx(math.sqrt(16 * 2))
+    assert found.flips[op_id][F16] == pytest.approx(math.sqrt(16 * 2) * (12 / 16 + 0) / 2)
+    smooth = [s for s in series if s.term not in (terms.OPERANDS_FLIPS, terms.OUTPUT_FLIPS)]
+    assert indicate(Observations(dag.model, digest(dag), (0, 1), 4, "budget", tuple(smooth)), dag).flips == {}
+
+
+def test_a_plan_says_what_it_does_as_a_whole_where_that_is_not_the_sum() -> None:
+    case = random_case(5, blocks=2)
+    plan = allocate(*case.arguments, solver="uniform")
+    assert not any("as a whole" in note for note in plan.notes)
+    omega = case.sensitivity.omega
+    rates = attrs.evolve(case.sensitivity, flips=omega)
+    noted = allocate(case.dag, case.cluster, case.profiles, rates, solver="uniform")
+    variants = {op_id: assignment.variant for op_id, assignment in noted.group("infer0").assignments.items()}
+    parts = [omega[op_id][variant] for op_id, variant in variants.items()]
+    together = sum(part**FLIP_EXPONENT for part in parts) ** (1 / FLIP_EXPONENT)
+    (note,) = [note for note in noted.notes if "as a whole" in note]
+    expected = f"group infer0 as a whole is about {together:.3g} a device, {together / sum(parts):.0%} of its Σ Ω {sum(parts):.3g}:"
+    assert expected in note
+    assert noted.objective == plan.objective  # what the allocator minimises stays the sum
