@@ -13,7 +13,7 @@ from qsync_core.variant import Variant
 from qsync_planner.indicators import noise_sources
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.noise_sources import Part
-from qsync_planner.indicators.series import arithmetic_mean, geometric_mean, non_negative, require
+from qsync_planner.indicators.series import geometric_mean, non_negative, require
 
 _PART_OF_TERM = {
     terms.OPERANDS: noise_sources.operands,
@@ -43,14 +43,13 @@ class Hutchinson:
         }
 
     def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
-        """The share of B in Ω; see :class:`TellsFlips`."""
+        """What Ω loses without B; see :class:`TellsFlips`."""
         assert observations is not None
         if not _has_flips(observations):
             return {}
         return {
             op_id: {
-                variant: geometric_mean([a + b for a, b in parts])
-                * arithmetic_mean([b / (a + b) if b > 0 else 0.0 for a, b in parts])
+                variant: max(0.0, geometric_mean([a + b for a, b in parts]) - geometric_mean([a for a, _ in parts]))
                 for variant, parts in by_variant.items()
             }
             for op_id, by_variant in _parts(dag, variants, observations).items()
