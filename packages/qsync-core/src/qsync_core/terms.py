@@ -40,11 +40,13 @@ of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the
 ``operands``          that sum over the compute copies of activation and weight, forward and saved
 ``output``            over the output where ``variant.output`` is a 16-bit format; absent means 0
 ``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats
-``operands_flips``    what flipping masks add to ``operands``: its windowed minus its plain estimate, times 2√(2/π)·t over the
-                      standard deviation that t, the half width of the window, was taken from; absent without ReLU and max pooling
+``operands_flips``    what flipping masks add to ``operands``: the same sum of the response through masks' windowed derivatives,
+                      times 2√(2/π)·t over the standard deviation that t, the half width of the window, was taken from; absent
+                      without ReLU and max pooling
 ``output_flips``      the same for ``output``
-``operands_noise``    predicted squared error of the output caused by the operands' rounding, over the output's variance
-``output_noise``      predicted squared error of rounding the output, over the output's variance
+``operands_noise``    squared error that the operands' rounding causes in what masks read, over its variance; mean over the masks
+                      behind the operator
+``output_noise``      the same for rounding the output
 ====================  ================================================================================================
 
 A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise`` (docs/predictor/indicators.md).

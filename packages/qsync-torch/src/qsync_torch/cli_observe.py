@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--dag", "dag_path", type=click.Path(path_type=Path), help="The job's graph (qsync trace); traced anew without it.")
 @output_option("observations")
 @click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Updates before the first observed one.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Updates to observe at most.")
+@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Updates to observe at most.")
 @click.option("--all-steps", is_flag=True, help="Do not stop earlier when the rankings have settled.")
 @click.option("--collectors", "names", default=None, help="Which collectors, comma-separated.  [all but those that take long]")
 @click.option("--rungs", default="int8,bfloat16,float32", show_default=True, help="Precisions or variants a plan may use.")

@@ -20,13 +20,13 @@ def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) 
         granularity: one scale a tensor, a channel (dimension 0) or a row (all dimensions but the last).
         levels: magnitude onto which the maximum is mapped: 127 for int8, 448 for float8_e4m3fn.
     """
-    magnitude = tensor.detach().abs()
+    values = tensor.detach()
     if granularity is Granularity.PER_TENSOR or tensor.dim() < 2:
-        largest = magnitude.amax()
+        largest = torch.linalg.vector_norm(values, torch.inf)
     elif granularity is Granularity.PER_CHANNEL:
-        largest = magnitude.amax(dim=tuple(range(1, tensor.dim())), keepdim=True)
+        largest = torch.linalg.vector_norm(values, torch.inf, dim=tuple(range(1, tensor.dim())), keepdim=True)
     else:
-        largest = magnitude.amax(dim=-1, keepdim=True)
+        largest = torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True)
     return torch.where(largest > 0, largest, torch.full_like(largest, levels)) / levels
 
 

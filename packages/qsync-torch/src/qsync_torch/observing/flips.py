@@ -3,8 +3,12 @@
 The gradient that a ReLU passes is g·1[a > 0].  Noise δ in a changes it by ±g wherever |δ| exceeds |a|, so the expected square of
 the change is g²·p(0)·E|δ|, p being the density of a.  Autograd calls the derivative zero.  With the window 1[|a| < t]/(2t) in its
 place, a linear response gives g²·p(0)·E[δ²]/(2t): too large by the factor σ/(2√(2/π)·t) for Gaussian noise of standard deviation
-σ.  Whoever uses the response multiplies by its inverse; only the *shape* of the response comes from here.  The same
-holds for the winner of a max pooling, with the distance to the runner-up in the place of a and noise of variance 2σ² in it.
+σ, the inverse of which it is multiplied with.  The same holds for the winner of a max pooling, with the distance to the runner-up
+in the place of a and noise of variance 2σ² in it.
+
+What enters a gradient through a mask's derivative is, at each mask, a gradient with respect to a: v·g·1[|a| < t]/(2t), where v is
+what a double backward pass brings to the mask.  It is kept here; carried back through the forward pass it is the response of
+flips alone.
 """
 
 from __future__ import annotations
@@ -13,56 +17,70 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-WINDOW = 0.1
-"""Half width of the window, in standard deviations of what it is taken of.  Results hardly depend on it between .01 and .3."""
+WINDOW = 0.02
+"""Half width of the window, in standard deviations of what it is taken of: narrow enough for p(0), with many elements in it."""
 FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
-"""What windowed squares are multiplied with, beside the inverse of the relative noise σ/std."""
+"""What squares of the response are multiplied with, beside the inverse of the relative noise σ/std."""
 
 
-class Windows(TorchFunctionMode):
-    """While active, ReLU and max pooling have windowed derivatives of their masks, which count where ``open``.
+@attrs.define(eq=False)
+class Mask:
+    """One ReLU or max pooling of a forward pass.
 
     Attributes:
-        open: whether double backward passes see the windows; may be changed between two passes over one graph.
-        used: whether anything with a mask has run.
+        a: what it read, with its graph.
+        std: of ``a``, 0-d.
+        flips: the gradient with respect to ``a`` that windows bring about; None until a double backward pass came by.
     """
+
+    a: torch.Tensor
+    std: torch.Tensor
+    flips: torch.Tensor | None = None
+
+
+class Masks(TorchFunctionMode):
+    """While active, collects the masks that run, in order, as functions that can be differentiated twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.open = False
-        self.used = False
+        self.seen: list[Mask] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Put the windowed functions in the place of PyTorch's."""
+        """Put the functions of this module in the place of PyTorch's."""
         handler = _HANDLERS.get(func)
         if handler is None or not args or not args[0].requires_grad or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
-        self.used = True
         return handler(self, *args, **(kwargs or {}))
 
-
-def _relu(windows: Windows, a: torch.Tensor, inplace: bool = False) -> torch.Tensor:
-    return _relu_in_place(windows, a) if inplace else _relu_of(windows, a)
-
-
-def _relu_of(windows: Windows, a: torch.Tensor) -> torch.Tensor:
-    return _ReLU.apply(a, WINDOW * a.detach().std(correction=0), windows)  # type: ignore[no-any-return,no-untyped-call]
+    def add(self, a: torch.Tensor) -> Mask:
+        """A mask that reads ``a``."""
+        self.seen.append(Mask(a, a.detach().std(correction=0)))
+        return self.seen[-1]
 
 
-def _relu_in_place(windows: Windows, a: torch.Tensor) -> torch.Tensor:
+def _relu(masks: Masks, a: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return _relu_in_place(masks, a) if inplace else _relu_of(masks, a)
+
+
+def _relu_of(masks: Masks, a: torch.Tensor) -> torch.Tensor:
+    return _ReLU.apply(a, masks.add(a))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _relu_in_place(masks: Masks, a: torch.Tensor) -> torch.Tensor:
     """Other readers of ``a`` see it changed, as they would."""
-    return a.copy_(_relu_of(windows, a.clone()))
+    return a.copy_(_relu_of(masks, a.clone()))
 
 
 def _max_pool(
-    windows: Windows,
+    masks: Masks,
     a: torch.Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -75,8 +93,7 @@ def _max_pool(
         return F.max_pool2d(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
     kernel = _pair(kernel_size)
     geometry = (kernel, _pair(stride) if stride not in (None, [], ()) else kernel, _pair(padding), _pair(dilation), ceil_mode)
-    half_width = math.sqrt(2) * WINDOW * a.detach().std(correction=0)
-    return _MaxPool.apply(a, half_width, geometry, windows)  # type: ignore[no-any-return,no-untyped-call]
+    return _MaxPool.apply(a, geometry, masks.add(a))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -96,82 +113,76 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, half_width: torch.Tensor, windows: Windows) -> torch.Tensor:
-        ctx.save_for_backward(a, half_width)
-        ctx.windows = windows
+    def forward(ctx: Any, a: torch.Tensor, mask: Mask) -> torch.Tensor:
+        ctx.save_for_backward(a)
+        ctx.mask = mask
         return a.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        a, half_width = ctx.saved_tensors
-        return _Gate.apply(grad, a, half_width, ctx.windows), None, None  # type: ignore[no-untyped-call]
+        (a,) = ctx.saved_tensors
+        return _Gate.apply(grad, a.detach(), ctx.mask), None  # type: ignore[no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
-    """The gradient that a ReLU passes, as a function of the gradient and of what the ReLU read."""
+    """The gradient that a ReLU passes, as a function of the gradient alone; its derivative by ``a`` goes to the mask."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, a: torch.Tensor, half_width: torch.Tensor, windows: Windows) -> torch.Tensor:
-        ctx.save_for_backward(grad, a, half_width)
-        ctx.windows = windows
+    def forward(ctx: Any, grad: torch.Tensor, a: torch.Tensor, mask: Mask) -> torch.Tensor:
+        ctx.save_for_backward(grad, a)
+        ctx.mask = mask
         return grad * (a > 0)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v: torch.Tensor) -> Any:
-        grad, a, half_width = ctx.saved_tensors
-        by_a = None
-        if ctx.windows.open:
-            by_a = v * grad * (a.abs() < half_width) / (2 * half_width).clamp(min=torch.finfo(a.dtype).tiny)
-        return v * (a > 0), by_a, None, None
+        grad, a = ctx.saved_tensors
+        half_width = WINDOW * ctx.mask.std
+        ctx.mask.flips = (a.abs() < half_width).mul(grad).mul_(v).mul_(_density(half_width))
+        return v * (a > 0), None, None
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, half_width: torch.Tensor, geometry: Any, windows: Windows) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, geometry: Any, mask: Mask) -> torch.Tensor:
         pooled, winner = F.max_pool2d(a, *geometry[:4], ceil_mode=geometry[4], return_indices=True)
-        ctx.save_for_backward(a, winner, half_width)
-        ctx.geometry, ctx.windows = geometry, windows
+        ctx.save_for_backward(a, winner)
+        ctx.geometry, ctx.mask = geometry, mask
         return pooled
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        a, winner, half_width = ctx.saved_tensors
-        return _Route.apply(grad, a, winner, half_width, ctx.geometry, ctx.windows), None, None, None  # type: ignore[no-untyped-call]
+        a, winner = ctx.saved_tensors
+        return _Route.apply(grad, a.detach(), winner, ctx.geometry, ctx.mask), None, None  # type: ignore[no-untyped-call]
 
 
 class _Route(torch.autograd.Function):
-    """The gradient that a max pooling hands to its winners, as a function of the gradient and of what the pooling read."""
+    """The gradient that a max pooling hands to its winners, as a function of the gradient alone; see :class:`_Gate`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        grad: torch.Tensor,
-        a: torch.Tensor,
-        winner: torch.Tensor,
-        half_width: torch.Tensor,
-        geometry: Any,
-        windows: Windows,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(grad, a, winner, half_width)
-        ctx.geometry, ctx.windows = geometry, windows
+    def forward(ctx: Any, grad: torch.Tensor, a: torch.Tensor, winner: torch.Tensor, geometry: Any, mask: Mask) -> torch.Tensor:
+        ctx.save_for_backward(grad, a, winner)
+        ctx.geometry, ctx.mask = geometry, mask
         routed = torch.zeros_like(a).flatten(2)
         return routed.scatter_add_(2, winner.flatten(2), grad.flatten(2)).view_as(a)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v: torch.Tensor) -> Any:
-        grad, a, winner, half_width = ctx.saved_tensors
+        grad, a, winner = ctx.saved_tensors
         first = winner.flatten(2)
         by_grad = v.flatten(2).gather(2, first)
-        by_a = None
-        if ctx.windows.open:
-            runner_up, distance = _runners_up(a, grad.shape[2:], ctx.geometry)
-            near = distance < half_width
-            moved = (by_grad - v.flatten(2).gather(2, runner_up)) * grad.flatten(2) * near
-            moved = moved / (2 * half_width).clamp(min=torch.finfo(a.dtype).tiny)
-            by_a = torch.zeros_like(a).flatten(2).scatter_add_(2, first, moved).scatter_add_(2, runner_up, -moved).view_as(a)
-        return by_grad.view_as(grad), by_a, None, None, None, None
+        runner_up, distance = _runners_up(a, grad.shape[2:], ctx.geometry)
+        half_width = math.sqrt(2) * WINDOW * ctx.mask.std
+        moved = (by_grad - v.flatten(2).gather(2, runner_up)) * grad.flatten(2) * (distance < half_width) * _density(half_width)
+        flips = torch.zeros_like(a).flatten(2).scatter_add_(2, first, moved).scatter_add_(2, runner_up, -moved)
+        ctx.mask.flips = flips.view_as(a)
+        return by_grad.view_as(grad), None, None, None, None
+
+
+def _density(half_width: torch.Tensor) -> torch.Tensor:
+    """Of the window: 1/(2t)."""
+    return 1 / (2 * half_width).clamp(min=torch.finfo(half_width.dtype).tiny)
 
 
 def _runners_up(a: torch.Tensor, out_size: torch.Size, geometry: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,19 +13,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core import terms
 from qsync_core.dag import PrecisionDag
+from qsync_core.errors import ObservationError
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch
-from qsync_torch.observing.flips import FLIP_FACTOR, Windows
+from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
+from qsync_torch.observing.flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.micro_batches import split
-from qsync_torch.observing.noise_response import NoiseResponse, Place, Site
-from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts, output_noise
+from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site
+from qsync_torch.observing.normalization import LeanNorms
+from qsync_torch.observing.paired_dropout import PairedDropout
+from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
 
-_DIRECTION_SEED = 0x5EED
-"""Keeps the signs apart from what the model itself draws."""
+_DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
+"""Keep the signs apart from what the model itself draws."""
 Source = OperandCasts | GradientCasts | Cast
 """What makes noise: the forward casts, the backward casts, or the cast of the output."""
 Key = tuple[OpId, Source]
@@ -76,15 +81,10 @@ class HutchinsonCollector:
 
 @attrs.define
 class _Sums:
-    """Of one operator and one source of noise, over the batch; 0-d float64 tensors or 0."""
+    """Of one operator, one source of noise and one pass, over the batch: Σ σ²·h² and Σ μ·h."""
 
-    squares: torch.Tensor | float = 0.0
-    bias: torch.Tensor | float = 0.0
-    noise: torch.Tensor | float = 0.0
-
-    def total(self) -> torch.Tensor | float:
-        """Σ σ²·h² + (Σ μ·h)²."""
-        return self.squares + self.bias * self.bias
+    squares: DeferredSum = attrs.field(factory=DeferredSum)
+    bias: DeferredSum = attrs.field(factory=DeferredSum)
 
 
 class _Pass:
@@ -96,11 +96,13 @@ class _Pass:
         self._operands = {c for v in self._variants if (c := OperandCasts.of(v)) is not None}
         self._gradients = {c for v in self._variants if (c := GradientCasts.of(v)) is not None}
         self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
-        self._windows = Windows()
-        self._sums: dict[bool, defaultdict[Key, _Sums]] = {False: defaultdict(_Sums), True: defaultdict(_Sums)}
-        self._weight_responses: dict[tuple[bool, OpId], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
+        self._weight_responses: dict[tuple[Phase, OpId], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masks_behind: dict[OpId, int] = {}
+        self._has_masks = False
         self._whole = True
         self._direction: dict[torch.Tensor, torch.Tensor] = {}
+        self._scale = 0.0
 
     def run(self, parts: int) -> dict[StepTerm, float]:
         """All terms."""
@@ -108,77 +110,102 @@ class _Pass:
         parameters = [p for p in step.model.parameters() if p.requires_grad]
         self._direction = dict(zip(parameters, random_signs(parameters, step.seed + _DIRECTION_SEED), strict=True))
         self._whole = parts == 1
-        for part, share in split(step.batch, parts, mean=step.dag.loss_reduction == "mean"):
-            self._one(part, share, parameters)
+        for number, (part, share) in enumerate(split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
+            self._one(number, part, share, parameters)
         with torch.no_grad():
-            for (opened, op_id), (weight, h) in self._weight_responses.items():
-                self._add_operand(opened, op_id, weight, h, Place.WEIGHT)
+            for (phase, op_id), (weight, h) in self._weight_responses.items():
+                self._add_operand(phase, op_id, weight, h, Place.WEIGHT)
         return self._terms(parts)
 
-    def _one(self, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
-        step = self._step
-        response = NoiseResponse(self._respond)
+    def _one(self, number: int, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
+        step, masks = self._step, Masks()
+        response = NoiseResponse(self._respond, masks)
         try:
             with step.undisturbed(), twice_differentiable():
-                with self._windows, watched(step.model, step.dag.adjustable, response):
+                _forget_gradients(parameters)
+                with PairedDropout(), LeanNorms(), masks, watched(step.model, step.dag.adjustable, response):
                     loss = share * step.job.compute_loss(part, step.model)
-                response.differentiate(loss, parameters)
+                self._has_masks = bool(masks.seen)
+                self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
+                if masks.seen:
+                    response.carry_back(
+                        Phase.MASK_NOISE, [mask.a for mask in masks.seen], self._mask_seeds(masks, number), again=True
+                    )
+                    _forget_gradients(parameters)
+                norm = float(response.differentiate(loss, parameters))
                 del loss
-                self._windows.open = False
-                response.respond(self._direction, again=self._windows.used)
-                with torch.no_grad():
-                    for site in response.sites:
-                        self._add_noise(site)
-                if self._windows.used:
-                    self._windows.open = True
-                    response.respond(self._direction, again=False)
+                if not self._scale:
+                    self._set_scale(norm)
+                response.respond(self._direction, again=bool(masks.seen))
+                _forget_gradients(parameters)
+                flips = [(mask.a, mask.flips) for mask in masks.seen if mask.flips is not None]
+                if flips:
+                    response.carry_back(Phase.FLIPS, *zip(*flips, strict=True), again=False)
         finally:
+            masks.seen.clear()
             response.release()
 
-    def _respond(self, site: Site, place: Place, h: torch.Tensor) -> None:
-        opened = self._windows.open
+    def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
+        """Random signs, by which responses are those of what each mask reads relative to its standard deviation."""
+        tensors = [mask.a for mask in masks.seen]
+        signs = random_signs(tensors, self._step.seed + _MASK_SEED + number)
+        tiny = torch.finfo(torch.float32).tiny
+        return [
+            sign.mul_(1 / (mask.std * math.sqrt(sign.numel())).clamp(min=tiny))
+            for sign, mask in zip(signs, masks.seen, strict=True)
+        ]
+
+    def _set_scale(self, norm: float) -> None:
+        """Make directions so long that responses are numbers whose squares float32 holds, whatever the gradient's size."""
+        if not math.isfinite(norm):
+            raise ObservationError(
+                f"the gradient of {self._step.dag.model} is not finite at update {self._step.update}; train with a smaller "
+                "learning rate"
+            )
+        self._scale = 2.0 ** -round(math.log2(norm)) if norm > 0 else 1.0
+        torch._foreach_mul_(list(self._direction.values()), self._scale)
+
+    def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         with torch.no_grad():
             if place is Place.WEIGHT and not self._whole:
-                self._keep_weight_response(opened, site, h)
+                self._keep_weight_response(phase, site, h)
             elif place in (Place.X, Place.WEIGHT):
                 tensor = site.x if place is Place.X else site.weight
-                self._add_operand(opened, site.operator.op_id, tensor, h, place)
+                self._add_operand(phase, site.operator.op_id, tensor, h, place)
             elif place is Place.OUTPUT:
-                squares = h.square()
                 for cast in self._outputs:
-                    self._sums[opened][site.operator.op_id, cast].squares += _dot(cast.variance(site.output), squares)
-            elif not opened:  # noise of gradients flips no mask
+                    cast.respond(site.output, h, self._sums[phase][site.operator.op_id, cast].squares)
+            else:
                 self._add_gradient(site, place, h)
 
-    def _keep_weight_response(self, opened: bool, site: Site, h: torch.Tensor) -> None:
+    def _keep_weight_response(self, phase: Phase, site: Site, h: torch.Tensor) -> None:
         """Parts of a batch read one rounded weight, so that their responses add up before they are squared."""
-        key = opened, site.operator.op_id
+        key = phase, site.operator.op_id
         earlier = self._weight_responses.get(key)
         self._weight_responses[key] = (site.weight, h.clone() if earlier is None else earlier[1] + h)
 
-    def _add_operand(self, opened: bool, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place) -> None:
-        squares = h.square()
+    def _add_operand(self, phase: Phase, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place) -> None:
         for casts in self._operands:
             cast = casts.x if place is Place.X else casts.weight
-            sums = self._sums[opened][op_id, casts]
-            sums.squares += _dot(cast.variance(tensor), squares)
+            sums = self._sums[phase][op_id, casts]
+            cast.respond(tensor, h, sums.squares)
             if (mean := cast.mean(tensor)) is not None:
-                sums.bias += _dot(mean, h)
+                sums.bias.add(_dot(mean, h))
 
     def _add_gradient(self, site: Site, place: Place, h: torch.Tensor) -> None:
         op_id = site.operator.op_id
         tensor = site.grad_output if place is Place.GRAD_OUTPUT else site.grad_input
         assert tensor is not None
         for casts in self._gradients:
-            sums = self._sums[False][op_id, casts]
+            sums = self._sums[Phase.RESPONSE][op_id, casts]
             if place is Place.GRAD_INPUT:
                 if casts.result is not None:
-                    sums.squares += _dot(casts.result.variance(tensor), h.square())
+                    casts.result.respond(tensor, h, sums.squares)
                 continue
             for cast, response in self._by_copy(site, casts, h):
-                sums.squares += _dot(cast.variance(tensor), response.square())
+                cast.respond(tensor, response, sums.squares)
                 if (mean := cast.mean(tensor)) is not None:
-                    sums.bias += _dot(mean, response)
+                    sums.bias.add(_dot(mean, response))
 
     def _by_copy(self, site: Site, casts: GradientCasts, h: torch.Tensor) -> Iterator[tuple[Cast, torch.Tensor]]:
         """The copies of the incoming gradient that are read in a lower format, each with the response to its noise."""
@@ -193,47 +220,41 @@ class _Pass:
             if cast is not None:
                 yield cast, response
 
-    def _add_noise(self, site: Site) -> None:
-        """The noise of the output relative to its variance, which tells how often masks behind it flip."""
-        if not self._windows.used:
-            return
-        op_id = site.operator.op_id
-        variance = site.output_variance.double().clamp(min=torch.finfo(torch.float32).tiny)
-        grad = site.grad_output
-        if grad is None:
-            return
-        for casts in self._operands:
-            noise = output_noise(site.x, site.weight, site.geometry, casts, grad.numel())
-            self._sums[False][op_id, casts].noise += noise / variance
-        for cast in self._outputs:
-            self._sums[False][op_id, cast].noise += cast.variance(site.output).mean(dtype=torch.float64) / variance
-
     def _terms(self, parts: int) -> dict[StepTerm, float]:
-        found: dict[StepTerm, torch.Tensor | float] = {}
-        plain, windowed = self._sums[False], self._sums[True]
+        found: dict[StepTerm, float] = {}
+        fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
+
+        def total(phase: Phase, key: Key) -> float:
+            """Σ σ²·h² + (Σ μ·h)²."""
+            sums = self._sums[phase][key]
+            scale = 1.0 if phase is Phase.MASK_NOISE else self._scale
+            return (fetched.value(sums.squares) + fetched.value(sums.bias) ** 2) / scale**2
+
         for operator in self._step.dag.adjustable:
             op_id = operator.op_id
+            masks = self._masks_behind.get(op_id, 0)
             for v in self._variants:
+                output = None if v.output is Precision.FLOAT32 else Cast(v.output)
                 sources: tuple[tuple[Source | None, str, str, str], ...] = (
                     (OperandCasts.of(v), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-                    (
-                        None if v.output is Precision.FLOAT32 else Cast(v.output),
-                        terms.OUTPUT,
-                        terms.OUTPUT_FLIPS,
-                        terms.OUTPUT_NOISE,
-                    ),
+                    (output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
                 )
                 for source, smooth, flips, noise in sources:
                     if source is None:
                         continue
-                    sums = plain[op_id, source]
-                    found[op_id, v, smooth] = sums.total()
-                    if self._windows.used:
-                        found[op_id, v, flips] = FLIP_FACTOR * (windowed[op_id, source].total() - sums.total())
-                        found[op_id, v, noise] = sums.noise / parts
+                    found[op_id, v, smooth] = total(Phase.RESPONSE, (op_id, source))
+                    if self._has_masks:
+                        found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, (op_id, source))
+                        found[op_id, v, noise] = total(Phase.MASK_NOISE, (op_id, source)) / (max(masks, 1) * parts)
                 if (casts := GradientCasts.of(v)) is not None:
-                    found[op_id, v, terms.GRADIENT] = plain[op_id, casts].total()
-        return _on_host(found)
+                    found[op_id, v, terms.GRADIENT] = total(Phase.RESPONSE, (op_id, casts))
+        return found
+
+
+def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """What a backward pass left behind; only responses count."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def random_signs(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -257,13 +278,6 @@ def twice_differentiable() -> Iterator[None]:
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.sum(a * b, dtype=torch.float64)
-
-
-def _on_host(values: Mapping[StepTerm, torch.Tensor | float]) -> dict[StepTerm, float]:
-    """All numbers in one transfer."""
-    tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return {key: next(numbers) if isinstance(value, torch.Tensor) else float(value) for key, value in values.items()}
 
 
 def _no_second_derivative(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from qsync_core.precision import Rounding
 from qsync_core.variant import Variant
 from qsync_torch.apply import Applied, apply_
 from qsync_torch.observing.collector import low_precision
+from qsync_torch.observing.paired_dropout import PairedDropout
 from qsync_torch.observing.step_collector import ObservedStep, StepTerm
 from qsync_torch.random_bits import stream_key
 
@@ -180,7 +181,8 @@ def step_gradients(step: ObservedStep) -> list[torch.Tensor | None]:
     with step.undisturbed():
         for parameter in parameters:
             parameter.grad = None
-        loss = step.loss()
+        with PairedDropout():
+            loss = step.loss()
         if not loss.requires_grad:
             raise ObservationError(
                 f"the loss of {step.job.name} depends on no trainable parameter, so there is no gradient to disturb"

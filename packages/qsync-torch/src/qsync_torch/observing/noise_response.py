@@ -18,7 +18,8 @@ import attrs
 import torch
 
 from qsync_core.dag import Operator
-from qsync_torch.observing import convolution
+from qsync_torch.observing import products
+from qsync_torch.observing.flips import Masks
 from qsync_torch.observing.geometry import Geometry
 
 
@@ -40,7 +41,8 @@ class Site:
         operator, geometry: what was called.
         x, weight: its operands.
         parameter: the weight as it was handed over, with its graph.
-        output_variance: mean over channels (features) of the variance of the output, 0-d.
+        masks_before: how many masks ran before the call.
+        kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
         grad_output, grad_input: gradients of the loss; None until backward has passed, or where nobody asks for the input's.
     """
 
@@ -50,34 +52,56 @@ class Site:
     weight: torch.Tensor
     bias: torch.Tensor | None
     parameter: torch.Tensor
-    output_variance: torch.Tensor
+    masks_before: int
+    kept: torch.Tensor | None = None
     grad_output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
 
+    def __attrs_post_init__(self) -> None:
+        self._kept_version = None if self.kept is None else self.kept._version
+
     @functools.cached_property
     def output(self) -> torch.Tensor:
-        """The output, computed anew: the one of the forward pass may have been overwritten in place since."""
+        """The output, computed anew where it was not kept or has been overwritten in place since."""
+        if self.kept is not None and self.kept._version == self._kept_version:
+            return self.kept
         with torch.no_grad():
             return self.geometry.product(self.x, self.weight, self.bias)
 
 
-Respond = Callable[[Site, Place, torch.Tensor], None]
+class Phase(enum.Enum):
+    """What a backward pass carries."""
+
+    FORWARD = enum.auto()
+    """None has begun."""
+    MASK_NOISE = enum.auto()
+    """Random signs at the inputs of masks: Σ σ²·q² is the noise there."""
+    GRADIENT = enum.auto()
+    """The gradient of the loss, with its graph."""
+    RESPONSE = enum.auto()
+    """The gradient of ⟨g, u⟩: Σ σ²·h² is the smooth part."""
+    FLIPS = enum.auto()
+    """What masks' windows add to it."""
+
+
+Respond = Callable[[Phase, Site, Place, torch.Tensor], None]
 
 
 class NoiseResponse:
-    """A watcher (:mod:`.watch`) of one forward pass; afterwards :meth:`differentiate`, then :meth:`respond` as often as wanted.
+    """A watcher (:mod:`.watch`) of one forward pass, and the backward passes after it, in the order of :class:`Phase`.
 
     Args:
-        respond: called in the second backward pass for every site and place, with h of the tensor's shape.
+        respond: called in every pass but that of the gradient, for every site and place, with a response of the tensor's shape.
+        masks: active during the forward pass.
     """
 
-    def __init__(self, respond: Respond) -> None:
+    def __init__(self, respond: Respond, masks: Masks) -> None:
         self.sites: list[Site] = []
         self._hand_on = respond
+        self._masks = masks
         self._leaves: list[torch.Tensor] = []
-        self._gradients: tuple[torch.Tensor, ...] = ()
-        self._parameters: list[torch.Tensor] = []
-        self._second = False
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._phase = Phase.FORWARD
 
     def start_forward(self) -> None:
         """The model's forward begins."""
@@ -87,48 +111,52 @@ class NoiseResponse:
     ) -> torch.Tensor:
         """Run the operator on copies of its operands."""
         x_copy, weight_copy = self._copy(x), self._copy(weight)
-        output = convolution.product(x_copy, weight_copy, bias, geometry)
-        channel = 1 if weight.dim() == 4 and output.dim() == 4 else output.dim() - 1
-        others = [dim for dim in range(output.dim()) if dim != channel]
-        variance = output.detach().var(dim=others, correction=0).mean() if others else output.detach().new_zeros(())
+        output = products.product(x_copy, weight_copy, bias, geometry)
         bias_values = None if bias is None else bias.detach()
-        site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, variance)
+        kept = output.detach() if weight.dim() == 4 else None
+        site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, len(self._masks.seen), kept)
         self.sites.append(site)
         for place, tensor in ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.OUTPUT, output)):
             tensor.register_hook(functools.partial(self._passed, site, place))
         return output
 
-    def differentiate(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
-        """First backward pass: the gradient of every parameter that the loss depends on, detached."""
+    def carry_back(self, phase: Phase, tensors: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
+        """A backward pass of ⟨tensors, seeds⟩ through the forward pass; hands on every response.
+
+        Args:
+            phase: MASK_NOISE or FLIPS.
+            tensors, seeds: of the same shapes.
+            again: whether the graph is needed once more.
+        """
+        self._phase = phase
+        torch.autograd.backward(list(tensors), list(seeds), retain_graph=again)
+
+    def differentiate(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Backward pass of the gradient; the norm of that of all parameters, 0-d."""
+        self._phase = Phase.GRADIENT
         gradients = torch.autograd.grad(loss, list(parameters), create_graph=True, allow_unused=True)
-        reached = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-        self._second = True
-        self._gradients = tuple(g for _, g in reached)
-        self._parameters = [p for p, _ in reached]
-        return {p: g.detach() for p, g in reached}
+        self._gradients = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        return torch.nn.utils.get_total_norm([g.detach() for _, g in self._gradients])
 
     def respond(self, direction: Mapping[torch.Tensor, torch.Tensor], *, again: bool) -> None:
-        """Second backward pass, of ⟨g, direction⟩; hands on every response.
+        """Second backward pass, of ⟨g, direction⟩; hands on every response and lets go of the graph of g.
+
+        Every node is visited, not only those that lead somewhere: one without a second derivative says so only then.
 
         Args:
             direction: u, a tensor per parameter.
-            again: whether the graph is needed once more.
+            again: whether the graph of the forward pass is needed once more.
         """
-        pairs = [(g, direction[p]) for p, g in zip(self._parameters, self._gradients, strict=True) if g.requires_grad]
-        if not pairs:
-            return
-        torch.autograd.grad(
-            [g for g, _ in pairs],
-            [*self._parameters, *self._leaves],
-            [u for _, u in pairs],
-            retain_graph=again,
-            allow_unused=True,
-        )
+        self._phase = Phase.RESPONSE
+        pairs = [(g, direction[p]) for p, g in self._gradients if g.requires_grad]
+        self._gradients.clear()
+        if pairs:
+            gradients, directions = zip(*pairs, strict=True)
+            torch.autograd.backward(gradients, directions, retain_graph=again)
 
     def release(self) -> None:
-        """Let go of the graph.  Its hooks hold this object, and references through a graph are not seen by the garbage collector."""
-        self._gradients = ()
-        self._parameters.clear()
+        """Let go of the graph.  Its hooks hold this object, and the garbage collector does not see references through a graph."""
+        self._gradients.clear()
         self._leaves.clear()
         self.sites.clear()
 
@@ -140,13 +168,10 @@ class NoiseResponse:
         self._leaves.append(copy)
         return copy
 
-    def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:
-        self._hand_on(site, place, response.detach())
-
     def _passed(self, site: Site, place: Place, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient comes by: in the first pass that of the loss, in the second a response."""
-        if self._second:
-            self._hand_on(site, place, grad.detach())
+        """A gradient comes by."""
+        if self._phase is not Phase.GRADIENT:
+            self._hand_on(self._phase, site, place, grad.detach())
             return None
         if place is Place.WEIGHT:
             return None
@@ -155,3 +180,6 @@ class NoiseResponse:
         copy = self._copy(grad)
         copy.register_hook(functools.partial(self._responded, site, noisy))
         return copy
+
+    def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:
+        self._hand_on(self._phase, site, place, response.detach())

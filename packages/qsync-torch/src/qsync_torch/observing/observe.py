@@ -28,7 +28,7 @@ from qsync_torch.same_model import check_same_model
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (DESIGN 6.1)."""
-STEPS = 20
+STEPS = 12
 """Updates to observe at most."""
 _STEP_SEED = 1_000_003
 """Steps of one run draw differently, and runs of different seeds do."""

@@ -1,4 +1,4 @@
-"""What the casts of a variant add to an operator's tensors, and how much of it reaches its output (DESIGN 6.1)."""
+"""What the casts of a variant add to an operator's tensors (DESIGN 6.1)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.semantics import gradient_precisions
 from qsync_core.variant import Variant
-from qsync_torch.observing.element_variance import element_mean, element_variance
-from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.deferred_sums import DeferredSum
+from qsync_torch.observing.element_variance import INT8_LEVELS, absmax_scale, element_mean, element_variance
+
+_EXPONENT_BITS = 0x7F800000
+"""Of a float32."""
 
 
 @attrs.frozen
@@ -24,6 +27,29 @@ class Cast:
         """Variance of each element's error around its mean, in the tensor's shape."""
         rounding = Rounding.NEAREST if self.rounding is Rounding.FLOOR else self.rounding
         return element_variance(tensor, self.precision, self.granularity, rounding)
+
+    def respond(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
+        """Add Σ variance·h² to a sum, with as few passes over memory and as few launches as eager functions need.
+
+        Args:
+            tensor, h: of one shape; neither is changed.
+            into: where to add it.
+        """
+        if tensor.dtype is torch.float32 and not self.precision.needs_scale:
+            # The bits of the exponent alone are the power of two below the element.
+            power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**self.precision.min_exponent)
+            norm = torch.linalg.vector_norm(power.mul_(h))
+            into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
+        elif tensor.dtype is torch.float32 and self.precision.is_fixed_point and self.rounding is Rounding.STOCHASTIC:
+            spacing = absmax_scale(tensor, self.granularity, INT8_LEVELS)
+            residual = (tensor / spacing).frac_().abs_()  # mirrored below 0, where f(1-f) is the same
+            weighted = residual.addcmul_(residual, residual, value=-1).mul_(h).mul_(h)
+            if spacing.dim() == 0:
+                into.add(torch.sum(weighted, dtype=torch.float64), spacing, spacing)
+            else:
+                into.add(torch.sum(weighted.mul_(spacing).mul_(spacing), dtype=torch.float64))
+        else:
+            into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Mean error of each element; None where it is zero everywhere."""
@@ -89,46 +115,3 @@ class GradientCasts:
 
 def _gradient_cast(precision: Precision, rounding: Rounding) -> Cast:
     return Cast(precision, Granularity.PER_TENSOR, rounding) if precision.needs_scale else Cast(precision)
-
-
-def output_noise(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry, casts: OperandCasts, outputs: int) -> torch.Tensor:
-    """Predicted mean squared error of an output element, caused by rounding both operands.
-
-    Exact for linear: Σ_k Var[x]_nk·w²_mk + x²_nk·Var[w]_mk, averaged over the output.  A convolution is taken to read each
-    pixel as often as any other, so that borders are not exact.
-
-    Args:
-        x: (…, K) or (N, C, H, W), padded where the convolution pads unevenly.
-        weight: (M, K) or (M, C/groups, kH, kW).
-        geometry: of the call.
-        casts: the forward casts.
-        outputs: elements of the output.
-
-    Returns:
-        A 0-d tensor.
-    """
-    noise = torch.zeros((), dtype=torch.float64, device=x.device)
-    x_bias, w_bias = casts.x.mean(x), casts.weight.mean(weight)
-    x_error = casts.x.variance(x) if x_bias is None else casts.x.variance(x) + x_bias.square()
-    w_error = casts.weight.variance(weight) if w_bias is None else casts.weight.variance(weight) + w_bias.square()
-    for left, right in ((x_error, weight.square()), (x.square(), w_error)):
-        noise += torch.dot(_by_channel(left).double(), _by_input(right, geometry.groups).double())
-    # A weight meets every pixel of its channel once an output position, on average.
-    reads = 1.0
-    if weight.dim() == 4:
-        reads = outputs / weight.shape[0] / (x.numel() / x.shape[-3])
-    return noise * reads / outputs
-
-
-def _by_channel(x: torch.Tensor) -> torch.Tensor:
-    """Sums over all but the channels (dimension -1 of a matrix, -3 of images)."""
-    if x.dim() == 4:
-        return x.sum(dim=(0, 2, 3))
-    return x.reshape(-1, x.shape[-1]).sum(dim=0)
-
-
-def _by_input(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """Sums over output channels and window, one for each input channel."""
-    if weight.dim() == 2:
-        return weight.sum(dim=0)
-    return weight.view(groups, -1, *weight.shape[1:]).sum(dim=(1, 3, 4)).flatten()

@@ -26,7 +26,7 @@ class SettledRule:
 
     warmup: int = 0
     window: int = 4
-    quiet_windows: int = 2
+    quiet_windows: int = 1
     running: float = 0.99
     window_alone: float = 0.9
 

@@ -1,7 +1,7 @@
-"""conv2d whose second derivatives are convolutions of ordinary shapes.
+"""linear and conv2d whose second derivatives are the products of a forward and a backward pass once more.
 
-PyTorch's own double backward of a convolution is right, but takes the gradient of the output for the filter of a convolution, which
-on a GPU is more than ten times as slow as the products below.
+PyTorch's own double backward is right, but for a convolution takes the gradient of the output for the filter of a convolution,
+which on a GPU is ten times as slow; and a linear call is composed of views and transposes, each with derivatives of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from qsync_torch.observing.geometry import Geometry
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
     """``geometry.product(x, weight, bias)``, to be differentiated twice."""
-    if weight.dim() == 2 or x.dim() != 4:
+    if weight.dim() == 4 and x.dim() != 4:  # an image without a batch
         return geometry.product(x, weight, bias)
-    output: torch.Tensor = _Conv2d.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Product.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return output
 
 
-class _Conv2d(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         return geometry.product(x, weight, bias)
@@ -36,11 +34,15 @@ class _Conv2d(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad_x, grad_weight = _Backward.apply(grad, x, weight, ctx.geometry, needed[0])  # type: ignore[no-untyped-call]
-        return grad_x, grad_weight, grad.sum(dim=(0, 2, 3)) if needed[2] else None, None
+        others = (0, 2, 3) if weight.dim() == 4 else tuple(range(grad.dim() - 1))
+        grad_bias = None
+        if needed[2]:
+            grad_bias = grad.sum(dim=others) if others else grad
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Backward(torch.autograd.Function):
-    """Both gradients of a convolution, as functions of its output's gradient g and of its operands."""
+    """Both gradients of a product, as functions of its output's gradient g and of its operands."""
 
     @staticmethod
     def forward(
@@ -59,12 +61,12 @@ class _Backward(torch.autograd.Function):
         g: Geometry = ctx.geometry
         by_grad = by_x = by_weight = None
         if v_x is not None:
-            # ⟨grad_x, v⟩ = ⟨g, conv(v, w)⟩
+            # ⟨grad_x, v⟩ = ⟨g, product(v, w)⟩
             by_grad = g.product(v_x, weight, None)
             if ctx.needs_input_grad[2]:
                 by_weight = _weight_gradient(grad, v_x, weight, g)
         if v_weight is not None:
-            # ⟨grad_w, v⟩ = ⟨g, conv(x, v)⟩
+            # ⟨grad_w, v⟩ = ⟨g, product(x, v)⟩
             through_weight = g.product(x, v_weight, None)
             by_grad = through_weight if by_grad is None else by_grad.add_(through_weight)
             if ctx.needs_input_grad[1]:
@@ -73,14 +75,18 @@ class _Backward(torch.autograd.Function):
 
 
 def _input_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    return _gradients(grad, x, weight, geometry, (True, False))[0]
+    if weight.dim() == 2:
+        return grad @ weight
+    return _convolution_gradients(grad, x, weight, geometry, (True, False))[0]
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    return _gradients(grad, x, weight, geometry, (False, True))[1]
+    if weight.dim() == 2:
+        return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _convolution_gradients(grad, x, weight, geometry, (False, True))[1]
 
 
-def _gradients(
+def _convolution_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, g: Geometry, wanted: tuple[bool, bool]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(

@@ -1,0 +1,171 @@
+"""Batch norm and layer norm whose second derivatives take few passes over memory.
+
+PyTorch composes their double backward of some thirty elementwise functions, each a pass over the activation.  With x̂ the normalized
+activation, r the inverse of the standard deviation, sums and means over the N elements that are normalized together, and
+P(z) = r·(z - mean z - x̂·mean(z·x̂)), which is symmetric, the backward is grad_x = P(γ·g), grad_γ = Σ g·x̂, grad_β = Σ g.  For
+J = ⟨v, grad_x⟩ + ⟨a, grad_γ⟩ + ⟨b, grad_β⟩ then
+
+    ∂J/∂g = γ·P(v) + a·x̂ + b,    ∂J/∂γ = Σ g·P(v),
+    ∂J/∂x = P(a·g - r/N·(γ·g·Σ v·x̂ + v·Σ γ·g·x̂)) - r/N·⟨γ·g, P(v)⟩·x̂,
+
+the last term by r, the first by x̂.  (What is summed over is a channel for batch norm and a row for layer norm; γ belongs to a
+channel in the first case, to a column in the second.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+
+class LeanNorms(TorchFunctionMode):
+    """While active, norms of float32 activations in training mode run as functions of this module.  Running statistics stay."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Put the functions of this module in the place of PyTorch's."""
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if not training or weight is None or bias is None or x.dim() != 4 or not x.requires_grad:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _BatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if weight is None or bias is None or len(normalized_shape) != 1 or not x.requires_grad:
+        return F.layer_norm(x, normalized_shape, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+_HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {F.batch_norm: _batch_norm, F.layer_norm: _layer_norm}
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        y, mean, r = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+        ctx.save_for_backward(x, weight, mean, r)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, mean, r = ctx.saved_tensors
+        return *_BatchNormBackward.apply(grad, x, weight, mean, r, ctx.eps), None  # type: ignore[no-untyped-call]
+
+
+class _BatchNormBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(grad, x, weight, mean, r)
+        ctx.eps = eps
+        found: tuple[torch.Tensor, ...] = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, None, None, mean, r, True, eps, [True, True, True]
+        )
+        return found
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+        grad, x, weight, mean, r = ctx.saved_tensors
+        ones = torch.ones_like(weight)
+
+        def projected(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            """P(z), Σ z·x̂ and Σ z."""
+            found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
+                z, x, ones, None, None, mean, r, True, ctx.eps, [True, True, True]
+            )
+            return found
+
+        p_v, v_xhat, v_sum = projected(v)
+        p_g, g_xhat, g_sum = projected(grad)
+        count = x.numel() // x.shape[1]
+        by_weight = r * ((v * grad).sum(dim=(0, 2, 3)) - (g_sum * v_sum + g_xhat * v_xhat) / count)
+
+        def channel(values: torch.Tensor) -> torch.Tensor:
+            return values.view(1, -1, 1, 1)
+
+        slope = a * r  # a·x̂ = slope·x - slope·mean
+        by_grad = torch.addcmul(channel(b - slope * mean), x, channel(slope)).addcmul_(p_v, channel(weight))
+        scale = weight * r / count
+        slope = -scale * by_weight * r
+        by_x = torch.addcmul(channel(-slope * mean), x, channel(slope))
+        by_x.addcmul_(p_g, channel(a - scale * v_xhat)).addcmul_(p_v, channel(-scale * g_xhat))
+        return by_grad, by_x, by_weight, None, None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        y, mean, r = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, r)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, mean, r = ctx.saved_tensors
+        return *_LayerNormBackward.apply(grad, x, weight, mean, r), None  # type: ignore[no-untyped-call]
+
+
+class _LayerNormBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(grad, x, weight, mean, r)
+        found: tuple[torch.Tensor, ...] = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, mean, r, weight, weight, [True, True, True]
+        )
+        return found
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+        grad, x, weight, mean, r = ctx.saved_tensors
+
+        def projected(z: torch.Tensor) -> torch.Tensor:
+            found: tuple[torch.Tensor, ...] = torch.ops.aten.native_layer_norm_backward(
+                z, x, weight.shape, mean, r, None, None, [True, False, False]
+            )
+            return found[0]
+
+        p_v = projected(v)
+        xhat = (x - mean).mul_(r)
+        weighted = grad * weight
+        scale = r / x.shape[-1]
+        v_xhat = torch.linalg.vecdot(v, xhat).unsqueeze_(-1)
+        g_xhat = torch.linalg.vecdot(weighted, xhat).unsqueeze_(-1)
+        by_r = torch.linalg.vecdot(weighted, p_v).unsqueeze_(-1)
+        inner = (grad * a).addcmul_(weighted, scale * v_xhat, value=-1).addcmul_(v, scale * g_xhat, value=-1)
+        by_x = projected(inner).addcmul_(xhat, scale * by_r, value=-1)
+        by_weight = (grad * p_v).flatten(0, -2).sum(dim=0)
+        by_grad = torch.addcmul(b, xhat, a).addcmul_(p_v, weight)
+        return by_grad, by_x, by_weight, None, None

@@ -1,0 +1,78 @@
+"""Dropout whose masks depend on shapes and the seed alone, not on the format of what is dropped.
+
+PyTorch's kernels draw other masks for a bfloat16 activation than for a float32 one: two passes from one seed would differ by their
+masks, which is a hundred times what rounding changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class PairedDropout(TorchFunctionMode):
+    """While active, dropout and attention with dropout draw their masks in float32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Put the functions of this module in the place of PyTorch's."""
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(*args, **(kwargs or {}))
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0:
+        return x
+    mask = _mask(x, x.shape, p)
+    return x.mul_(mask) if inplace else x * mask
+
+
+def _dropout2d(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0:
+        return x
+    mask = _mask(x, torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:]))), p)
+    return x.mul_(mask) if inplace else x * mask
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p == 0.0 or enable_gqa:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+    weights = scores.float().softmax(-1).to(value.dtype)
+    return weights * _mask(weights, weights.shape, dropout_p) @ value
+
+
+def _mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
+    """Zeros with probability p, else 1/(1-p), in the format of ``x``."""
+    kept = torch.empty(shape, dtype=torch.float32, device=x.device).bernoulli_(1 - p)
+    return kept.div_(1 - p).to(x.dtype) if p < 1 else kept.to(x.dtype)
+
+
+_HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {
+    F.dropout: _dropout,
+    F.dropout2d: _dropout2d,
+    F.scaled_dot_product_attention: _attention,
+}
