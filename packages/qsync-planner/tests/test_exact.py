@@ -89,7 +89,9 @@ def test_without_highs_auto_is_greedy_and_says_so(monkeypatch: pytest.MonkeyPatc
     assert plan.objective == greedy.objective
     assert plan.bound is None
     assert plan.notes[1].startswith("without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]'")
-    with pytest.raises(PlanError, match=r"the exact solver needs HiGHS; install it with: pip install 'qsync-planner\[exact\]', or use"):
+    with pytest.raises(
+        PlanError, match=r"the exact solver needs HiGHS; install it with: pip install 'qsync-planner\[exact\]', or use"
+    ):
         allocate(*case.arguments, solver="exact")
     for objective in ("memory", "time"):  # greedy can not do these either
         with pytest.raises(PlanError, match=rf"the objective {objective} needs HiGHS; install it with: pip install \S+$"):
