@@ -21,6 +21,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 WINDOW = 0.02
@@ -34,12 +35,14 @@ class Mask:
     """One ReLU or max pooling of a forward pass.
 
     Attributes:
-        a: what it read, with its graph.
+        edge: where the graph of what it read, ``a``, begins; ``a`` itself is not kept.
+        shape: of ``a``.
         std: of ``a``, 0-d.
         flips: the gradient with respect to ``a`` that windows bring about; None until a double backward pass came by.
     """
 
-    a: torch.Tensor
+    edge: GradientEdge
+    shape: torch.Size
     std: torch.Tensor
     flips: torch.Tensor | None = None
 
@@ -62,7 +65,7 @@ class Masks(TorchFunctionMode):
 
     def add(self, a: torch.Tensor) -> Mask:
         """A mask that reads ``a``."""
-        self.seen.append(Mask(a, a.detach().std(correction=0)))
+        self.seen.append(Mask(get_gradient_edge(a), a.shape, a.detach().std(correction=0)))
         return self.seen[-1]
 
 
@@ -114,32 +117,33 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 class _ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, mask: Mask) -> torch.Tensor:
-        ctx.save_for_backward(a)
+        # Two bytes an element, where ``a`` would be four that nobody else keeps.
+        ctx.save_for_backward(a > 0, a.abs() < WINDOW * mask.std)
         ctx.mask = mask
         return a.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (a,) = ctx.saved_tensors
-        return _Gate.apply(grad, a.detach(), ctx.mask), None  # type: ignore[no-untyped-call]
+        positive, near = ctx.saved_tensors
+        return _Gate.apply(grad, positive, near, ctx.mask), None  # type: ignore[no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
     """The gradient that a ReLU passes, as a function of the gradient alone; its derivative by ``a`` goes to the mask."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, a: torch.Tensor, mask: Mask) -> torch.Tensor:
-        ctx.save_for_backward(grad, a)
+    def forward(ctx: Any, grad: torch.Tensor, positive: torch.Tensor, near: torch.Tensor, mask: Mask) -> torch.Tensor:
+        ctx.save_for_backward(grad, positive, near)
         ctx.mask = mask
-        return grad * (a > 0)
+        return grad * positive
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v: torch.Tensor) -> Any:
-        grad, a = ctx.saved_tensors
-        half_width = WINDOW * ctx.mask.std
-        ctx.mask.flips = (a.abs() < half_width).mul(grad).mul_(v).mul_(_density(half_width))
-        return v * (a > 0), None, None
+        grad, positive, near = ctx.saved_tensors
+        # Few elements are near; two bytes hold them well enough.
+        ctx.mask.flips = (near * grad).mul_(v).mul_(_density(WINDOW * ctx.mask.std)).bfloat16()
+        return v * positive, None, None, None
 
 
 class _MaxPool(torch.autograd.Function):
@@ -197,19 +201,23 @@ def _runners_up(a: torch.Tensor, out_size: torch.Size, geometry: Any) -> tuple[t
         Two tensors (N, C, windows); the distance is infinite for a window of one element.
     """
     (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w), (step_h, step_w), _ = geometry
-    images, channels, height, width = a.shape
-    if kernel_h * kernel_w == 1:
-        shape = (images, channels, out_size[0] * out_size[1])
-        return torch.zeros(shape, dtype=torch.long, device=a.device), torch.full(shape, torch.inf, dtype=a.dtype, device=a.device)
-    bottom = (out_size[0] - 1) * stride_h + step_h * (kernel_h - 1) + 1 - height - pad_h
-    right = (out_size[1] - 1) * stride_w + step_w * (kernel_w - 1) + 1 - width - pad_w
+    out_h, out_w = out_size
+    height, width = a.shape[2:]
+    bottom = (out_h - 1) * stride_h + step_h * (kernel_h - 1) + 1 - height - pad_h
+    right = (out_w - 1) * stride_w + step_w * (kernel_w - 1) + 1 - width - pad_w
     padded = F.pad(a, (pad_w, right, pad_h, bottom), value=-torch.inf)
-    windows = F.unfold(
-        padded.reshape(images * channels, 1, *padded.shape[2:]), (kernel_h, kernel_w), (step_h, step_w), 0, (stride_h, stride_w)
-    )
-    values, places = windows.topk(2, dim=1)
-    number = torch.arange(windows.shape[2], device=a.device)
-    rows = (number // out_size[1]) * stride_h - pad_h + (places[:, 1] // kernel_w) * step_h
-    columns = (number % out_size[1]) * stride_w - pad_w + (places[:, 1] % kernel_w) * step_w
-    index = (rows * width + columns).clamp(0, height * width - 1)  # out of the image only where the distance is infinite
-    return index.view(images, channels, -1), (values[:, 0] - values[:, 1]).view(images, channels, -1)
+    best = torch.full((*a.shape[:2], out_h, out_w), -torch.inf, dtype=a.dtype, device=a.device)
+    second, best_at, second_at = best.clone(), torch.zeros_like(best, dtype=torch.long), torch.zeros_like(best, dtype=torch.long)
+    rows = torch.arange(out_h, device=a.device)[:, None] * stride_h - pad_h
+    columns = torch.arange(out_w, device=a.device) * stride_w - pad_w
+    for row in range(0, step_h * kernel_h, step_h):
+        for column in range(0, step_w * kernel_w, step_w):
+            value = padded[
+                :, :, row : row + stride_h * (out_h - 1) + 1 : stride_h, column : column + stride_w * (out_w - 1) + 1 : stride_w
+            ]
+            at = ((rows + row) * width + columns + column).clamp(0, height * width - 1)  # beyond the image only where it is -inf
+            wins, places = value > best, value > second
+            second_at = torch.where(wins, best_at, torch.where(places, at, second_at))
+            second = torch.where(wins, best, torch.where(places, value, second))
+            best_at, best = torch.where(wins, at, best_at), torch.where(wins, value, best)
+    return second_at.flatten(2), (best - second).flatten(2)

@@ -18,6 +18,7 @@ from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch
+from qsync_torch.observing.attention import LeanAttention
 from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
 from qsync_torch.observing.flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.micro_batches import split
@@ -123,13 +124,13 @@ class _Pass:
         try:
             with step.undisturbed(), twice_differentiable():
                 _forget_gradients(parameters)
-                with PairedDropout(), LeanNorms(), masks, watched(step.model, step.dag.adjustable, response):
+                with PairedDropout(), LeanAttention(), LeanNorms(), masks, watched(step.model, step.dag.adjustable, response):
                     loss = share * step.job.compute_loss(part, step.model)
                 self._has_masks = bool(masks.seen)
                 self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
                 if masks.seen:
                     response.carry_back(
-                        Phase.MASK_NOISE, [mask.a for mask in masks.seen], self._mask_seeds(masks, number), again=True
+                        Phase.MASK_NOISE, [mask.edge for mask in masks.seen], self._mask_seeds(masks, number), again=True
                     )
                     _forget_gradients(parameters)
                 norm = float(response.differentiate(loss, parameters))
@@ -138,7 +139,7 @@ class _Pass:
                     self._set_scale(norm)
                 response.respond(self._direction, again=bool(masks.seen))
                 _forget_gradients(parameters)
-                flips = [(mask.a, mask.flips) for mask in masks.seen if mask.flips is not None]
+                flips = [(mask.edge, mask.flips.float()) for mask in masks.seen if mask.flips is not None]
                 if flips:
                     response.carry_back(Phase.FLIPS, *zip(*flips, strict=True), again=False)
         finally:
@@ -147,13 +148,11 @@ class _Pass:
 
     def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
         """Random signs, by which responses are those of what each mask reads relative to its standard deviation."""
-        tensors = [mask.a for mask in masks.seen]
-        signs = random_signs(tensors, self._step.seed + _MASK_SEED + number)
+        first = masks.seen[0].std
+        signs = random_signs([first.expand(mask.shape) for mask in masks.seen], self._step.seed + _MASK_SEED + number)
         tiny = torch.finfo(torch.float32).tiny
-        return [
-            sign.mul_(1 / (mask.std * math.sqrt(sign.numel())).clamp(min=tiny))
-            for sign, mask in zip(signs, masks.seen, strict=True)
-        ]
+        lengths = [mask.std * math.sqrt(math.prod(mask.shape)) for mask in masks.seen]
+        return [sign.mul_(1 / length.clamp(min=tiny)) for sign, length in zip(signs, lengths, strict=True)]
 
     def _set_scale(self, norm: float) -> None:
         """Make directions so long that responses are numbers whose squares float32 holds, whatever the gradient's size."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
+from torch.autograd.graph import GradientEdge
 
 from qsync_core.dag import Operator
 from qsync_torch.observing import products
@@ -120,16 +121,16 @@ class NoiseResponse:
             tensor.register_hook(functools.partial(self._passed, site, place))
         return output
 
-    def carry_back(self, phase: Phase, tensors: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
+    def carry_back(self, phase: Phase, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
         """A backward pass of ⟨tensors, seeds⟩ through the forward pass; hands on every response.
 
         Args:
             phase: MASK_NOISE or FLIPS.
-            tensors, seeds: of the same shapes.
+            edges: where the graphs of the tensors begin; seeds: of the tensors' shapes.
             again: whether the graph is needed once more.
         """
         self._phase = phase
-        torch.autograd.backward(list(tensors), list(seeds), retain_graph=again)
+        torch.autograd.backward(list(edges), list(seeds), retain_graph=again)
 
     def differentiate(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Backward pass of the gradient; the norm of that of all parameters, 0-d."""

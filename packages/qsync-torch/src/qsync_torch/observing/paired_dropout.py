@@ -31,14 +31,14 @@ class PairedDropout(TorchFunctionMode):
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0.0:
         return x
-    mask = _mask(x, x.shape, p)
+    mask = random_mask(x, x.shape, p)
     return x.mul_(mask) if inplace else x * mask
 
 
 def _dropout2d(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0.0:
         return x
-    mask = _mask(x, torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:]))), p)
+    mask = random_mask(x, torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:]))), p)
     return x.mul_(mask) if inplace else x * mask
 
 
@@ -62,10 +62,10 @@ def _attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
     weights = scores.float().softmax(-1).to(value.dtype)
-    return weights * _mask(weights, weights.shape, dropout_p) @ value
+    return weights * random_mask(weights, weights.shape, dropout_p) @ value
 
 
-def _mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
+def random_mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
     """Zeros with probability p, else 1/(1-p), in the format of ``x``."""
     kept = torch.empty(shape, dtype=torch.float32, device=x.device).bernoulli_(1 - p)
     return kept.div_(1 - p).to(x.dtype) if p < 1 else kept.to(x.dtype)

@@ -51,8 +51,9 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_backward(grad, x, weight)
         ctx.geometry = geometry
         ctx.set_materialize_grads(False)
-        grad_x = _input_gradient(grad, x, weight, geometry) if needs_x else None
-        return grad_x, _weight_gradient(grad, x, weight, geometry)
+        if weight.dim() == 4:
+            return _convolution_gradients(grad, x, weight, geometry, (needs_x, True))
+        return _input_gradient(grad, x, weight, geometry) if needs_x else None, _weight_gradient(grad, x, weight, geometry)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -77,18 +78,20 @@ class _Backward(torch.autograd.Function):
 def _input_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     if weight.dim() == 2:
         return grad @ weight
-    return _convolution_gradients(grad, x, weight, geometry, (True, False))[0]
+    grad_x: torch.Tensor = _convolution_gradients(grad, x, weight, geometry, (True, False))[0]
+    return grad_x
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     if weight.dim() == 2:
         return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-    return _convolution_gradients(grad, x, weight, geometry, (False, True))[1]
+    grad_weight: torch.Tensor = _convolution_gradients(grad, x, weight, geometry, (False, True))[1]
+    return grad_weight
 
 
 def _convolution_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, g: Geometry, wanted: tuple[bool, bool]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Any, Any]:
     grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
         grad, x, weight, None, g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [*wanted, False]
     )
