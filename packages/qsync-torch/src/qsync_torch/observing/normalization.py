@@ -166,6 +166,6 @@ class _LayerNormBackward(torch.autograd.Function):
         by_r = torch.linalg.vecdot(weighted, p_v).unsqueeze_(-1)
         inner = (grad * a).addcmul_(weighted, scale * v_xhat, value=-1).addcmul_(v, scale * g_xhat, value=-1)
         by_x = projected(inner).addcmul_(xhat, scale * by_r, value=-1)
-        by_weight = (grad * p_v).flatten(0, -2).sum(dim=0)
+        by_weight = (grad * p_v).reshape(-1, x.shape[-1]).sum(dim=0)
         by_grad = torch.addcmul(b, xhat, a).addcmul_(p_v, weight)
         return by_grad, by_x, by_weight, None, None
