@@ -7,7 +7,7 @@ indicators observed are kept in the folder, so that the same command goes on whe
 statistics anew from all that is there.  All runs of a seed are started before those of the next one.  After a change of the
 indicators remove the ``.qsync`` files from it.
 
-A run takes 6 to 20 seconds of one core of an EPYC server, 11 on average, and ten pairs are about 590 runs: 6 to 8 minutes on 16
+A run takes 6 to 20 seconds of one core of an EPYC server, 12 on average, and ten pairs are about 590 runs: 7 to 8 minutes on 16
 such cores.
 """
 
