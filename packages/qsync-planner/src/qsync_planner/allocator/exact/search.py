@@ -99,6 +99,7 @@ class Search:
             if best == 0.0:
                 self._bound = 0.0
                 break
+            began = time.monotonic()
             self._program.look_below(best)
             self._bound = float("-inf")  # one from before is of a scale at which such plans were not told apart
             if not self._approach() and self._best is None:
@@ -106,7 +107,9 @@ class Search:
             small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
             if small and self._is_well_scaled() and not self._is_done() and not self._is_late():
                 self._branch()
-            if self._is_well_scaled() or self._left_for_bound() == 0.0:
+            left = self._left_for_bound()
+            # The bound is given up only where there is time to find another.
+            if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
         return Answer(self._best, self._bound)
 
