@@ -117,33 +117,37 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 class _ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, mask: Mask) -> torch.Tensor:
-        # Two bytes an element, where ``a`` would be four that nobody else keeps.
-        ctx.save_for_backward(a > 0, a.abs() < WINDOW * mask.std)
+        # One byte an element, where ``a`` would be four that nobody else keeps.
+        near = a.abs() < WINDOW * mask.std
+        ctx.save_for_backward((a > 0).to(torch.uint8).add_(near, alpha=2))
         ctx.mask = mask
         return a.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        positive, near = ctx.saved_tensors
-        return _Gate.apply(grad, positive, near, ctx.mask), None  # type: ignore[no-untyped-call]
+        (code,) = ctx.saved_tensors
+        return _Gate.apply(grad, code, ctx.mask), None  # type: ignore[no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
-    """The gradient that a ReLU passes, as a function of the gradient alone; its derivative by ``a`` goes to the mask."""
+    """The gradient that a ReLU passes, as a function of the gradient alone; its derivative by ``a`` goes to the mask.
+
+    ``code`` has 1 for a positive element, and 2 for one in the window.
+    """
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, positive: torch.Tensor, near: torch.Tensor, mask: Mask) -> torch.Tensor:
-        ctx.save_for_backward(grad, positive, near)
+    def forward(ctx: Any, grad: torch.Tensor, code: torch.Tensor, mask: Mask) -> torch.Tensor:
+        ctx.save_for_backward(grad, code)
         ctx.mask = mask
-        return grad * positive
+        return grad * (code & 1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v: torch.Tensor) -> Any:
-        grad, positive, near = ctx.saved_tensors
+        grad, code = ctx.saved_tensors
         # Few elements are near; two bytes hold them well enough.
-        ctx.mask.flips = (near * grad).mul_(v).mul_(_density(WINDOW * ctx.mask.std)).bfloat16()
-        return v * positive, None, None, None
+        ctx.mask.flips = ((code > 1) * grad).mul_(v).mul_(_density(WINDOW * ctx.mask.std)).bfloat16()
+        return v * (code & 1), None, None
 
 
 class _MaxPool(torch.autograd.Function):

@@ -199,7 +199,7 @@ class _Pass:
             sums = self._sums[Phase.RESPONSE][op_id, casts]
             if place is Place.GRAD_INPUT:
                 if casts.result is not None:
-                    casts.result.respond(tensor, h, sums.squares)
+                    casts.result.respond(tensor.to(h.dtype), h, sums.squares)
                 continue
             for cast, response in self._by_copy(site, casts, h):
                 cast.respond(tensor, response, sums.squares)

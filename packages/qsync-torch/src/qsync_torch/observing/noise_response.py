@@ -177,7 +177,8 @@ class NoiseResponse:
         if place is Place.WEIGHT:
             return None
         noisy = Place.GRAD_OUTPUT if place is Place.OUTPUT else Place.GRAD_INPUT
-        setattr(site, noisy, grad.detach())
+        # Only the gradient of the output is in memory anyway; of the other one, two bytes tell the spacing of a format as well.
+        setattr(site, noisy, grad.detach() if noisy is Place.GRAD_OUTPUT else grad.detach().bfloat16())
         copy = self._copy(grad)
         copy.register_hook(functools.partial(self._responded, site, noisy))
         return copy
