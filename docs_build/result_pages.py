@@ -18,6 +18,8 @@ TITLES = {
     "spine": "The main job, end to end",
     "allocator": "The allocator: how good plans are",
     "kernels": "Kernels: the figures to reach",
+    "indicator": "The indicator: against the measured truth",
+    "accuracy": "Accuracy: paired training runs",
 }
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}
 INTRODUCTION = """# Results

@@ -54,7 +54,7 @@ class Options:
     prefer: str = "quota"
     tiny: bool = False
     block: int = 10
-    observe_steps: int = 50
+    observe_steps: int = 12
 
 
 @attrs.frozen
