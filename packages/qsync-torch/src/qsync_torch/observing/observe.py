@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -15,7 +16,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.observations import Observations
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
-from qsync_torch.job import Job
+from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collector import Collector
 from qsync_torch.observing.collectors import AnyCollector, default_collectors, passes
 from qsync_torch.observing.record import LOSS, RANKED_TERMS, Key, Record
@@ -84,7 +85,9 @@ def observe(
             settings.
     """
     run = _Run(
-        job=attrs.evolve(job, batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size))),
+        job=attrs.evolve(
+            job, batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)), loss=_differentiable_loss(job)
+        ),
         dag=dag,
         variants=tuple(variants),
         warmup=warmup,
@@ -96,6 +99,21 @@ def observe(
     )
     check_same_model(job, dag)
     return run.observe(settled, earlier, checkpoint, progress)
+
+
+def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
+    """The job's loss, refused where it depends on nothing; whoever asks for it first, collectors too, says the same."""
+
+    def loss(output: Any, batch: Batch) -> torch.Tensor:
+        value = job.loss(output, batch)
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise ObservationError(
+                f"the loss of {job.name} depends on no trainable parameter, so that there is nothing to observe; check that the "
+                "job's loss uses the model's output and that parameters require gradients"
+            )
+        return value
+
+    return loss
 
 
 @attrs.define
@@ -172,11 +190,6 @@ class _Run:
         value = loss.item()
         if not math.isfinite(value):
             raise ObservationError(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
-        if not loss.requires_grad:
-            raise ObservationError(
-                f"the loss of {self.job.name} depends on no trainable parameter, so that there is nothing to observe; check that "
-                "the job's loss uses the model's output and that parameters require gradients"
-            )
         loss.backward()
         return value
 
@@ -258,7 +271,7 @@ class _Run:
             if theirs.get(name) != value:
                 raise ObservationError(
                     f"the interrupted observation can not be continued: its {name} is {theirs.get(name)!r}, now {value!r}; "
-                    "start anew"
+                    "start anew (qsync observe --fresh)"
                 )
         for name, reason in theirs.items():
             if name.startswith("without "):

@@ -1,0 +1,154 @@
+"""``qsync observe``: what an interruption leaves, and what the same command makes of it."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from qsync_core import artifact
+from qsync_core.cli.root import cli
+from qsync_core.observations import Observations
+from qsync_torch.job import load_job
+from qsync_torch.trace import trace
+
+JOB = """
+from pathlib import Path
+
+import torch
+from qsync_torch.job import Batch, Job
+
+
+def batch(step, size):
+    if step == 3 and Path("stop").exists():
+        raise OSError("the data is gone")
+    return Batch((torch.randn(size, 6, generator=torch.Generator().manual_seed(step)),), target=torch.arange(size) % 3)
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Job(
+        "tiny",
+        torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(5, 3)),
+        batch,
+        lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    artifact.save(trace(load_job("job.py:tiny")), tmp_path / "dag.qsync")
+    return tmp_path
+
+
+def _observe(*options, output="o.qsync"):
+    arguments = ["observe", "job.py:tiny", "--dag", "dag.qsync", "-o", output, "--warmup", "1", "--steps", "4", "--all-steps"]
+    return CliRunner().invoke(cli, [*arguments, "--rungs", "int8,float32", *options], catch_exceptions=False)
+
+
+def _interrupt(folder):
+    (folder / "stop").touch()
+    result = _observe()
+    (folder / "stop").unlink()
+    assert result.exit_code == 1
+    return result
+
+
+def test_an_interruption_is_continued_by_the_same_command(folder):
+    result = _interrupt(folder)
+    assert "the batch function of tiny failed at step 3 with batch size 2: OSError: the data is gone" in result.stderr
+    partial = folder / "o.qsync.partial"
+    so_far = artifact.load(partial, Observations)
+    assert (so_far.iterations, so_far.stopped) == ((1, 2), "interrupted")
+    assert not (folder / "o.qsync").exists()
+    again = _observe("--json")
+    assert again.exit_code == 0, again.output
+    assert "at most 2 observed updates of 2 samples" in again.stderr
+    assert json.loads(again.stdout)["iterations"] == 4
+    assert not partial.exists()
+    assert _observe(output="whole.qsync").exit_code == 0
+    assert not (folder / "whole.qsync.partial").exists()
+    assert artifact.load(folder / "o.qsync") == artifact.load(folder / "whole.qsync")
+
+
+def test_fresh_starts_anew(folder):
+    _interrupt(folder)
+    result = _observe("--fresh", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert "at most 4 observed updates of 2 samples" in result.stderr
+    assert artifact.load(folder / "o.qsync", Observations).settings["seed"] == "5"
+    assert not (folder / "o.qsync.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--seed", "5"], "its seed is '0', now '5'"),
+        (["--warmup", "2"], "its warmup is '1', now '2'"),
+        (["--collectors", "lossvar"], "its collectors is 'hutchinson,lossvar,paper', now 'lossvar'"),
+        (["--rungs", "bfloat16,float32"], "its variants is "),
+    ],
+)
+def test_another_command_says_what_differs(folder, options, says):
+    _interrupt(folder)
+    result = _observe(*options)
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "--fresh" in result.stderr
+    assert artifact.load(folder / "o.qsync.partial", Observations).iterations == (1, 2)  # not lost
+
+
+@pytest.mark.parametrize("content", [b"", b"not an artifact", b"{}"])
+def test_what_was_left_can_not_be_read(folder, content):
+    (folder / "o.qsync.partial").write_bytes(content)
+    result = _observe()
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "o.qsync.partial" in result.stderr
+    assert "--fresh" in result.stderr
+    assert _observe("--fresh").exit_code == 0
+    assert not (folder / "o.qsync.partial").exists()
+
+
+def test_an_artifact_of_another_kind_was_left(folder):
+    (folder / "dag.qsync").rename(folder / "o.qsync.partial")
+    artifact.save(trace(load_job("job.py:tiny")), folder / "dag.qsync")
+    result = _observe()
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert "--fresh" in result.stderr
+
+
+def test_the_cost_comes_before_the_result(folder):
+    result = _observe()
+    assert result.exit_code == 0
+    expected = (
+        r"at most 4 observed updates of 2 samples, each about \d+ forward and backward passes \(hutchinson, lossvar, paper\)\n"
+    )
+    assert re.fullmatch(expected, result.stderr)
+
+
+def test_an_unknown_collector_is_one_sentence(folder):
+    result = _observe("--collectors", "hutchinson,lossvars")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "there is no collector 'lossvars'; installed are hessian, hutchinson, lossvar, montecarlo, paper" in result.stderr
+
+
+def test_without_a_collector_it_is_said(folder):
+    job = (folder / "job.py").read_text()
+    loss = "lambda output, batch: torch.cdist(output, torch.eye(3), p=1.5).square().mean()"
+    job = job.replace("lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target)", loss)
+    (folder / "job.py").write_text(job)
+    artifact.save(trace(load_job("job.py:tiny")), folder / "dag.qsync")
+    result = _observe("--json")
+    assert result.exit_code == 0, result.output
+    assert "without hutchinson: the derivative for '_cdist_backward' is not implemented" in result.stderr
+    data = json.loads(result.stdout)
+    assert data["collectors"] == ["lossvar", "paper", "run"]
+    assert "_cdist_backward" in data["without"]["hutchinson"]
