@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from qsync_torch.observing.paired_dropout import random_mask
+from qsync_torch.observing.paired_dropout import random_mask, without_empty_rows
 
 
 class LeanAttention(TorchFunctionMode):
@@ -44,21 +44,26 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    reading = None
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    elif attn_mask is not None:
+        attn_mask, reading = without_empty_rows(attn_mask)
     kept = None
     if dropout_p > 0:
         shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         kept = random_mask(query, torch.Size((*shape, query.shape[-2], key.shape[-2])), dropout_p) != 0
     factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-    return _Attention.apply(query, key, value, _Options(attn_mask, kept, dropout_p, factor))  # type: ignore[no-any-return,no-untyped-call]
+    return _Attention.apply(query, key, value, _Options(attn_mask, reading, kept, dropout_p, factor))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Options:
     """What attention is computed with, besides its operands."""
 
-    def __init__(self, mask: torch.Tensor | None, kept: torch.Tensor | None, p: float, scale: float) -> None:
-        self.mask, self.kept, self.p, self.scale = mask, kept, p, scale
+    def __init__(
+        self, mask: torch.Tensor | None, reading: torch.Tensor | None, kept: torch.Tensor | None, p: float, scale: float
+    ) -> None:
+        self.mask, self.reading, self.kept, self.p, self.scale = mask, reading, kept, p, scale
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """By plain products."""
@@ -68,7 +73,8 @@ class _Options:
         weights = scores.softmax(-1)
         if self.kept is not None:
             weights = weights * self.kept / (1 - self.p)
-        return weights @ value
+        output = weights @ value
+        return output if self.reading is None else output * self.reading
 
 
 class _Attention(torch.autograd.Function):

@@ -57,12 +57,33 @@ def _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    reading = None
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    elif attn_mask is not None:
+        attn_mask, reading = without_empty_rows(attn_mask)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
     weights = scores.float().softmax(-1).to(value.dtype)
-    return weights * random_mask(weights, weights.shape, dropout_p) @ value
+    output = weights * random_mask(weights, weights.shape, dropout_p) @ value
+    return output if reading is None else output * reading
+
+
+def without_empty_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask without queries that may read no key, whose softmax is not a number, and what to multiply the output with instead:
+    PyTorch gives such a query zeros.
+
+    Args:
+        mask: (..., L or 1, S), boolean (True is read) or added to the scores.
+
+    Returns:
+        The mask with those rows opened, and (..., L or 1, 1), False there.
+    """
+    if mask.dtype is torch.bool:
+        reading = mask.any(-1, keepdim=True)
+        return mask | ~reading, reading
+    reading = (mask != -torch.inf).any(-1, keepdim=True)
+    return mask.masked_fill(~reading, 0.0), reading
 
 
 def random_mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
