@@ -109,7 +109,7 @@ def _rows(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             f"predicted step over uniform's; observed on a CPU, {options.steps} updates of {options.batch} from random weights",
             "value": round(ratio, 4),
             "unit": "ratio",
-            "spread": f"{_counts(plans[tolerance, 'hutchinson'])}{gap}{whole}; {others}; true errors of {options.truth_steps} batches",
+            "spread": f"{_counts(plans[tolerance, 'hutchinson'])}{gap}{whole}; {others}; {options.truth_steps} batches",
             "target": "reported",
         }
 
