@@ -2,8 +2,8 @@
 
     python tests/benchmarks/indicator_trace.py [--models transformer,relu-cnn]
 
-From scratch and after 400 updates, which stand for fine-tuning.  At every update operators are ranked by the geometric mean of Ω at int8 over
-the observed updates up to it, and the ranking is compared with the final one of 50 by Spearman's correlation.
+From scratch and after 400 updates, which stand for fine-tuning.  At every update operators are ranked by the geometric mean of Ω at
+int8 over the observed updates up to it, and the ranking is compared with the final one of 50 by Spearman's correlation.
 """
 
 from __future__ import annotations
