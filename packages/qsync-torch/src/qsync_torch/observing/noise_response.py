@@ -22,6 +22,7 @@ from qsync_core.dag import Operator
 from qsync_torch.observing import products
 from qsync_torch.observing.flips import Masks
 from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.step_collector import CollectorUnavailable
 
 
 class Place(enum.StrEnum):
@@ -110,7 +111,18 @@ class NoiseResponse:
     def call(
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
-        """Run the operator on copies of its operands."""
+        """Run the operator on copies of its operands.
+
+        Raises:
+            CollectorUnavailable: inside activation checkpointing, whose second run of the forward would not come by here.
+        """
+        if not torch.is_grad_enabled():
+            return geometry.product(x, weight, bias)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise CollectorUnavailable(
+                f"operator {operator.op_id} runs under activation checkpointing or other saved-tensor hooks, and would be seen "
+                "twice; observe the model without them"
+            )
         x_copy, weight_copy = self._copy(x), self._copy(weight)
         output = products.product(x_copy, weight_copy, bias, geometry)
         bias_values = None if bias is None else bias.detach()

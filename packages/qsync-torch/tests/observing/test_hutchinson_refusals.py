@@ -1,0 +1,72 @@
+"""Models of which only a part can be differentiated, and one whose forward runs twice."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qsync_core import terms
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.observing.hutchinson import HutchinsonCollector
+from qsync_torch.observing.lossvar import LossVarCollector
+from qsync_torch.observing.observe import observe
+from qsync_torch.trace import trace
+
+LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.FLOAT32))
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.middle, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = torch.relu(self.backbone(x))
+        return self.head(torch.tanh(self.middle(x)))
+
+
+class Checkpointed(Frozen):
+    def forward(self, x):
+        x = checkpoint(lambda y: torch.tanh(self.middle(y)), self.backbone(x), use_reentrant=False)
+        return self.head(x)
+
+
+def _job(model):
+    def batch(step, size):
+        generator = torch.Generator().manual_seed(step)
+        return Batch((torch.randn(size, 8, generator=generator),), target=torch.arange(size) % 3)
+
+    def loss(output, batch):
+        return F.cross_entropy(output, batch.target)
+
+    return Job("part", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
+
+
+def test_an_operator_that_runs_without_gradients_has_no_response():
+    torch.manual_seed(0)
+    job = _job(Frozen())
+    found = observe(job, trace(job), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
+    values = {
+        name: found.values(terms.HUTCHINSON, terms.OPERANDS, OpId(name), LADDER[0]) for name in ("backbone", "middle", "head")
+    }
+    assert values["backbone"] == (0.0, 0.0)
+    assert min(values["middle"] + values["head"]) > 0
+    assert found.settings["unreached"] == "backbone#0"
+
+
+def test_activation_checkpointing_is_refused_with_the_reason():
+    torch.manual_seed(0)
+    job, plain = _job(Checkpointed()), _job(Frozen())
+    said = []
+    found = observe(
+        job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()], announce=said.append
+    )
+    assert found.settings["without hutchinson"].startswith("operator middle#0 runs under activation checkpointing")
+    assert any("observing goes on with lossvar" in text for text in said)
+    with pytest.raises(Exception, match="can not observe part: operator middle#0 runs under activation checkpointing"):
+        observe(job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()])
