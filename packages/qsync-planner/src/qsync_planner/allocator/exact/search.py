@@ -101,14 +101,16 @@ class Search:
                 break
             began = time.monotonic()
             self._program.look_below(best)
-            self._bound = float("-inf")  # one from before is of a scale at which such plans were not told apart
+            # One from before is of a scale at which such plans were hardly told apart: the new one is better, if there is one.
+            earlier, self._bound = self._bound, float("-inf")
             if not self._approach() and self._best is None:
                 return Answer(None, float("inf"))
+            if self._bound == float("-inf"):
+                self._bound = earlier
             small = self._effort.columns is None or self._program.program.columns <= self._effort.columns
             if small and self._is_well_scaled() and not self._is_done() and not self._is_late():
                 self._branch()
-            left = self._left_for_bound()
-            # The bound is given up only where there is time to find another.
+            left = self._left()  # of this group's own time: the others need a bound as well
             if self._is_well_scaled() or (left is not None and left < time.monotonic() - began):
                 break
         return Answer(self._best, self._bound)
