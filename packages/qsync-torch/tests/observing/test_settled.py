@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from qsync_torch.observing.settled import SettledRule, spearman
 
-RULE = SettledRule(warmup=4, window=3, quiet_windows=2)
+RULE = SettledRule(warmup=4, window=3, quiet_windows=2, window_alone=0.9)
 
 
 def _rows(length, value):
@@ -80,3 +80,8 @@ def test_spearman(a, b, expected):
 @given(st.lists(st.floats(0.1, 1e6), min_size=2, max_size=20))
 def test_rank_correlation_sees_only_ranks(values):
     assert spearman(values, [v**3 for v in values]) == pytest.approx(1.0)
+
+
+def test_by_default_four_updates_are_enough_where_two_and_two_agree():
+    rule = SettledRule()
+    assert [bool(rule.reason(_rows(n, lambda operator, step: operator + 1))) for n in range(1, 7)] == [False] * 3 + [True, False, True]

@@ -64,10 +64,15 @@ class Planned:
 
 
 class Planner:
-    """Plans of one model from what was observed on it."""
+    """Plans of one model from what was observed on it.
 
-    def __init__(self, dag: PrecisionDag, observed: Observations) -> None:
-        self.dag, self.observed = dag, observed
+    Args:
+        dag, observed: its graph, and what indicators need.
+        wider: as though every width were so many times what it is; 1 for a model of real size.
+    """
+
+    def __init__(self, dag: PrecisionDag, observed: Observations, wider: float = WIDER) -> None:
+        self.dag, self.observed, self._wider = dag, observed, wider
         self._known: dict[tuple[str, ...], Planned] = {}
 
     def plan(self, task: Task) -> Planned:
@@ -99,7 +104,7 @@ class Planner:
         def chip(name: str, float32: float, bfloat16: float, int8: float, bandwidth_gbs: float) -> Chip:
             rates = {Precision.FLOAT32: float32, Precision.BFLOAT16: bfloat16, Precision.INT8: int8}
             slowed = {precision: rate / _SLOWER for precision, rate in rates.items()}
-            return Chip(name, slowed, bandwidth_gbs * WIDER / _SLOWER)
+            return Chip(name, slowed, bandwidth_gbs * self._wider / _SLOWER)
 
         strong, weak = chip("strong", 15.7, 125.0, 125.0, 900.0), chip("weak", 8.1, 65.0, 130.0, 300.0)
         groups = (

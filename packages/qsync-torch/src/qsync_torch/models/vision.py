@@ -26,7 +26,7 @@ def resnet(
     batch: int = 32,
     seed: int = 0,
 ) -> Job:
-    """ResNet-18 or -50 with SGD.
+    """ResNet-18 or -50 with SGD; the learning rate is 0.1 for a batch of 256 and in proportion to it.
 
     Args:
         name: ``resnet18`` or ``resnet50``.
@@ -41,7 +41,7 @@ def resnet(
     def model() -> nn.Module:
         return build(classes=classes, width=width, in_channels=in_channels, small_stem=small_stem)
 
-    return _image_job(name, model, (in_channels, image, image), classes, channels_last, batch, seed, learning_rate=0.1)
+    return _image_job(name, model, (in_channels, image, image), classes, channels_last, batch, seed, learning_rate=0.1 * batch / 256)
 
 
 def vgg(

@@ -7,27 +7,14 @@ passes, take more memory than the rest of a model; here they are computed anew w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 from qsync_torch.observing.paired_dropout import random_mask, without_empty_rows
-
-
-class LeanAttention(TorchFunctionMode):
-    """While active, scaled dot-product attention runs as a function of this module, with dropout masks as in PairedDropout."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Put the function of this module in the place of PyTorch's."""
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+from qsync_torch.observing.replaced_functions import ReplacedFunctions
 
 
 def _attention(
@@ -55,6 +42,12 @@ def _attention(
         kept = random_mask(query, torch.Size((*shape, query.shape[-2], key.shape[-2])), dropout_p) != 0
     factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     return _Attention.apply(query, key, value, _Options(attn_mask, reading, kept, dropout_p, factor))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class LeanAttention(ReplacedFunctions):
+    """While active, scaled dot-product attention runs as a function of this module, with dropout masks as in PairedDropout."""
+
+    replacements: ClassVar = {F.scaled_dot_product_attention: _attention}
 
 
 class _Options:

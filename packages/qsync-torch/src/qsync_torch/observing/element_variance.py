@@ -38,6 +38,16 @@ def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(tensor), exponent - precision.mantissa_bits)
 
 
+def element_spacing(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
+    """Distance of neighbouring values around each element once ``tensor`` is cast to a format lower than float32."""
+    if precision.is_fixed_point:
+        return absmax_scale(tensor, granularity, INT8_LEVELS).expand_as(tensor)
+    if precision.needs_scale:
+        scale = absmax_scale(tensor, granularity, FLOAT8_E4M3FN_MAX)
+        return float_spacing(tensor / scale, precision) * scale
+    return float_spacing(tensor, precision)
+
+
 def element_variance(
     tensor: torch.Tensor,
     precision: Precision,
@@ -60,13 +70,9 @@ def element_variance(
     x = tensor.detach()
     if precision is Precision.FLOAT32:
         return torch.zeros_like(x)
-    if precision.is_fixed_point:
-        spacing = absmax_scale(x, granularity, INT8_LEVELS).expand_as(x)
-    elif precision.needs_scale:
-        scale = absmax_scale(x, granularity, FLOAT8_E4M3FN_MAX)
-        spacing = float_spacing(x / scale, precision) * scale
-    else:
-        spacing, rounding = float_spacing(x, precision), Rounding.NEAREST
+    spacing = element_spacing(x, precision, granularity)
+    if not precision.needs_scale:
+        rounding = Rounding.NEAREST
     squared = spacing.square()
     if rounding is Rounding.STOCHASTIC:
         position = x / spacing
@@ -91,9 +97,5 @@ def element_mean(tensor: torch.Tensor, precision: Precision, granularity: Granul
     x = tensor.detach()
     if not precision.needs_scale:
         return torch.zeros_like(x)
-    if precision.is_fixed_point:
-        spacing = absmax_scale(x, granularity, INT8_LEVELS).expand_as(x)
-    else:
-        scale = absmax_scale(x, granularity, FLOAT8_E4M3FN_MAX)
-        spacing = float_spacing(x / scale, precision) * scale
+    spacing = element_spacing(x, precision, granularity)
     return (spacing / -2).masked_fill(x == 0, 0.0)

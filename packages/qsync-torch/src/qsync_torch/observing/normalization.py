@@ -14,26 +14,14 @@ channel in the first case, to a column in the second.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
-
-class LeanNorms(TorchFunctionMode):
-    """While active, norms of float32 activations in training mode run as functions of this module.  Running statistics stay."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Put the functions of this module in the place of PyTorch's."""
-        handler = _HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(*args, **(kwargs or {}))
+from qsync_torch.observing.channels import Channels
+from qsync_torch.observing.replaced_functions import ReplacedFunctions
 
 
 def _batch_norm(
@@ -63,7 +51,10 @@ def _layer_norm(
     return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
 
 
-_HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {F.batch_norm: _batch_norm, F.layer_norm: _layer_norm}
+class LeanNorms(ReplacedFunctions):
+    """While active, norms of float32 activations in training mode run as functions of this module.  Running statistics stay."""
+
+    replacements: ClassVar = {F.batch_norm: _batch_norm, F.layer_norm: _layer_norm}
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -71,55 +62,43 @@ class _BatchNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         y, mean, r = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, r)
-        ctx.eps = eps
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, mean, r = ctx.saved_tensors
-        return *_BatchNormBackward.apply(grad, x, weight, mean, r, ctx.eps), None  # type: ignore[no-untyped-call]
+        return *_BatchNormBackward.apply(grad, x, weight, mean, r), None  # type: ignore[no-untyped-call]
 
 
 class _BatchNormBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, eps: float
+        ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(grad, x, weight, mean, r)
-        ctx.eps = eps
-        found: tuple[torch.Tensor, ...] = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, r, True, eps, [True, True, True]
-        )
-        return found
+        over = Channels(x, mean, r)
+        g_sum, g_xhat = over.sums(grad)
+        # P(γ·g), written as what it is made of.
+        scale = weight * r
+        by_xhat, constant = over.projection(scale, g_sum, g_xhat)
+        grad_x = over.plus(over.normalized(by_xhat, constant), grad, scale)
+        ctx.save_for_backward(grad, x, weight, mean, r, g_sum, g_xhat)
+        return grad_x, g_xhat, g_sum
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-        grad, x, weight, mean, r = ctx.saved_tensors
-        ones = torch.ones_like(weight)
-
-        def projected(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """P(z), Σ z·x̂ and Σ z."""
-            found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
-                z, x, ones, None, None, mean, r, True, ctx.eps, [True, True, True]
-            )
-            return found
-
-        p_v, v_xhat, v_sum = projected(v)
-        p_g, g_xhat, g_sum = projected(grad)
-        count = x.numel() // x.shape[1]
-        by_weight = r * ((v * grad).sum(dim=(0, 2, 3)) - (g_sum * v_sum + g_xhat * v_xhat) / count)
-
-        def channel(values: torch.Tensor) -> torch.Tensor:
-            return values.view(1, -1, 1, 1)
-
-        slope = a * r  # a·x̂ = slope·x - slope·mean
-        by_grad = torch.addcmul(channel(b - slope * mean), x, channel(slope)).addcmul_(p_v, channel(weight))
-        scale = weight * r / count
-        slope = -scale * by_weight * r
-        by_x = torch.addcmul(channel(-slope * mean), x, channel(slope))
-        by_x.addcmul_(p_g, channel(a - scale * v_xhat)).addcmul_(p_v, channel(-scale * g_xhat))
-        return by_grad, by_x, by_weight, None, None, None
+        grad, x, weight, mean, r, g_sum, g_xhat = ctx.saved_tensors
+        over = Channels(x, mean, r)
+        v_sum, v_xhat = over.sums(v)
+        by_weight = r * (over.dot(v, grad) - (g_sum * v_sum + g_xhat * v_xhat) / over.count)
+        scale = weight * r
+        by_xhat, constant = over.projection(scale, v_sum, v_xhat)
+        by_grad = over.plus(over.normalized(by_xhat + a, constant + b), v, scale)
+        scale = scale / over.count
+        of_g, of_v = r * (a - scale * v_xhat), -r * scale * g_xhat
+        g_part, v_part = over.projection(of_g, g_sum, g_xhat), over.projection(of_v, v_sum, v_xhat)
+        by_x = over.normalized(g_part[0] + v_part[0] - scale * by_weight, g_part[1] + v_part[1])
+        return by_grad, over.plus(over.plus(by_x, grad, of_g), v, of_v), by_weight, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -7,25 +7,12 @@ masks, which is a hundred times what rounding changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-
-class PairedDropout(TorchFunctionMode):
-    """While active, dropout and attention with dropout draw their masks in float32."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Put the functions of this module in the place of PyTorch's."""
-        handler = _HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(*args, **(kwargs or {}))
+from qsync_torch.observing.replaced_functions import ReplacedFunctions
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -92,8 +79,11 @@ def random_mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
     return kept.div_(1 - p).to(x.dtype) if p < 1 else kept.to(x.dtype)
 
 
-_HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {
-    F.dropout: _dropout,
-    F.dropout2d: _dropout2d,
-    F.scaled_dot_product_attention: _attention,
-}
+class PairedDropout(ReplacedFunctions):
+    """While active, dropout and attention with dropout draw their masks in float32."""
+
+    replacements: ClassVar = {
+        F.dropout: _dropout,
+        F.dropout2d: _dropout2d,
+        F.scaled_dot_product_attention: _attention,
+    }

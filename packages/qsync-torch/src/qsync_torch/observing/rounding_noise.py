@@ -37,12 +37,14 @@ class Cast:
         """
         if tensor.dtype is torch.float32 and not self.precision.needs_scale:
             # The bits of the exponent alone are the power of two below the element.
-            power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**self.precision.min_exponent)
+            power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+            if self.precision.min_exponent > Precision.FLOAT32.min_exponent:
+                power.clamp_(min=2.0**self.precision.min_exponent)
             norm = torch.linalg.vector_norm(power.mul_(h))
             into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
         elif tensor.dtype is torch.float32 and self.precision.is_fixed_point and self.rounding is Rounding.STOCHASTIC:
             spacing = absmax_scale(tensor, self.granularity, INT8_LEVELS)
-            residual = (tensor / spacing).frac_().abs_()  # mirrored below 0, where f(1-f) is the same
+            residual = (tensor / spacing).remainder_(1)
             weighted = residual.addcmul_(residual, residual, value=-1).mul_(h).mul_(h)
             if spacing.dim() == 0:
                 into.add(torch.sum(weighted, dtype=torch.float64), spacing, spacing)

@@ -25,10 +25,10 @@ class SettledRule:
     """
 
     warmup: int = 0
-    window: int = 4
+    window: int = 2
     quiet_windows: int = 1
     running: float = 0.99
-    window_alone: float = 0.9
+    window_alone: float = 0.97
 
     def reason(self, rows: Mapping[Hashable, Sequence[Sequence[float]]]) -> str:
         """Why observing may stop now, or "" to go on.
