@@ -23,9 +23,10 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from indicator.accuracy.plans import Planner
@@ -48,9 +49,9 @@ CURVES = "curves.json"
 """All curves, in the folder of runs: what the page is made from."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, print, and write."""
-    options = _options()
+    options = _options(arguments)
     if options.page_only:
         write_page(Finished.load(options.save / CURVES))
         return
@@ -73,12 +74,12 @@ def _finished(options: argparse.Namespace) -> Finished:
     wanted = all_runs(models, methods, range(options.seeds))
     how, device = How(options.updates, options.device, options.backend), _device_name(options.device)
     store = Store(options.save)
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+    with _pool(options.jobs) as pool:
         look = functools.partial(
             observed, folder=options.save, device=how.device, warmup=options.observe_after, steps=options.observe, say=say
         )
         found: Mapping[str, Found] = dict(zip(models, pool.map(look, models), strict=True))
-        planners = {model: Planner(*found[model], wider=1.0) for model in models}
+        planners = {model: Planner(*found[model], wider=SUBJECTS[model].wider) for model in models}
         plans = {which: planners[which.model].plan(which.task) for which in wanted}
         on = f"{device} {how.backend or 'auto'} "
         keys = {which: on + Store.key(which.task, how.updates, plan_digest(plan.variants)) for which, plan in plans.items()}
@@ -110,6 +111,20 @@ def _trained(
             yield running.pop(future), future.result()
 
 
+def _pool(jobs: int) -> Executor:
+    return _Here() if jobs == 1 else ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+
+
+class _Here(Executor):
+    """One job at a time, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Do it at once."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 def say(text: str) -> None:
     """A line of progress, which is no result."""
     print(text, file=sys.stderr, flush=True)
@@ -136,7 +151,7 @@ def _command(options: argparse.Namespace) -> str:
     return f"python tests/benchmarks/loss_curves.py --seeds {options.seeds}{updates}"
 
 
-def _options() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, required=True, help="folder of finished runs to keep and to use")
     parser.add_argument("--seeds", type=int, default=3, help="pairs")
@@ -152,7 +167,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-write", action="store_true", help="only print")
     parser.add_argument("--page-only", action="store_true", help="make the page anew from the folder, on any machine")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if min(options.seeds, options.updates, options.jobs) < 1:
         parser.error("--seeds, --updates and --jobs are at least 1")
     return options

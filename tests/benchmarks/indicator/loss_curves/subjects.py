@@ -73,11 +73,14 @@ class Subject:
     Attributes:
         name: short, for ids; what: in words.
         job: makes it from a seed, which rules its weights and its batches; its optimizer has the largest learning rate.
+        wider: plans are made as though widths were so many times what they are.  At 1 all of a ResNet-50 in int8 takes a weak
+            device as long as float32 the strong one, so that there is nothing to choose.
     """
 
     name: str
     what: str
     job: Callable[[int], Job]
+    wider: float = 4.0
 
 
 SUBJECTS = {
@@ -86,8 +89,8 @@ SUBJECTS = {
         Subject("resnet18", "ResNet-18 on digits of 64×64 pixels with noise, 10 classes", digits_resnet18),
         Subject("resnet50", f"ResNet-50 on drawn images of {SIDE}×{SIDE} pixels, {CLASSES} classes of a teacher", drawn_resnet50),
         Subject("bert-base", "BERT-base as a masked language model over the bytes of Python's library", text_bert),
-        Subject("trial-resnet", "trial, a narrow ResNet-18", trial_resnet),
-        Subject("trial-bert", "trial, a BERT of one narrow layer", trial_bert),
+        Subject("trial-resnet", "trial, a narrow ResNet-18", trial_resnet, wider=24.0),
+        Subject("trial-bert", "trial, a BERT of one narrow layer", trial_bert, wider=24.0),
     )
 }
 DEFAULT = ("resnet18", "resnet50", "bert-base")
