@@ -1,6 +1,6 @@
 """Loss curves of ResNet-18, ResNet-50 and BERT-base under plans: rows L of ``docs/results/accuracy.json``, on a CUDA device.
 
-    python tests/benchmarks/loss_curves.py --save FOLDER [--jobs 6] [--seeds 3] [--minutes 7]
+    python tests/benchmarks/loss_curves.py --save FOLDER [--jobs 8] [--seeds 3] [--minutes 6.5]
 
 Every run trains one model from one seed under one method; all methods of a seed see the same weights, batches and dropout masks.
 Several processes share the device: eager steps of these sizes wait for the host more than for the device.  TF32 is off everywhere.
@@ -45,6 +45,8 @@ from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
 
 UPDATES = 400
+BACKEND = "triton+aten"
+"""Of the kernels on a GPU: where nothing was tuned, the default would be PyTorch's own."""
 CURVES = "curves.json"
 """All curves, in the folder of runs: what the page is made from."""
 
@@ -72,7 +74,8 @@ def _finished(options: argparse.Namespace) -> Finished:
     begin = time.monotonic()
     models, methods = _names(options.models, SUBJECTS), _names(options.methods, METHODS)
     wanted = all_runs(models, methods, range(options.seeds))
-    how, device = How(options.updates, options.device, options.backend), _device_name(options.device)
+    backend = options.backend or (BACKEND if options.device.startswith("cuda") else None)
+    how, device = How(options.updates, options.device, backend), _device_name(options.device)
     store = Store(options.save)
     with _pool(options.jobs) as pool:
         look = functools.partial(
@@ -81,7 +84,7 @@ def _finished(options: argparse.Namespace) -> Finished:
         found: Mapping[str, Found] = dict(zip(models, pool.map(look, models), strict=True))
         planners = {model: Planner(*found[model], wider=SUBJECTS[model].wider) for model in models}
         plans = {which: planners[which.model].plan(which.task) for which in wanted}
-        on = f"{device} {how.backend or 'auto'} "
+        on = f"{device} {how.backend or ''} "
         keys = {which: on + Store.key(which.task, how.updates, plan_digest(plan.variants)) for which, plan in plans.items()}
         missing = list({keys[which]: which for which in reversed(wanted) if store.get(keys[which]) is None}.values())[::-1]
         say(f"{len(wanted)} runs, {len(set(keys.values()))} of them different, {len(missing)} to do; {_passed(begin)}")
@@ -147,8 +150,9 @@ def _names(text: str, known: Iterable[str]) -> list[str]:
 
 def _command(options: argparse.Namespace) -> str:
     """The command line of these rows, with the options that decide them."""
-    updates = "" if options.updates == UPDATES else f" --updates {options.updates}"
-    return f"python tests/benchmarks/loss_curves.py --seeds {options.seeds}{updates}"
+    deciding = (("updates", UPDATES), ("backend", None), ("observe_after", WARMUP), ("observe", STEPS))
+    others = [f" --{name.replace('_', '-')} {value}" for name, usual in deciding if (value := getattr(options, name)) != usual]
+    return f"python tests/benchmarks/loss_curves.py --save FOLDER --seeds {options.seeds}{''.join(others)}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -161,7 +165,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so many (0: no limit)")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--backend", default=None, help="of the kernels; whatever is fastest here if omitted")
+    parser.add_argument("--backend", default=None, help=f"of the kernels ({BACKEND} on a GPU)")
     parser.add_argument("--observe-after", type=int, default=WARMUP, help="updates before what plans rest on is observed")
     parser.add_argument("--observe", type=int, default=STEPS, help="updates at which it is")
     parser.add_argument("--no-write", action="store_true", help="only print")

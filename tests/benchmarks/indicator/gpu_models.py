@@ -30,8 +30,9 @@ def resnet18(seed: int = 0) -> Job:
     return attrs.evolve(job, name="indicator-resnet18", batch=batch)
 
 
-def masked_text(seed: int) -> Callable[[int, int], Batch]:
-    """Batches of a masked language model: 15% of the bytes of source text are to be guessed."""
+def bert6(seed: int = 0) -> Job:
+    """6 layers of BERT-base's width as a masked language model over bytes; 38 adjustable operators."""
+    job = load_job(f"bert-base:head=mlm,layers=6,vocab={BYTES},seq={_SEQUENCE},batch=32,seed={seed}")
 
     def batch(step: int, size: int) -> Batch:
         tokens = text_batch(step, size, length=_SEQUENCE, seed=seed).args[0]
@@ -42,18 +43,7 @@ def masked_text(seed: int) -> Callable[[int, int], Batch]:
             target=tokens.masked_fill(~masked, -100),
         )
 
-    return batch
-
-
-def bert(layers: int, seed: int = 0) -> Job:
-    """Layers of BERT-base's width as a masked language model over bytes; 6 adjustable operators each, and 2."""
-    job = load_job(f"bert-base:head=mlm,layers={layers},vocab={BYTES},seq={_SEQUENCE},batch=32,seed={seed}")
-    return attrs.evolve(job, name=f"indicator-bert{layers}", batch=masked_text(seed))
-
-
-def bert6(seed: int = 0) -> Job:
-    """38 adjustable operators."""
-    return bert(6, seed)
+    return attrs.evolve(job, name="indicator-bert6", batch=batch)
 
 
 MODELS: dict[str, Callable[[int], Job]] = {"resnet18": resnet18, "bert6": bert6}
