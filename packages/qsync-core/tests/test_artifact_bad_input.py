@@ -131,6 +131,8 @@ def test_not_an_artifact() -> None:
 def test_wrong_kind() -> None:
     message = refused(artifact.to_bytes(EXAMPLES[Profile]), PrecisionPlan)
     assert message == "a.qsync holds a Profile, but a PrecisionPlan is needed here"
+    message = refused(artifact.to_bytes(EXAMPLES[Profile]), Observations)
+    assert message == "a.qsync holds a Profile, but an Observations is needed here"
 
 
 def test_kind_of_the_header_is_not_that_of_the_content() -> None:

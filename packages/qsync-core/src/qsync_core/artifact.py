@@ -95,7 +95,7 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
     if _sha256(data[: _FRONT.size] + content) != stored_digest:
         raise ArtifactError(f"{name} was altered: its content does not match its digest; copy or make the file again")
     if kind is not None and KINDS[stored_kind] is not kind:
-        raise ArtifactError(f"{name} holds a {stored_kind}, but a {kind.__name__} is needed here")
+        raise ArtifactError(f"{name} holds {_with_article(stored_kind)}, but {_with_article(kind.__name__)} is needed here")
     current = schema_version(stored_kind)
     if version > current:
         raise ArtifactError(
@@ -148,6 +148,11 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
     except OSError as error:
         raise ArtifactError(f"can not read {name}: {error.strerror or error}") from None
     return from_bytes(data, kind, name=name)
+
+
+def _with_article(kind: str) -> str:
+    """``Observations`` is the name of one artifact."""
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def _sha256(data: bytes) -> bytes:
