@@ -15,7 +15,8 @@ from qsync_core.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
 from qsync_planner.indicators.interface import TellsFlips
 from qsync_planner.indicators.registry import AUTO, automatic
-from qsync_planner.indicators.series import check_values, unreached_note
+from qsync_planner.indicators.series import check_values
+from qsync_planner.indicators.unreached import lowered_last, unreached, unreached_note
 from qsync_planner.matching import check_observations
 
 
@@ -60,14 +61,15 @@ def indicate(
     rated.sort(key=str)
     omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
     _check_omega(chosen.name, omega, dag, rated)
+    blind = unreached(observations, dag, chosen.collectors)
     flips = chosen.flips(dag, rated, observations) if isinstance(chosen, TellsFlips) else {}
     return Sensitivity(
         model=dag.model,
         dag_digest=digest(dag),
         observations_digest=digest(observations) if observations is not None else "",
         indicator=chosen.name,
-        omega=omega,
-        notes=(*because, *chosen.notes(dag, observations), *unreached_note(observations)),
+        omega=lowered_last(omega, blind),
+        notes=(*because, *chosen.notes(dag, observations), *unreached_note(blind)),
         flips={op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()},
     )
 

@@ -124,9 +124,9 @@ class Reference:
         output = type(step.model).written_out(self._call, p, batch.args[0].double())
         loss = step.job.loss(output, Batch(target=batch.target.double()))
         for (name, place), noise in list(self._noise.items()):
-            if place in ("y", "x"):
-                # What enters backward from the output, and what this operator alone hands to its input.
-                self.values[name, {"y": "g", "x": "gi"}[place]] = torch.autograd.grad(loss, noise, retain_graph=True)[0]
+            if place in ("y", "x", "w"):
+                # What enters backward from the output, and what this operator alone hands to its input and its weight.
+                self.values[name, {"y": "g", "x": "gi", "w": "gw"}[place]] = torch.autograd.grad(loss, noise, retain_graph=True)[0]
         gradients = torch.autograd.grad(loss + sum(self._terms), trained, create_graph=True)
         rows: dict = {key: [] for key in self._noise}
         for element in torch.cat([g.flatten() for g in gradients]):
@@ -135,6 +135,10 @@ class Reference:
                 rows[key].append(row)
         self.jacobians = {key: torch.stack(of) for key, of in rows.items()}
         self.parameters = len(next(iter(rows.values())))
+        if ("twice", "w") in rows:
+            # Both calls read one rounded weight; each counts half of what that does.
+            both = (self.jacobians["twice", "w"] + self.jacobians["twice#1", "w"]) / math.sqrt(2)
+            self.jacobians["twice", "w"] = self.jacobians["twice#1", "w"] = both
 
     def _call(self, name, x, weight, bias, product=F.linear):
         def noisy(place, tensor):
@@ -172,6 +176,10 @@ def _stochastic(x, per_channel=False):
 
 
 def _bfloat16(x):
+    return (x - x.float().bfloat16().double()).square()
+
+
+def _bfloat16_by_magnitude(x):
     return torch.tensor([4.0 ** (math.frexp(v)[1] - 1 - 7) / 12 if v else 0.0 for v in x.flatten().tolist()]).view(x.shape)
 
 
@@ -223,13 +231,14 @@ def test_nearest_and_floored_operands(observed):
     """Floor: what all elements' mean errors, -s/2 each, do together, squared; an exact zero has none."""
     step, totals, reference = observed
     for op_id, name in _names(step):
-        variance, by_mean = 0.0, 0.0
+        squares, variance, by_mean = 0.0, 0.0, 0.0
         for place in ("x", "w"):
             value = reference.values[name, place]
             s = _spacing(value, place == "w")
-            variance += reference.squares(name, place, s**2 / 12)
+            squares += reference.squares(name, place, (value - s * torch.round(value / s)).square())
+            variance += reference.squares(name, place, torch.where(value == 0, 0, s**2 / 12))
             by_mean += (reference.jacobians[name, place] * torch.where(value == 0, 0, -s / 2)).flatten(1).sum(1)
-        _check(totals, (op_id, NEAREST, terms.OPERANDS), variance)
+        _check(totals, (op_id, NEAREST, terms.OPERANDS), squares)
         _check(totals, (op_id, FLOOR, terms.OPERANDS), variance + float(by_mean.square().sum()))
 
 
@@ -245,15 +254,19 @@ def test_bfloat16_operands_and_output(observed):
 
 
 def test_bfloat16_gradients(observed):
-    """One copy of the incoming gradient for both products, and the gradient of the input in bfloat16."""
+    """One copy of the incoming gradient for both products, and both results in bfloat16, the weight's only of bfloat16 products."""
     step, totals, reference = observed
     first = next(iter(_names(step)))[1]
+    trained = {name for name, value in step.model.named_parameters() if value.requires_grad}
     for op_id, name in _names(step):
         expected = reference.squares(name, "g", _bfloat16(reference.values[name, "g"]))
         if name != first:
-            expected += reference.squares(name, "gi", _bfloat16(reference.values[name, "gi"]))
-        for variant in (BFLOAT16, INT8):
-            _check(totals, (op_id, variant, terms.GRADIENT), expected)
+            expected += reference.squares(name, "gi", _bfloat16_by_magnitude(reference.values[name, "gi"]))
+        _check(totals, (op_id, INT8, terms.GRADIENT), expected)
+        if {f"{name.removesuffix('#1')}.weight", "weight" if name == "linear" else ""} & trained:
+            # Whatever the direction, and they are as many as there are parameters.
+            expected += reference.parameters * float(_bfloat16(reference.values[name, "gw"]).sum())
+        _check(totals, (op_id, BFLOAT16, terms.GRADIENT), expected)
         assert (op_id, FORWARD, terms.GRADIENT) not in totals
 
 

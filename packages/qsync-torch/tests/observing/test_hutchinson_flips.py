@@ -124,6 +124,7 @@ def test_flips_are_what_windows_add(step, monkeypatch):
     for index in range(sum(sizes)):
 
         def signs(tensors, seed, index=index):
+            tensors = list(tensors)
             if [tensor.numel() for tensor in tensors] != sizes:  # at the masks
                 return plain_signs(tensors, seed)
             flat = torch.zeros(sum(sizes))

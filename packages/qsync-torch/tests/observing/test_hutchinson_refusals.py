@@ -56,7 +56,6 @@ def test_an_operator_that_runs_without_gradients_has_no_response():
     }
     assert values["backbone"] == (0.0, 0.0)
     assert min(values["middle"] + values["head"]) > 0
-    assert found.settings["unreached"] == "backbone#0"
 
 
 def test_activation_checkpointing_is_refused_with_the_reason():

@@ -36,7 +36,8 @@ def check_values(observations: Observations) -> None:
 def require(
     observations: Observations, collector: str, term: str, op_id: OpId, variant: Variant | None = None
 ) -> tuple[float, ...]:
-    """The values of one series, one per observed iteration; zeros for an operator that backward never reached.
+    """The values of one series, one per observed iteration; zeros where the collector wrote nothing at all of the operator, though
+    of others: no gradient came back to it.
 
     Raises:
         ObservationError: when nobody wrote it, naming operator, term and what to run.
@@ -44,24 +45,14 @@ def require(
     try:
         return observations.values(collector, term, op_id, variant)
     except KeyError:
-        if str(op_id) in unreached(observations):
+        written = {series.op_id for series in observations.series if series.collector == collector}
+        if written - {None} and op_id not in written:
             return (0.0,) * len(observations.iterations)
         at = "" if variant is None else f" at {variant.label} ({variant})"
         raise ObservationError(
             f"the observations lack {collector}.{term} of {op_id}{at}; run 'qsync observe' again with collector {collector!r} "
             "and every variant of the cluster's ladders"
         ) from None
-
-
-def unreached(observations: Observations) -> list[str]:
-    """Operators that no gradient came back to in any observed update: their precision can not move a weight gradient."""
-    return observations.settings.get("unreached", "").split()
-
-
-def unreached_note(observations: Observations | None) -> tuple[str, ...]:
-    """What a reader must know of such operators."""
-    names = unreached(observations) if observations is not None else []
-    return (f"Ω is 0 for operators that backward never reached: {', '.join(names)}",) if names else ()
 
 
 def non_negative(values: Sequence[float], iterations: Sequence[int], what: str) -> Sequence[float]:

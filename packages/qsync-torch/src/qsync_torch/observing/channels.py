@@ -27,6 +27,21 @@ class Channels:
         self._x, self._mean, self._r = self._laid_out(x), mean, r
         self.count = x.numel() // x.shape[1]
 
+    def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of batch norm: by x, by its weight (Σ grad·x̂) and by its bias (Σ grad)."""
+        if not grad.is_cuda:
+            found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
+                grad, self._x, weight, None, None, self._mean, self._r, True, 0.0, [True, True, True]
+            )
+            return found
+        grad = self._laid_out(grad)
+        z_sum, dot, by_weight, by_bias = torch.batch_norm_backward_reduce(
+            grad, self._x, self._mean, self._r, weight, True, True, True
+        )
+        count = torch.full((1,), self.count, dtype=torch.int32, device=grad.device)
+        by_x = torch.batch_norm_backward_elemt(grad, self._x, self._mean, self._r, weight, z_sum, dot, count)
+        return by_x, by_weight, by_bias
+
     def sums(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ z and Σ z·x̂, (C,) each."""
         if not z.is_cuda:
@@ -34,9 +49,7 @@ class Channels:
                 z, self._x, None, None, None, self._mean, self._r, True, 0.0, [False, True, True]
             )
             return found[2], found[1]
-        z = self._laid_out(z)
-        z_sum, dot, _, _ = torch.batch_norm_backward_reduce(z, self._x, self._mean, self._r, None, True, False, False)
-        return z_sum, dot * self._r
+        return torch.batch_norm_backward_reduce(self._laid_out(z), self._x, self._mean, self._r, None, False, True, True)[:1:-1]
 
     def dot(self, z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Σ z·t, (C,)."""
@@ -48,10 +61,6 @@ class Channels:
         )[1]
         return found
 
-    def projection(self, factor: torch.Tensor, z_sum: torch.Tensor, z_xhat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of factor·(z - mean z - x̂·mean(z·x̂)), what x̂ is multiplied with and the constant, (C,) each."""
-        return -factor * z_xhat / self.count, -factor * z_sum / self.count
-
     def normalized(self, factor: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
         """factor·x̂ + constant."""
         if not self._x.is_cuda:
@@ -59,13 +68,13 @@ class Channels:
             return torch.addcmul(_by_channel(constant - slope * self._mean), self._x, _by_channel(slope))
         return torch.batch_norm_elemt(self._x, factor, constant, self._mean, self._r, 0.0)
 
-    def plus(self, t: torch.Tensor, z: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """t + factor·z; t is of this object's making, and not needed any more."""
+    def minus(self, t: torch.Tensor, z: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """t - factor·z; t is of this object's making, and not needed any more."""
         if not t.is_cuda:
-            return t.addcmul_(z, _by_channel(factor))
+            return t.addcmul_(z, _by_channel(factor), value=-1)
         zeros, ones, one = _constants(len(factor), t.dtype, t.device)
-        # (t - 0 - (z - 0)·1²·(-factor)/1)·1
-        return torch.batch_norm_backward_elemt(t, self._laid_out(z), zeros, ones, None, zeros, -factor, one)
+        # (t - 0 - (z - 0)·1²·factor/1)·1
+        return torch.batch_norm_backward_elemt(t, self._laid_out(z), zeros, ones, None, zeros, factor, one)
 
     def _laid_out(self, z: torch.Tensor) -> torch.Tensor:
         return z.contiguous(memory_format=self._layout)

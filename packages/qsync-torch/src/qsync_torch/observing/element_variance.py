@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_torch.dtypes import TORCH_DTYPE
 
 INT8_LEVELS = 127
 """Largest int8 magnitude used by symmetric quantization; -128 is not used."""
@@ -48,6 +49,20 @@ def element_spacing(tensor: torch.Tensor, precision: Precision, granularity: Gra
     return float_spacing(tensor, precision)
 
 
+def nearest_error(tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR) -> torch.Tensor:
+    """What casting to the nearest value of a format lower than float32 changes: x minus the cast; saturates beyond the format."""
+    dtype = TORCH_DTYPE[precision]
+    if precision.is_fixed_point:
+        spacing = absmax_scale(tensor, granularity, INT8_LEVELS)
+        return tensor - (tensor / spacing).round_().mul_(spacing)
+    if precision.needs_scale:
+        scale = absmax_scale(tensor, granularity, FLOAT8_E4M3FN_MAX)
+        return tensor - (tensor / scale).to(dtype).to(tensor.dtype).mul_(scale)
+    largest = torch.finfo(dtype).max
+    inside = tensor.clamp(-largest, largest) if largest < torch.finfo(torch.float32).max / 2 else tensor
+    return tensor - inside.to(dtype)
+
+
 def element_variance(
     tensor: torch.Tensor,
     precision: Precision,
@@ -57,7 +72,9 @@ def element_variance(
     """Expected squared rounding error of each element when ``tensor`` is cast to ``precision``.
 
     s is the spacing of the format's values around the element (int8: the scale) and f the residual in units of s.  Stochastic:
-    s²·f·(1-f), exact.  Nearest: s²/12, for residuals uniform in a cell.  Floor: s²/12 + s²/4, variance plus squared mean error.
+    s²·f·(1-f), exact.  Nearest: the square of the error itself, on average s²/12, and nothing where the format holds the value.
+    Floor: s²/12 + s²/4, variance plus squared mean error for residuals uniform in a cell, and nothing for zeros, of which a ReLU
+    leaves many.
 
     Args:
         tensor: float32 or float64 values.
@@ -70,17 +87,15 @@ def element_variance(
     x = tensor.detach()
     if precision is Precision.FLOAT32:
         return torch.zeros_like(x)
+    if rounding is Rounding.NEAREST or not precision.needs_scale:
+        return nearest_error(x, precision, granularity).square_()
     spacing = element_spacing(x, precision, granularity)
-    if not precision.needs_scale:
-        rounding = Rounding.NEAREST
     squared = spacing.square()
-    if rounding is Rounding.STOCHASTIC:
-        position = x / spacing
-        residual = position - position.floor()
-        return squared * residual * (1 - residual)
-    if rounding is Rounding.NEAREST:
-        return squared / 12
-    return squared / 12 + squared / 4
+    if rounding is Rounding.FLOOR:
+        return (squared / 3).masked_fill_(x == 0, 0.0)
+    position = x / spacing
+    residual = position - position.floor()
+    return squared * residual * (1 - residual)
 
 
 def element_mean(tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR) -> torch.Tensor:

@@ -36,13 +36,13 @@ class Mask:
 
     Attributes:
         edge: where the graph of what it read, ``a``, begins; ``a`` itself is not kept.
-        shape: of ``a``.
+        like: shape and layout of ``a``, without memory.
         std: of ``a``, 0-d.
         flips: the gradient with respect to ``a`` that windows bring about; None until a double backward pass came by.
     """
 
     edge: GradientEdge
-    shape: torch.Size
+    like: torch.Tensor
     std: torch.Tensor
     flips: torch.Tensor | None = None
 
@@ -65,7 +65,7 @@ class Masks(TorchFunctionMode):
 
     def add(self, a: torch.Tensor) -> Mask:
         """A mask that reads ``a``."""
-        self.seen.append(Mask(get_gradient_edge(a), a.shape, a.detach().std(correction=0)))
+        self.seen.append(Mask(get_gradient_edge(a), torch.empty_like(a, device="meta"), a.detach().std(correction=0)))
         return self.seen[-1]
 
 
@@ -74,12 +74,14 @@ def _relu(masks: Masks, a: torch.Tensor, inplace: bool = False) -> torch.Tensor:
 
 
 def _relu_of(masks: Masks, a: torch.Tensor) -> torch.Tensor:
-    return _ReLU.apply(a, masks.add(a))  # type: ignore[no-any-return,no-untyped-call]
+    return _ReLU.apply(a, masks.add(a), False)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _relu_in_place(masks: Masks, a: torch.Tensor) -> torch.Tensor:
     """Other readers of ``a`` see it changed, as they would."""
-    return a.copy_(_relu_of(masks, a.clone()))
+    if a._is_view():
+        return a.copy_(_relu_of(masks, a.clone()))
+    return _ReLU.apply(a, masks.add(a), True)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _max_pool(
@@ -116,17 +118,20 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, mask: Mask, inplace: bool) -> torch.Tensor:
         # One byte an element, where ``a`` would be four that nobody else keeps.
         near = a.abs() < WINDOW * mask.std
         ctx.save_for_backward((a > 0).to(torch.uint8).add_(near, alpha=2))
         ctx.mask = mask
+        if inplace:
+            ctx.mark_dirty(a)
+            return a.relu_()
         return a.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (code,) = ctx.saved_tensors
-        return _Gate.apply(grad, code, ctx.mask), None  # type: ignore[no-untyped-call]
+        return _Gate.apply(grad, code, ctx.mask), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):
@@ -172,7 +177,7 @@ class _Route(torch.autograd.Function):
         ctx.save_for_backward(grad, a, winner)
         ctx.geometry, ctx.mask = geometry, mask
         routed = torch.zeros_like(a).flatten(2)
-        return routed.scatter_add_(2, winner.flatten(2), grad.flatten(2)).view_as(a)
+        return _laid_out_like(routed.scatter_add_(2, winner.flatten(2), grad.flatten(2)), a)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -184,8 +189,14 @@ class _Route(torch.autograd.Function):
         half_width = math.sqrt(2) * WINDOW * ctx.mask.std
         moved = (by_grad - v.flatten(2).gather(2, runner_up)) * grad.flatten(2) * (distance < half_width) * _density(half_width)
         flips = torch.zeros_like(a).flatten(2).scatter_add_(2, first, moved).scatter_add_(2, runner_up, -moved)
-        ctx.mask.flips = flips.view_as(a)
-        return by_grad.view_as(grad), None, None, None, None
+        ctx.mask.flips = _laid_out_like(flips, a)
+        return _laid_out_like(by_grad, grad), None, None, None, None
+
+
+def _laid_out_like(flat: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """(N, C, H·W) as an image in the layout of another: adding up two layouts takes longer than to convert one."""
+    channels_last = image.is_contiguous(memory_format=torch.channels_last)
+    return flat.view(image.shape).contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def _density(half_width: torch.Tensor) -> torch.Tensor:

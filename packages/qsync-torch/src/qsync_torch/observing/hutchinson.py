@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -91,6 +91,15 @@ class _Sums:
     bias: DeferredSum = attrs.field(factory=DeferredSum)
 
 
+@attrs.define
+class _WeightResponse:
+    """Of a weight that several calls read."""
+
+    weight: torch.Tensor
+    h: torch.Tensor
+    calls: dict[OpId, None] = attrs.field(factory=dict)
+
+
 class _Pass:
     """One observed step."""
 
@@ -101,7 +110,10 @@ class _Pass:
         self._gradients = {c for v in self._variants if (c := GradientCasts.of(v)) is not None}
         self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
-        self._weight_responses: dict[tuple[Phase, OpId], tuple[torch.Tensor, torch.Tensor]] = {}
+        calls = Counter(operator.op_id.fqn for operator in step.dag.adjustable)
+        self._calls = {operator.op_id: calls[operator.op_id.fqn] for operator in step.dag.adjustable}
+        self._weight_responses: dict[tuple[Phase, str, int], _WeightResponse] = {}
+        self._weight_gradients: dict[OpId, torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
         self._has_masks = False
         self._whole = True
@@ -117,8 +129,11 @@ class _Pass:
         for number, (part, share) in enumerate(split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
             self._one(number, part, share, parameters)
         with torch.no_grad():
-            for (phase, op_id), (weight, h) in self._weight_responses.items():
-                self._add_operand(phase, op_id, weight, h, Place.WEIGHT)
+            for (phase, _, _), found in self._weight_responses.items():
+                for op_id in found.calls:
+                    self._add_operand(phase, op_id, found.weight, found.h / math.sqrt(len(found.calls)), Place.WEIGHT)
+            for op_id, gradient in self._weight_gradients.items():
+                self._add_weight_gradient(op_id, gradient)
         return self._terms(parts)
 
     def _one(self, number: int, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
@@ -152,9 +167,10 @@ class _Pass:
     def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
         """Random signs, by which responses are those of what each mask reads relative to its standard deviation."""
         first = masks.seen[0].std
-        signs = random_signs([first.expand(mask.shape) for mask in masks.seen], self._step.seed + _MASK_SEED + number)
+        places = (torch.empty_like(mask.like, device=first.device) for mask in masks.seen)
+        signs = random_signs(places, self._step.seed + _MASK_SEED + number)
         tiny = torch.finfo(torch.float32).tiny
-        lengths = [mask.std * math.sqrt(math.prod(mask.shape)) for mask in masks.seen]
+        lengths = [mask.std * math.sqrt(mask.like.numel()) for mask in masks.seen]
         return [sign.mul_(1 / length.clamp(min=tiny)) for sign, length in zip(signs, lengths, strict=True)]
 
     def _set_scale(self, norm: float) -> None:
@@ -169,7 +185,9 @@ class _Pass:
 
     def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         with torch.no_grad():
-            if place is Place.WEIGHT and not self._whole:
+            if phase is Phase.GRADIENT:
+                self._keep_weight_gradient(site, h)
+            elif place is Place.WEIGHT and (not self._whole or self._calls[site.operator.op_id] > 1):
                 self._keep_weight_response(phase, site, h)
             elif place in (Place.X, Place.WEIGHT):
                 tensor = site.x if place is Place.X else site.weight
@@ -181,10 +199,25 @@ class _Pass:
                 self._add_gradient(site, place, h)
 
     def _keep_weight_response(self, phase: Phase, site: Site, h: torch.Tensor) -> None:
-        """Parts of a batch read one rounded weight, so that their responses add up before they are squared."""
-        key = phase, site.operator.op_id
-        earlier = self._weight_responses.get(key)
-        self._weight_responses[key] = (site.weight, h.clone() if earlier is None else earlier[1] + h)
+        """Calls of one module, and parts of a batch, read one rounded weight: their responses add up before they are squared."""
+        op_id = site.operator.op_id
+        found = self._weight_responses.setdefault(
+            (phase, op_id.fqn, id(site.parameter)), _WeightResponse(site.weight, torch.zeros_like(h))
+        )
+        found.h += h
+        found.calls[op_id] = None
+
+    def _keep_weight_gradient(self, site: Site, gradient: torch.Tensor) -> None:
+        """Kept where some variant rounds it; parts of a batch add up."""
+        if site.parameter.requires_grad and any(casts.weight_result is not None for casts in self._gradients):
+            earlier = self._weight_gradients.get(site.operator.op_id)
+            self._weight_gradients[site.operator.op_id] = gradient if earlier is None else earlier + gradient
+
+    def _add_weight_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
+        """What a product writes is rounded as well, and no response stands between that and the gradient."""
+        for casts in self._gradients:
+            if casts.weight_result is not None:
+                casts.weight_result.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, casts].squares)
 
     def _add_operand(self, phase: Phase, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place) -> None:
         for casts in self._operands:
@@ -202,7 +235,7 @@ class _Pass:
             sums = self._sums[Phase.RESPONSE][op_id, casts]
             if place is Place.GRAD_INPUT:
                 if casts.result is not None:
-                    casts.result.respond(tensor.to(h.dtype), h, sums.squares)
+                    casts.result.respond_by_magnitude(tensor.float(), h, sums.squares)
                 continue
             for cast, response in self._by_copy(site, casts, h):
                 cast.respond(tensor, response, sums.squares)
@@ -229,7 +262,7 @@ class _Pass:
         def total(phase: Phase, key: Key) -> float:
             """Σ σ²·h² + (Σ μ·h)²."""
             sums = self._sums[phase][key]
-            scale = 1.0 if phase is Phase.MASK_NOISE else self._scale
+            scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
             return (fetched.value(sums.squares) + fetched.value(sums.bias) ** 2) / scale**2
 
         for operator in self._step.dag.adjustable:
@@ -249,7 +282,7 @@ class _Pass:
                         found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, (op_id, source))
                         found[op_id, v, noise] = total(Phase.MASK_NOISE, (op_id, source)) / (max(masks, 1) * parts)
                 if (casts := GradientCasts.of(v)) is not None:
-                    found[op_id, v, terms.GRADIENT] = total(Phase.RESPONSE, (op_id, casts))
+                    found[op_id, v, terms.GRADIENT] = total(Phase.RESPONSE, (op_id, casts)) + total(Phase.GRADIENT, (op_id, casts))
         return found
 
 
@@ -259,15 +292,15 @@ def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
         parameter.grad = None
 
 
-def random_signs(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tensor]:
     """For each tensor one of the same shape with independent elements of -1 and 1, the same for one seed on one kind of device."""
     generators: dict[torch.device, torch.Generator] = {}
     signs = []
     for tensor in tensors:
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-        bits = torch.randint(0, 2, tensor.shape, generator=generators[tensor.device], device=tensor.device, dtype=torch.int8)
-        signs.append((2 * bits - 1).to(tensor.dtype))
+        # Filled in the order of memory: a layout of its own would be converted wherever it meets the tensor's.
+        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]).mul_(2).sub_(1))
     return signs
 
 

@@ -93,7 +93,8 @@ class NoiseResponse:
     """A watcher (:mod:`.watch`) of one forward pass, and the backward passes after it, in the order of :class:`Phase`.
 
     Args:
-        respond: called in every pass but that of the gradient, for every site and place, with a response of the tensor's shape.
+        respond: called for every site and place with a response of the tensor's shape; in the pass of the gradient for the
+            weights alone, with their gradients.
         masks: active during the forward pass.
     """
 
@@ -187,6 +188,7 @@ class NoiseResponse:
             self._hand_on(self._phase, site, place, grad.detach())
             return None
         if place is Place.WEIGHT:
+            self._hand_on(self._phase, site, place, grad.detach())
             return None
         noisy = Place.GRAD_OUTPUT if place is Place.OUTPUT else Place.GRAD_INPUT
         # Only the gradient of the output is in memory anyway; of the other one, two bytes tell the spacing of a format as well.

@@ -75,12 +75,7 @@ class _BatchNormBackward(torch.autograd.Function):
     def forward(
         ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        over = Channels(x, mean, r)
-        g_sum, g_xhat = over.sums(grad)
-        # P(γ·g), written as what it is made of.
-        scale = weight * r
-        by_xhat, constant = over.projection(scale, g_sum, g_xhat)
-        grad_x = over.plus(over.normalized(by_xhat, constant), grad, scale)
+        grad_x, g_xhat, g_sum = Channels(x, mean, r).gradients(grad, weight)
         ctx.save_for_backward(grad, x, weight, mean, r, g_sum, g_xhat)
         return grad_x, g_xhat, g_sum
 
@@ -89,16 +84,19 @@ class _BatchNormBackward(torch.autograd.Function):
     def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
         grad, x, weight, mean, r, g_sum, g_xhat = ctx.saved_tensors
         over = Channels(x, mean, r)
+        share = 1 / over.count
         v_sum, v_xhat = over.sums(v)
-        by_weight = r * (over.dot(v, grad) - (g_sum * v_sum + g_xhat * v_xhat) / over.count)
+        by_weight = (over.dot(v, grad) - (g_sum * v_sum).addcmul_(g_xhat, v_xhat).mul_(share)).mul_(r)
         scale = weight * r
-        by_xhat, constant = over.projection(scale, v_sum, v_xhat)
-        by_grad = over.plus(over.normalized(by_xhat + a, constant + b), v, scale)
-        scale = scale / over.count
-        of_g, of_v = r * (a - scale * v_xhat), -r * scale * g_xhat
-        g_part, v_part = over.projection(of_g, g_sum, g_xhat), over.projection(of_v, v_sum, v_xhat)
-        by_x = over.normalized(g_part[0] + v_part[0] - scale * by_weight, g_part[1] + v_part[1])
-        return by_grad, over.plus(over.plus(by_x, grad, of_g), v, of_v), by_weight, None, None
+        of_xhat = torch.addcmul(a, scale, v_xhat, value=-share)
+        constant = torch.addcmul(b, scale, v_sum, value=-share)
+        by_grad = over.minus(over.normalized(of_xhat, constant), v, -scale)
+        # What by_x has of -g and of -v; P of either is the rest of them, in x̂ and in the constant.
+        of_g, of_v = of_xhat.mul_(r).neg_(), (scale * share).mul_(r).mul_(g_xhat)
+        of_xhat = (of_g * g_xhat).addcmul_(of_v, v_xhat).addcmul_(scale, by_weight, value=-1).mul_(share)
+        constant = (of_g * g_sum).addcmul_(of_v, v_sum).mul_(share)
+        by_x = over.minus(over.minus(over.normalized(of_xhat, constant), grad, of_g), v, of_v)
+        return by_grad, by_x, by_weight, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -7,7 +7,7 @@ masks, which is a hundred times what rounding changes.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,14 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     if not training or p == 0.0:
         return x
     mask = random_mask(x, x.shape, p)
-    return x.mul_(mask) if inplace else x * mask
+    return x.mul_(mask) if inplace else (x * mask).to(x.dtype)
 
 
 def _dropout2d(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0.0:
         return x
     mask = random_mask(x, torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:]))), p)
-    return x.mul_(mask) if inplace else x * mask
+    return x.mul_(mask) if inplace else (x * mask).to(x.dtype)
 
 
 def _attention(
@@ -52,7 +52,7 @@ def _attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
     weights = scores.float().softmax(-1).to(value.dtype)
-    output = weights * random_mask(weights, weights.shape, dropout_p) @ value
+    output = (weights * random_mask(weights, weights.shape, dropout_p)).to(value.dtype) @ value
     return output if reading is None else output * reading
 
 
@@ -74,9 +74,12 @@ def without_empty_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random_mask(x: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
-    """Zeros with probability p, else 1/(1-p), in the format of ``x``."""
+    """Zeros with probability p, else 1/(1-p), in the format that PyTorch's dropout of ``x`` multiplies in: that of ``x`` on a CPU,
+    float32 on a GPU."""
     kept = torch.empty(shape, dtype=torch.float32, device=x.device).bernoulli_(1 - p)
-    return kept.div_(1 - p).to(x.dtype) if p < 1 else kept.to(x.dtype)
+    if p < 1:
+        kept.div_(1 - p)
+    return kept if x.is_cuda else kept.to(x.dtype)
 
 
 class PairedDropout(ReplacedFunctions):

@@ -9,10 +9,12 @@ from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.semantics import gradient_precisions
 from qsync_core.variant import Variant
 from qsync_torch.observing.deferred_sums import DeferredSum
-from qsync_torch.observing.element_variance import INT8_LEVELS, absmax_scale, element_mean, element_variance
+from qsync_torch.observing.element_variance import INT8_LEVELS, element_mean, element_variance, nearest_error
 
 _EXPONENT_BITS = 0x7F800000
 """Of a float32."""
+_SMALLEST = INT8_LEVELS * torch.finfo(torch.float32).tiny
+"""Of the largest element, so that the scale of a tensor of zeros is a normal number."""
 
 
 @attrs.frozen
@@ -25,8 +27,9 @@ class Cast:
 
     def variance(self, tensor: torch.Tensor) -> torch.Tensor:
         """Variance of each element's error around its mean, in the tensor's shape."""
-        rounding = Rounding.NEAREST if self.rounding is Rounding.FLOOR else self.rounding
-        return element_variance(tensor, self.precision, self.granularity, rounding)
+        squared = element_variance(tensor, self.precision, self.granularity, self.rounding)
+        # Of s²/12 + s²/4 the second is the squared mean.
+        return squared / 4 if self.rounding is Rounding.FLOOR and self.precision.needs_scale else squared
 
     def respond(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
         """Add Σ variance·h² to a sum, with as few passes over memory and as few launches as eager functions need.
@@ -36,28 +39,45 @@ class Cast:
             into: where to add it.
         """
         if tensor.dtype is torch.float32 and not self.precision.needs_scale:
-            # The bits of the exponent alone are the power of two below the element.
-            power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-            if self.precision.min_exponent > Precision.FLOAT32.min_exponent:
-                power.clamp_(min=2.0**self.precision.min_exponent)
-            norm = torch.linalg.vector_norm(power.mul_(h))
-            into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
-        elif tensor.dtype is torch.float32 and self.precision.is_fixed_point and self.rounding is Rounding.STOCHASTIC:
-            spacing = absmax_scale(tensor, self.granularity, INT8_LEVELS)
-            residual = (tensor / spacing).remainder_(1)
-            weighted = residual.addcmul_(residual, residual, value=-1).mul_(h).mul_(h)
-            if spacing.dim() == 0:
-                into.add(torch.sum(weighted, dtype=torch.float64), spacing, spacing)
-            else:
-                into.add(torch.sum(weighted.mul_(spacing).mul_(spacing), dtype=torch.float64))
+            norm = torch.linalg.vector_norm(nearest_error(tensor, self.precision).mul_(h))
+            into.add(norm, norm)
+        elif tensor.dtype is torch.float32 and self == _STOCHASTIC_INT8 and tensor.numel() < 2**31:
+            values, h = _in_memory_order(tensor, h)
+            spacing = torch.linalg.vector_norm(values, torch.inf).clamp_(min=_SMALLEST).div_(INT8_LEVELS)
+            # With the residual f, f(1-f)·h² = (f·h)·h - (f·h)².
+            weighted = (values / spacing).remainder_(1).mul_(h)
+            norm = torch.linalg.vector_norm(weighted)
+            into.add(torch.dot(weighted, h), spacing, spacing)
+            into.add(norm, norm, spacing, spacing, constant=-1.0)
         else:
             into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
+
+    def respond_by_magnitude(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
+        """The same for a float format where only the magnitude of the elements is known: s²/12 stands for the variance.
+
+        Args:
+            tensor: float32, exact to some bits.
+        """
+        # The bits of the exponent alone are the power of two below the element.
+        power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**self.precision.min_exponent)
+        norm = torch.linalg.vector_norm(power.mul_(h))
+        into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Mean error of each element; None where it is zero everywhere."""
         if self.rounding is not Rounding.FLOOR:
             return None
         return element_mean(tensor, self.precision, self.granularity)
+
+
+_STOCHASTIC_INT8 = Cast(Precision.INT8, rounding=Rounding.STOCHASTIC)
+
+
+def _in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All elements of two tensors of one shape, 1-d and in the same order, without a copy where both have the usual layouts."""
+    if not a.is_contiguous() and all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)):
+        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
+    return a.reshape(-1), b.reshape(-1)
 
 
 @attrs.frozen
@@ -88,12 +108,14 @@ class GradientCasts:
         to_input, to_weight: of the incoming gradient, for the product that gives the input's gradient and for the weight's.
         shared: whether both products read one copy.
         result: of the gradient of the input, None where the product writes the activation's own format.
+        weight_result: of the gradient of the weight, None where the product writes float32.
     """
 
     to_input: Cast | None
     to_weight: Cast | None
     shared: bool
     result: Cast | None
+    weight_result: Cast | None
 
     @classmethod
     def of(cls, variant: Variant) -> GradientCasts | None:
@@ -106,13 +128,17 @@ class GradientCasts:
         def reads(precision: Precision) -> Cast | None:
             return casts[precision] if precision in casts else casts[copies[0]]
 
-        result = variant.grad_input
         return cls(
             reads(variant.grad_input),
             reads(variant.grad_weight),
             len(copies) == 1,
-            None if result.needs_scale or result is Precision.FLOAT32 else Cast(result),
+            _result(variant.grad_input),
+            None if variant.compute.needs_scale else _result(variant.grad_weight),
         )
+
+
+def _result(precision: Precision) -> Cast | None:
+    return None if precision.needs_scale or precision is Precision.FLOAT32 else Cast(precision)
 
 
 def _gradient_cast(precision: Precision, rounding: Rounding) -> Cast:
