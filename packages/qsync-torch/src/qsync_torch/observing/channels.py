@@ -49,7 +49,9 @@ class Channels:
                 z, self._x, None, None, None, self._mean, self._r, True, 0.0, [False, True, True]
             )
             return found[2], found[1]
-        return torch.batch_norm_backward_reduce(self._laid_out(z), self._x, self._mean, self._r, None, False, True, True)[:1:-1]
+        # Only whether there is a weight matters; the sums that it would be multiplied with are not asked for.
+        found = torch.batch_norm_backward_reduce(self._laid_out(z), self._x, self._mean, self._r, self._r, False, True, True)
+        return found[3], found[2]
 
     def dot(self, z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Σ z·t, (C,)."""
