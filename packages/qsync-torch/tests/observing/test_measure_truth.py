@@ -117,12 +117,28 @@ def test_what_is_refused(folder, half_a_second):
     expected = r"a budget of 7 s is too small: measuring 3 operators once on one batch takes 13 passes of 0\.5 s after 2 updates"
     with pytest.raises(ObservationError, match=expected + r" of warm-up; give at least 9\.8 s"):
         measure_truth(request)
+    for budget in (float("nan"), float("inf"), 0.0, -1.0):
+        with pytest.raises(
+            ObservationError, match=rf"^the budget is a number of seconds, finite and greater than 0; got {budget:g}$"
+        ):
+            measure_truth(_request(folder, budget_s=budget)[0])
     assert told == []
     with pytest.raises(QSyncError, match=r"only the graph has 3\.bias; run 'qsync trace' for this job"):
         measure_truth(_request(folder, job="job.py:wider")[0])
     bare = trace(load_job("job.py:bare"))
     with pytest.raises(ObservationError, match="tiny has no operator whose precision a plan may change"):
         measure_truth(_request(folder, job="job.py:bare", dag=bare)[0])
+
+
+def test_a_budget_without_bounds_measures_all(folder, half_a_second, monkeypatch):
+    seen = []
+    monkeypatch.setattr(measure_truth_module, "_cost", lambda budget, *_: seen.append(budget) or (_ for _ in ()).throw(KeyError))
+    with pytest.raises(KeyError):
+        measure_truth(_request(folder, budget_s=1e308)[0])
+    monkeypatch.setattr(measure_truth_module, "_seconds_per_pass", lambda *_: 1e-9)
+    with pytest.raises(KeyError):
+        measure_truth(_request(folder, budget_s=1e308)[0])
+    assert [(budget.batches, budget.draws) for budget in seen] == [(3, 32)] * 2
 
 
 def test_the_command_measures_keeps_and_reads(folder, half_a_second):

@@ -17,7 +17,7 @@ from qsync_torch.job import Job, load_job
 from qsync_torch.observing.montecarlo import MonteCarloCollector, subjects
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import ObservedStep
-from qsync_torch.observing.truth_budget import TruthBudget, fit_seconds
+from qsync_torch.observing.truth_budget import TruthBudget, check_seconds, fit_seconds
 from qsync_torch.profiling.software import parse_device
 from qsync_torch.same_model import check_same_model
 
@@ -28,10 +28,11 @@ def measure_truth(request: TruthRequest) -> Observations:
     """Observe the job with the collector ``montecarlo`` alone, at the updates and on the batches that the indicators saw.
 
     Raises:
-        ObservationError: when the budget is too small (says which would do), the job has nothing to lower, or a gradient is not
-            finite.
+        ObservationError: when the budget is no finite number or too small (says which would do), the job has nothing to lower, or a
+            gradient is not finite.
         QSyncError: when the graph is of another job.
     """
+    check_seconds(request.budget_s)
     observations, dag = request.observations, request.dag
     target = parse_device(request.device or observations.settings.get("device", "cpu"))
     job = load_job(request.job, dag.batch_size)

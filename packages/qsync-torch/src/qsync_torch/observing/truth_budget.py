@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import attrs
@@ -14,6 +15,8 @@ _GOOD_BATCHES = 4
 """With fewer, another batch tells more than another draw: gradients differ more from batch to batch than from draw to draw."""
 _FEWEST, _GOOD_DRAWS, _MOST_DRAWS = 2, 8, 32
 """More draws than the second are made where no more batches are left."""
+_BOUNDLESS = 1e15
+"""Passes that no budget is enough for."""
 
 
 @attrs.frozen
@@ -54,17 +57,28 @@ def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most
     return TruthBudget(batches, draws, batches * each)
 
 
+def check_seconds(budget_s: float) -> None:
+    """Refuse what is no number of seconds.
+
+    Raises:
+        ObservationError: when it is NaN, infinite, 0 or negative.
+    """
+    if not (math.isfinite(budget_s) and budget_s > 0):
+        raise ObservationError(f"the budget is a number of seconds, finite and greater than 0; got {budget_s:g}")
+
+
 def fit_seconds(
     budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int, other_passes: int = 0
 ) -> TruthBudget:
     """The same for seconds, given how long one pass takes and how many more passes there are (updates of a warm-up).
 
     Raises:
-        ObservationError: when they are too few; says how many would do.
+        ObservationError: when they are too few; says how many would do.  When they are no finite number greater than 0.
     """
+    check_seconds(budget_s)
     wanted = list(variants)
     smallest = passes(n_operators, wanted, _FEWEST)
-    allowed = int(budget_s / pass_s) - other_passes
+    allowed = int(min(budget_s / pass_s, _BOUNDLESS)) - other_passes
     if allowed < smallest:
         warmup = f" after {other_passes} updates of warm-up" if other_passes else ""
         raise ObservationError(
