@@ -11,8 +11,9 @@ from qsync_core import artifact
 from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.dag import PrecisionDag
-from qsync_core.errors import QSyncError
+from qsync_core.errors import ObservationError, QSyncError
 from qsync_core.observations import Observations
+from qsync_core.writable import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +63,7 @@ def observe(
     from qsync_torch.job import load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe
+    from qsync_torch.observing.record import JobFault
     from qsync_torch.observing.settled import SettledRule
     from qsync_torch.profiling.software import gradient_format, parse_device
     from qsync_torch.trace import trace
@@ -69,25 +71,32 @@ def observe(
     target = parse_device(device)
     ladder = ladder_of_group(cluster_path, group)[0] if cluster_path else read_rungs(rungs, gradient_format(target))
     collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
+    check_writable(output)
+    partial = output.with_name(output.name + ".partial")
+    check_writable(partial)
     loaded = load_job(job, batch_size)
     dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
-    partial = output.with_name(output.name + ".partial")
-    with progress_bar("observe") as update:
-        found = run_observe(
-            loaded,
-            dag,
-            ladder,
-            warmup=warmup,
-            steps=steps,
-            device=target,
-            collectors=collectors,
-            settled=None if all_steps else SettledRule(),
-            seed=seed,
-            earlier=None if fresh else _earlier(partial),
-            checkpoint=lambda so_far: artifact.save(so_far, partial),
-            announce=lambda text: click.echo(text, err=True),
-            progress=update,
-        )
+    earlier = None if fresh else _earlier(partial)
+    try:
+        with progress_bar("observe") as update:
+            found = run_observe(
+                loaded,
+                dag,
+                ladder,
+                warmup=warmup,
+                steps=steps,
+                device=target,
+                collectors=collectors,
+                settled=None if all_steps else SettledRule(),
+                seed=seed,
+                earlier=earlier,
+                checkpoint=lambda so_far: artifact.save(so_far, partial),
+                announce=lambda text: click.echo(text, err=True),
+                progress=update,
+            )
+    except JobFault:
+        partial.unlink(missing_ok=True)  # of no use, and in the way of the mended job
+        raise
     artifact.save(found, output)
     partial.unlink(missing_ok=True)
     without = {key.removeprefix("without "): reason for key, reason in found.settings.items() if key.startswith("without ")}
@@ -120,4 +129,4 @@ def _earlier(partial: Path) -> Observations | None:
     try:
         return artifact.load(partial, Observations)
     except QSyncError as error:
-        raise click.ClickException(f"{error}; use --fresh to start anew") from None
+        raise ObservationError(f"{error}; use --fresh to start anew") from None

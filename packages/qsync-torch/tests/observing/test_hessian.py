@@ -198,6 +198,29 @@ def test_later_updates_repeat_the_first():
     assert collector.collect_step(attrs.evolve(later, update=0), [INT8]) != found
 
 
+def test_passes_are_the_backward_passes_that_it_makes_at_most(monkeypatch):
+    step, made = _step(Net()), []
+    for name in ("grad", "backward"):
+        run = getattr(torch.autograd, name)
+        monkeypatch.setattr(torch.autograd, name, lambda *a, run=run, name=name, **k: made.append(name) or run(*a, **k))
+    HessianCollector(most_products=5, tolerance=0.0).collect_step(step, [INT8])
+    # Three weights: one is called twice.
+    assert len(made) == 1 + 1 + 5 * 3
+    assert HessianCollector(most_products=5).passes(step.dag, [INT8]) == len(made)
+
+
+def test_what_was_measured_before_an_interruption_comes_back():
+    step = _step(Net())
+    found = HessianCollector().collect_step(step, [INT8, FLOAT32])
+    later = attrs.evolve(step, update=step.update + 2)
+    continued = HessianCollector()
+    continued.restore(step.model, step.update + 1, [INT8, FLOAT32], {key: -value for key, value in found.items()})
+    assert continued.collect_step(later, [INT8, FLOAT32]) == {key: -value for key, value in found.items()}
+    continued = HessianCollector()
+    continued.restore(step.model, step.update + 1, [INT8], {})
+    assert continued.collect_step(step, [INT8]) == HessianCollector().collect_step(step, [INT8])
+
+
 def test_training_is_not_disturbed():
     torch.manual_seed(7)
     step = _step(Net(0.3), double=False)

@@ -110,8 +110,8 @@ def test_what_was_left_can_not_be_read(folder, content):
     result = _observe()
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
-    assert "o.qsync.partial" in result.stderr
-    assert "--fresh" in result.stderr
+    assert result.stderr.startswith("error: o.qsync.partial ")
+    assert result.stderr.endswith("; use --fresh to start anew\n")
     assert _observe("--fresh").exit_code == 0
     assert not (folder / "o.qsync.partial").exists()
 
@@ -120,8 +120,8 @@ def test_an_artifact_of_another_kind_was_left(folder):
     (folder / "dag.qsync").rename(folder / "o.qsync.partial")
     artifact.save(trace(load_job("job.py:tiny")), folder / "dag.qsync")
     result = _observe()
-    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
-    assert "--fresh" in result.stderr
+    expected = "error: o.qsync.partial holds a PrecisionDag, but an Observations is needed here; use --fresh to start anew\n"
+    assert (result.exit_code, result.stderr) == (1, expected)
 
 
 def test_the_cost_comes_before_the_result(folder):
@@ -138,6 +138,56 @@ def test_an_unknown_collector_is_one_sentence(folder):
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "there is no collector 'lossvars'; installed are hessian, hutchinson, lossvar, montecarlo, paper" in result.stderr
+
+
+def test_no_collector_is_one_sentence_before_anything_is_trained(folder):
+    for names in ("", " , "):
+        result = _observe("--collectors", names)
+        assert result.exit_code == 1
+        expected = "error: no collector is named, so that nothing would be observed; installed are hessian, hutchinson, lossvar, "
+        assert result.stderr == expected + "montecarlo, paper\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        (".", "can not write .: it is a folder; name a file in it"),
+        ("..", "can not write ..: it is a folder; name a file in it"),
+        ("none/o.qsync", "can not write none/o.qsync: there is no folder {folder}/none; make it, or name another"),
+        ("x" * 240, "can not write " + "x" * 240 + ": File name too long"),
+    ],
+)
+def test_an_output_that_can_not_be_written_is_refused_before_anything_is_trained(folder, output, says):
+    (folder / "job.py").write_text("raise RuntimeError('the job is loaded')")
+    result = _observe(output=output)
+    assert (result.exit_code, result.stderr) == (1, f"error: {says.format(folder=folder)}\n")
+
+
+def test_a_job_that_diverges_leaves_nothing_in_the_way_of_the_mended_one(folder):
+    job = (folder / "job.py").read_text()
+    diverging = job.replace(
+        "cross_entropy(output, batch.target)",
+        "cross_entropy(output, batch.target) * (1 if batch.args[0][0, 0] != BAD else torch.nan)",
+    )
+    bad = "BAD = torch.randn(2, 6, generator=torch.Generator().manual_seed(3))[0, 0]\n"
+    (folder / "job.py").write_text(diverging.replace("\n\n\ndef batch", "\n\n" + bad + "\n\ndef batch"))
+    result = _observe("--collectors", "lossvar")
+    assert result.exit_code == 1
+    assert "the loss of tiny is nan at update 3; train with a smaller learning rate" in result.stderr
+    assert not (folder / "o.qsync.partial").exists()
+    (folder / "job.py").write_text(job.replace("lr=0.1", "lr=0.05"))
+    assert _observe("--collectors", "lossvar").exit_code == 0
+
+
+def test_an_interrupted_observation_of_a_job_that_changed_since(folder):
+    _interrupt(folder)
+    (folder / "job.py").write_text((folder / "job.py").read_text().replace("lr=0.1", "lr=0.9"))
+    result = _observe()
+    assert result.exit_code == 1
+    assert "error: the interrupted observation can not be continued: the loss of tiny at update 1 was " in result.stderr
+    assert result.stderr.endswith(", so its model, data or optimizer has changed; start anew (qsync observe --fresh)\n")
+    assert (folder / "o.qsync.partial").exists()
+    assert _observe("--fresh").exit_code == 0
 
 
 def test_without_a_collector_it_is_said(folder):

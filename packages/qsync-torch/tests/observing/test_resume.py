@@ -17,6 +17,7 @@ from qsync_core.precision import Precision, Rounding
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collectors import collectors_named
+from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
@@ -139,6 +140,18 @@ def test_continued_truth(dag):
     assert _observe(dag, earlier=earlier, collectors=[MonteCarloCollector(draws=4)], **options) == whole
 
 
+def test_continued_hessian(dag):
+    """What it measured at the first observed update comes back, and is not measured again."""
+    options = {"collectors": [HessianCollector(), LossVarCollector()], "steps": 3}
+    whole = _observe(dag, **options)
+    for after in (1, 2):
+        earlier = _interrupted(dag, after, **{**options, "collectors": [HessianCollector(), LossVarCollector()]})
+        said = []
+        again = {**options, "collectors": [HessianCollector(), LossVarCollector()], "announce": said.append}
+        assert _observe(dag, earlier=earlier, **again) == whole
+        assert "each about 1 forward and backward passes (hessian, lossvar), about" in said[0]
+
+
 def test_the_job_is_left_as_it_was(dag):
     job = _job()
     before, state = copy.deepcopy(job.model.state_dict()), torch.random.get_rng_state()
@@ -208,6 +221,16 @@ def test_the_cost_is_announced_before_anything_is_observed(dag):
     assert happened[1:] == [4]
 
 
+def test_passes_of_the_hessian_are_those_of_its_first_update(dag):
+    said = []
+    _observe(dag, announce=said.append, steps=3, collectors=[HessianCollector()])
+    products = 8 * 2  # at most eight for each of two weights
+    start = (
+        f"at most 3 observed updates of 3 samples, each about 1 forward and backward passes (hessian), at the first {2 + products} "
+    )
+    assert said[0].startswith(start)
+
+
 def test_passes_of_the_default(dag):
     said = []
     _observe(dag, announce=said.append, steps=1)
@@ -237,6 +260,11 @@ def test_a_loss_without_parameters():
 def test_an_unknown_collector():
     with pytest.raises(ObservationError, match=r"^there is no collector 'hutchison'; installed are hessian, hutchinson, lossvar, "):
         collectors_named(["lossvar", "hutchison"])
+    expected = r"^no collector is named, so that nothing would be observed; installed are hessian, hutchinson, lossvar, "
+    with pytest.raises(ObservationError, match=expected):
+        collectors_named([])
+    with pytest.raises(ObservationError, match=expected):
+        observe(_job(), trace(_job()), LADDER, collectors=[])
     assert [collector.name for collector in collectors_named(["paper", "lossvar", "paper"])] == ["paper", "lossvar"]
 
 
@@ -250,7 +278,7 @@ def test_a_gradient_that_is_not_finite_names_the_update(dag):
         observe(job, dag, LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
 
 
-def test_an_operator_that_no_gradient_reaches_is_listed(dag):
+def test_an_operator_that_no_gradient_reaches_has_no_series(dag):
     class Cut(Net):
         def forward(self, x):
             with torch.no_grad():
@@ -258,6 +286,5 @@ def test_an_operator_that_no_gradient_reaches_is_listed(dag):
             return self.second(self.drop(F.relu(self.norm(y))).flatten(1))
 
     cut = _observe(dag, model=Cut, steps=2, collectors=[LossVarCollector(), PaperCollector()])
-    assert cut.settings["unreached"] == "first#0"
+    assert {series.op_id for series in cut.series} == {None, OpId("second")}
     assert cut.values(terms.LOSSVAR, terms.X_VAR_GRAD, OpId("second"), INT8)
-    assert "unreached" not in _observe(dag, steps=1).settings

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qsync_core.dag import PrecisionDag
-from qsync_core.errors import ObservationError
+from qsync_core.errors import ObservationError, PluginError
 from qsync_core.variant import Variant
 from qsync_torch.observing.collector import Collector
 from qsync_torch.observing.step_collector import StepCollector
@@ -15,10 +15,24 @@ AnyCollector = Collector | StepCollector
 
 
 def installed_collectors() -> dict[str, AnyCollector]:
-    """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name."""
+    """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name.
+
+    Raises:
+        PluginError: for one that lacks part of the interface, and for two of one name.
+    """
     from qsync_core.registry import Registry
 
-    return {collector.name: collector for collector in Registry.load().collect("qsync_register_collectors")}
+    found: dict[str, AnyCollector] = {}
+    for offered in Registry.load().collect("qsync_register_collectors"):
+        if not isinstance(offered, Collector | StepCollector) or not isinstance(offered.name, str):
+            raise PluginError(
+                f"a plugin registers {type(offered).__module__}.{type(offered).__qualname__} as a collector, but it lacks part of "
+                "the interface (name, and collect or collect_step); uninstall that plugin, or mend it"
+            )
+        if offered.name in found:
+            raise PluginError(f"two collectors are called {offered.name!r}; uninstall the plugin with the second, or rename it")
+        found[offered.name] = offered
+    return found
 
 
 def default_collectors() -> list[AnyCollector]:
@@ -30,16 +44,20 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
     """The collectors of these names.
 
     Raises:
-        ObservationError: for a name that nobody offers.
+        ObservationError: for a name that nobody offers, and for none.
     """
     installed = installed_collectors()
     wanted = list(dict.fromkeys(names))
+    if not wanted:
+        raise ObservationError(
+            f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed))}"
+        )
     if unknown := [name for name in wanted if name not in installed]:
         raise ObservationError(f"there is no collector {unknown[0]!r}; installed are {', '.join(sorted(installed))}")
     return [installed[name] for name in wanted]
 
 
 def passes(collector: Any, dag: PrecisionDag, variants: Sequence[Variant]) -> float:
-    """What a step collector says that one step costs, in forward and backward passes over the batch; 0 where it does not say."""
+    """What a collector says that one update costs, in forward and backward passes over the batch; 0 where it does not say."""
     estimate = getattr(collector, "passes", None)
     return float(estimate(dag, variants)) if estimate is not None else 0.0

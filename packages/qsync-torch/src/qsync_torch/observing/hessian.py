@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core import terms
-from qsync_core.dag import Operator
+from qsync_core.dag import Operator, PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
 from qsync_torch.observing.collector import low_precision
@@ -57,9 +57,14 @@ class _Weights:
         return geometry.product(x, used, bias)
 
 
+def _lowered(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """The variants that have a rounding error, each once."""
+    return tuple(dict.fromkeys(low_precision(variants)))
+
+
 @attrs.frozen(eq=False)
 class _Earlier:
-    """What was found at the first observed update of a run."""
+    """What was found at the first observed update of a run; ``update`` is that or, in a continued run, the last before it."""
 
     model: weakref.ref[torch.nn.Module]
     update: int
@@ -81,10 +86,25 @@ class HessianCollector:
 
     name = terms.HESSIAN
     by_default = False
+    measures_once = True
 
     def __init__(self, most_products: int = MOST_PRODUCTS, tolerance: float = TOLERANCE) -> None:
         self.most_products, self.tolerance = most_products, tolerance
         self._earlier: _Earlier | None = None
+
+    def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
+        """Forward and backward passes over the first observed batch at most, a Hessian-vector product counted as one.
+
+        One pass gives the gradients, one backward pass looks for functions that can be differentiated only once, and every weight
+        takes its products; calls that share a module share a weight.
+        """
+        weights = {operator.variant_group or str(operator.op_id) for operator in dag.adjustable}
+        return 2 + self.most_products * len(weights)
+
+    def restore(self, model: torch.nn.Module, update: int, variants: Sequence[Variant], found: Mapping[StepTerm, float]) -> None:
+        """Repeat what was measured before an interruption; see :class:`RestoredCollector`."""
+        if found:
+            self._earlier = _Earlier(weakref.ref(model), update, _lowered(variants), found)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """``top_eigenvalue`` (loss over squared weight), ``weight_numel`` and, per variant, ``weight_error``.
@@ -92,7 +112,7 @@ class HessianCollector:
         Raises:
             CollectorUnavailable: when something in the model can not be differentiated twice; says what.
         """
-        lowered = tuple(dict.fromkeys(low_precision(variants)))
+        lowered = _lowered(variants)
         earlier = self._earlier
         if earlier and earlier.model() is step.model and earlier.update < step.update and earlier.variants == lowered:
             return earlier.found

@@ -14,15 +14,14 @@ from qsync_core.artifact import digest
 from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError
 from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.collector import Collector
-from qsync_torch.observing.collectors import AnyCollector, default_collectors, passes
-from qsync_torch.observing.record import LOSS, RANKED_TERMS, Key, Record
+from qsync_torch.observing.collectors import AnyCollector, default_collectors, installed_collectors
+from qsync_torch.observing.record import LOSS, RANKED_TERMS, JobFault, Key, Record
+from qsync_torch.observing.running_collectors import RunningCollectors
 from qsync_torch.observing.settled import SettledRule
-from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepCollector
-from qsync_torch.observing.tap import Tap, tapped
+from qsync_torch.observing.step_collector import ObservedStep
+from qsync_torch.observing.tap import tapped
 from qsync_torch.profiling.software import parse_device
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.same_model import check_same_model
@@ -33,6 +32,8 @@ STEPS = 12
 """Updates to observe at most."""
 _STEP_SEED = 1_000_003
 """Steps of one run draw differently, and runs of different seeds do."""
+_SAME_LOSS = {"cpu": 1e-3, "cuda": 2e-2}
+"""By how much of the largest recorded loss an update that is trained again may differ: a GPU adds in another order each time."""
 Update = Callable[[int, int, str], None]
 
 
@@ -82,20 +83,26 @@ def observe(
     Raises:
         ObservationError: naming the operator and the term when a value is NaN or infinite, or when the loss is, or when it
             depends on no parameter, or no gradient reaches any operator, or no collector can work here, or ``earlier`` is of other
-            settings.
+            settings or of a job that trains otherwise.  A :class:`JobFault` says that it is of no use to continue.
+        PluginError: when one of ``collectors`` fails; one that nobody asked for is left out instead.
     """
+    active = default_collectors() if collectors is None else list(collectors)
+    if not active:
+        raise ObservationError(
+            f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
+        )
     run = _Run(
         job=attrs.evolve(
             job, batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)), loss=_differentiable_loss(job)
         ),
         dag=dag,
-        variants=tuple(variants),
         warmup=warmup,
         steps=steps,
         seed=seed,
         target=parse_device(str(device)),
-        active=default_collectors() if collectors is None else list(collectors),
-        announce=announce or (lambda text: None),
+        collectors=RunningCollectors(
+            dag.model, tuple(variants), active, asked_for=collectors is not None, announce=announce or (lambda text: None)
+        ),
     )
     check_same_model(job, dag)
     return run.observe(settled, earlier, checkpoint, progress)
@@ -120,14 +127,11 @@ def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
 class _Run:
     job: Job
     dag: PrecisionDag
-    variants: Sequence[Variant]
     warmup: int
     steps: int
     seed: int
     target: torch.device
-    active: list[AnyCollector]
-    announce: Callable[[str], None]
-    unavailable: dict[str, str] = attrs.field(factory=dict)
+    collectors: RunningCollectors
 
     def observe(
         self,
@@ -142,6 +146,8 @@ class _Run:
         first, last = self.warmup + done, self.warmup + self.steps
         stopped = "budget"
         runner = StepRunner.start(self.job, self.target, batches=0)
+        if earlier is not None:
+            self.collectors.restore(runner.model, first - 1, record)
         cuda = [self.target.index or 0] if self.target.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(self.seed)
@@ -152,9 +158,9 @@ class _Run:
                     started = time.perf_counter()
                 observed = update >= first
                 if observed and update == first:
-                    self._announce_cost(last - first, self._seconds(started, update - 1))
+                    self._announce_cost(last - first, self._seconds(started, update - 1), update, record)
                 if not observed:
-                    self._train(runner, update)
+                    self._train_again(runner, update, record)
                     runner.update()
                     continue
                 record.add(self._observe_update(runner, update, record), update)
@@ -170,11 +176,13 @@ class _Run:
 
     def _observe_update(self, runner: StepRunner, update: int, record: Record) -> dict[Key, float]:
         """All numbers of one update, whose gradients are then in place."""
-        found = self._run_step_collectors(runner, update, record)
-        if any(isinstance(collector, Collector) for collector in self.active):
+        batch = self.job.batch(update, self.job.batch_size).to(self.target)
+        step = ObservedStep(self.job, runner.model, self.dag, batch, update, self.seed * _STEP_SEED + update)
+        found = self.collectors.of_step(step, record)
+        if self.collectors.read_calls:
             with tapped(runner.model, self.dag.adjustable) as tap:
                 found[LOSS] = self._train(runner, update)
-                found |= self._collect_calls(tap)
+                found |= self.collectors.of_calls(tap, update, record)
         else:
             found[LOSS] = self._train(runner, update)
         if len(found) == 1:
@@ -184,51 +192,40 @@ class _Run:
         return found
 
     def _train(self, runner: StepRunner, update: int) -> float:
-        """Forward and backward; the loss."""
-        batch = self.job.batch(update, self.job.batch_size).to(self.target)
-        loss = self.job.compute_loss(batch, runner.model)
-        value = loss.item()
+        """Forward and backward; the loss.
+
+        Raises:
+            JobFault: when it is not finite.
+        """
+        value, loss = self._loss(runner, update)
         if not math.isfinite(value):
-            raise ObservationError(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
+            raise JobFault(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
         loss.backward()
         return value
 
-    def _run_step_collectors(self, runner: StepRunner, update: int, record: Record) -> dict[Key, float]:
-        found: dict[Key, float] = {}
-        batch = self.job.batch(update, self.job.batch_size).to(self.target)
-        step = ObservedStep(self.job, runner.model, self.dag, batch, update, self.seed * _STEP_SEED + update)
-        for collector in [c for c in self.active if isinstance(c, StepCollector)]:
-            try:
-                numbers = collector.collect_step(step, self.variants)
-            except CollectorUnavailable as reason:
-                if record.reached(collector.name):
-                    raise ObservationError(
-                        f"collector {collector.name} fails at update {update} of {self.dag.model}: {reason}"
-                    ) from None
-                self._leave_out(collector, str(reason))
-                continue
-            for (op_id, variant, term), value in numbers.items():
-                found[op_id, variant, collector.name, term] = float(value)
-        return found
+    def _train_again(self, runner: StepRunner, update: int, record: Record) -> None:
+        """An update that is not observed: of the warm-up, or one that was observed before an interruption.
 
-    def _collect_calls(self, tap: Tap) -> dict[Key, float]:
-        found: dict[Key, float] = {}
-        with torch.no_grad():
-            for call in tap.calls():
-                for collector in self.active:
-                    if isinstance(collector, Collector):
-                        for (variant, term), value in collector.collect(call, self.variants).items():
-                            found[call.operator.op_id, variant, collector.name, term] = float(value)
-        return found
+        Raises:
+            ObservationError: when the loss is not finite, or not that which was recorded.
+        """
+        value, loss = self._loss(runner, update)
+        if self.warmup <= update:
+            recorded = record.losses[update - self.warmup]
+            allowed = _SAME_LOSS.get(self.target.type, _SAME_LOSS["cuda"]) * max(map(abs, record.losses))
+            if not abs(value - recorded) <= allowed:  # also where it is not finite
+                raise ObservationError(
+                    f"the interrupted observation can not be continued: the loss of {self.job.name} at update {update} was "
+                    f"{recorded:.6g} and is now {value:.6g}, so its model, data or optimizer has changed; start anew "
+                    "(qsync observe --fresh)"
+                )
+        if not math.isfinite(value):
+            raise ObservationError(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
+        loss.backward()
 
-    def _leave_out(self, collector: AnyCollector, reason: str) -> None:
-        """Go on without a collector."""
-        self.active.remove(collector)
-        self.unavailable[collector.name] = reason
-        if not self.active:
-            raise ObservationError(f"collector {collector.name} can not observe {self.dag.model}: {reason}")
-        rest = ", ".join(other.name for other in self.active)
-        self.announce(f"without {collector.name}: {reason}; observing goes on with {rest}")
+    def _loss(self, runner: StepRunner, update: int) -> tuple[float, torch.Tensor]:
+        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.target), runner.model)
+        return loss.item(), loss
 
     def _seconds(self, started: float, updates: int) -> float | None:
         """Of a training update, measured over the warm-up; None where there was none to measure."""
@@ -238,14 +235,14 @@ class _Run:
             torch.cuda.synchronize(self.target)
         return (time.perf_counter() - started) / updates
 
-    def _announce_cost(self, steps: int, update_s: float | None) -> None:
-        extra = sum(passes(collector, self.dag, self.variants) for collector in self.active)
-        each = 1 + extra
-        time_text = "" if update_s is None else f", about {steps * each * update_s:.0f} s"
-        names = ", ".join(collector.name for collector in self.active)
-        self.announce(
+    def _announce_cost(self, steps: int, update_s: float | None, update: int, record: Record) -> None:
+        cost = self.collectors.cost(self.dag, update, record)
+        each = 1 + cost.each
+        time_text = "" if update_s is None else f", about {(steps * each + cost.first) * update_s:.0f} s"
+        at_first = f", at the first {cost.first:.0f} more" if cost.first else ""
+        self.collectors.announce(
             f"at most {steps} observed updates of {self.job.batch_size} samples, each about {each:.0f} forward and backward passes "
-            f"({names}){time_text}"
+            f"({', '.join(self.collectors.names)}){at_first}{time_text}"
         )
 
     def _settings(self) -> dict[str, str]:
@@ -255,8 +252,8 @@ class _Run:
             "device": self.target.type,
             "warmup": str(self.warmup),
             "steps": str(self.steps),
-            "collectors": ",".join(collector.name for collector in self.active),
-            "variants": " ".join(sorted(map(str, self.variants))),
+            "collectors": ",".join(self.collectors.names),
+            "variants": " ".join(sorted(map(str, self.collectors.variants))),
         }
 
     def _continued(self, earlier: Observations, asked: Mapping[str, str]) -> Record:
@@ -275,11 +272,10 @@ class _Run:
                 )
         for name, reason in theirs.items():
             if name.startswith("without "):
-                self._leave_out(next(c for c in self.active if f"without {c.name}" == name), reason)
+                self.collectors.leave_out(name.removeprefix("without "), reason)
         return Record.of(earlier)
 
     def _observations(self, record: Record, done: int, stopped: str, asked: Mapping[str, str]) -> Observations:
-        unreached = self._unreached(record)
         return Observations(
             model=self.dag.model,
             dag_digest=digest(self.dag),
@@ -289,15 +285,6 @@ class _Run:
             series=record.series(),
             settings={
                 **asked,
-                **{f"without {name}": reason for name, reason in self.unavailable.items()},
-                **({"unreached": " ".join(map(str, unreached))} if unreached else {}),
+                **{f"without {name}": reason for name, reason in self.collectors.unavailable.items()},
             },
         )
-
-    def _unreached(self, record: Record) -> list[OpId]:
-        """Operators that a per-call collector saw no gradient of."""
-        per_call = [collector.name for collector in self.active if isinstance(collector, Collector)]
-        if not per_call:
-            return []
-        reached = set[OpId]().union(*(record.reached(name) for name in per_call))
-        return [operator.op_id for operator in self.dag.adjustable if operator.op_id not in reached]

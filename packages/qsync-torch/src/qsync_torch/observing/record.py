@@ -18,6 +18,10 @@ Key = tuple[OpId | None, Variant | None, str, str]
 """Operator, variant, collector and term of a series."""
 
 
+class JobFault(ObservationError):
+    """What the job would run into again at the same update, so that it is of no use to go on from the updates before."""
+
+
 @attrs.define
 class Record:
     """All series of the model ``model`` so far, equally long."""
@@ -35,14 +39,14 @@ class Record:
         """Append the numbers of an update.
 
         Raises:
-            ObservationError: for a value that is not finite, and for other series than those of earlier updates.
+            JobFault: for a value that is not finite, and for other series than those of earlier updates.
         """
         for (op_id, variant, collector, term), value in found.items():
             if not math.isfinite(value):
-                raise ObservationError(self._not_finite(op_id, variant, f"{collector}.{term}", value, update))
+                raise JobFault(self._not_finite(op_id, variant, f"{collector}.{term}", value, update))
         if self.values and found.keys() != self.values.keys():
             op_id, _, collector, term = sorted(set(found) ^ set(self.values), key=str)[0]
-            raise ObservationError(
+            raise JobFault(
                 f"{collector}.{term} of operator {op_id} of {self.model} was seen in some updates only (first difference at "
                 f"update {update}); every operator has to run in every step"
             )
@@ -73,6 +77,19 @@ class Record:
             if op_id is not None and term in ranked.get(collector, (term,)):
                 columns.setdefault((variant, collector, term), []).append(series)
         return {key: [list(row) for row in zip(*series, strict=True)] for key, series in columns.items()}
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the observed updates so far."""
+        return self.values.get(LOSS, [])
+
+    def last(self, collector: str) -> dict[tuple[OpId | None, Variant | None, str], float]:
+        """What a collector wrote of the last update."""
+        return {(op_id, v, term): series[-1] for (op_id, v, name, term), series in self.values.items() if name == collector}
+
+    def forget(self, collector: str) -> None:
+        """Drop all that a collector wrote."""
+        self.values = {key: series for key, series in self.values.items() if key[2] != collector}
 
     def reached(self, collector: str) -> set[OpId]:
         """The operators that a collector wrote anything of."""

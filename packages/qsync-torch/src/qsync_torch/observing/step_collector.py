@@ -72,6 +72,9 @@ class StepCollector(Protocol):
     parameters, and returns finite numbers: always the same terms for one model.  Every pass it makes over the batch runs inside
     ``step.undisturbed()``, so that training goes on as if nobody had looked.
 
+    It may have ``passes(dag, variants)``, what an update costs in forward and backward passes, for the announcement, and
+    ``measures_once = True`` where only the first observed update costs that.
+
     Raises:
         CollectorUnavailable: where the model lacks what the collector needs; observing goes on without it and says why.
     """
@@ -80,6 +83,24 @@ class StepCollector(Protocol):
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """The terms of one step."""
+        ...
+
+
+@runtime_checkable
+class RestoredCollector(Protocol):
+    """What a step collector may offer beside :class:`StepCollector` when what it writes depends on what it wrote before."""
+
+    name: str
+
+    def restore(self, model: torch.nn.Module, update: int, variants: Sequence[Variant], found: Mapping[StepTerm, float]) -> None:
+        """Go on as if this object had returned ``found`` at ``update``: called once, before an interrupted run is continued.
+
+        Args:
+            model: the one that later steps will have.
+            update: the last that was observed.
+            variants: those of the run.
+            found: empty where it wrote nothing.
+        """
         ...
 
 

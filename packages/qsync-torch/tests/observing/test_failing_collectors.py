@@ -1,0 +1,196 @@
+"""Collectors of plugins that fail: named in a sentence, fatal only to those that asked for them."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import nn
+
+from qsync_core import artifact
+from qsync_core.cli.root import cli
+from qsync_core.errors import ObservationError, PluginError
+from qsync_core.precision import Precision
+from qsync_core.registry import Registry
+from qsync_core.variant import Variant
+from qsync_torch.job import Batch, Job
+from qsync_torch.observing import observe as observe_module
+from qsync_torch.observing.collectors import installed_collectors
+from qsync_torch.observing.lossvar import LossVarCollector
+from qsync_torch.observing.observe import observe
+from qsync_torch.observing.record import JobFault
+from qsync_torch.trace import trace
+
+INT8 = Variant.of(Precision.INT8)
+
+
+class Called:
+    """Per call; fails in the given update, counted in calls of two operators."""
+
+    name = "called"
+
+    def __init__(self, fails_at, error=RuntimeError):
+        self.calls, self.fails_at, self.error = 0, fails_at, error
+
+    def collect(self, call, variants):
+        self.calls += 1
+        if (self.calls - 1) // 2 == self.fails_at and self.calls % 2 == 0:
+            raise self.error("boom in\na call")
+        return {(None, "one"): 1.0}
+
+
+class Stepped:
+    """By the step; what it is asked fails or is no number."""
+
+    name = "stepped"
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def collect_step(self, step, variants):
+        return self.answer() if callable(self.answer) else self.answer
+
+
+class Expensive(Stepped):
+    def passes(self, dag, variants):
+        raise KeyError("passes")
+
+
+class Forgetful(Stepped):
+    def restore(self, model, update, variants, found):
+        raise LookupError(f"nothing of {update} {dict(found)}")
+
+
+def _fail():
+    raise OSError
+
+
+def _job():
+    torch.manual_seed(0)
+
+    def batch(step, size):
+        return Batch((torch.randn(size, 6, generator=torch.Generator().manual_seed(step)),), target=torch.arange(size) % 3)
+
+    return Job(
+        "net",
+        nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)),
+        batch,
+        lambda output, batch: F.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+
+
+def _observe(collectors, **options):
+    job = _job()
+    options = {"warmup": 1, "steps": 3, "settled": None, **options}
+    return observe(job, attrs.evolve(trace(job), model="net"), (INT8,), collectors=collectors, **options)
+
+
+FAILING = [
+    (lambda: Called(0), "update 1 of net with RuntimeError: boom in a call"),
+    (lambda: Called(2), "update 3 of net with RuntimeError: boom in a call"),
+    (lambda: Stepped(_fail), "update 1 of net with OSError"),
+    (lambda: Stepped(None), "update 1 of net with AttributeError: 'NoneType' object has no attribute 'items'"),
+    (lambda: Stepped({(None, None, "x"): "much"}), "update 1 of net with ValueError: could not convert string to float: 'much'"),
+    (lambda: Stepped({"x": 1.0}), "update 1 of net with ValueError: not enough values to unpack (expected 3, got 1)"),
+    (lambda: Expensive({(None, None, "x"): 1.0}), "update 1 of net with KeyError: 'passes'"),
+]
+IDS = ["a call", "a later update", "a step", "nothing", "a text", "another key", "the announcement"]
+
+
+@pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
+def test_one_that_was_asked_for_ends_the_run_by_name(make, says):
+    collector = make()
+    with pytest.raises(PluginError) as error:
+        _observe([collector, LossVarCollector()])
+    origin = f"{__name__}.{type(collector).__name__}"
+    assert str(error.value) == f"collector {collector.name} ({origin}) failed at {says}; name others with --collectors, or mend it"
+
+
+@pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
+def test_one_that_nobody_asked_for_disables_only_itself(make, says, monkeypatch):
+    collector, said = make(), []
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: [collector, LossVarCollector()])
+    found = _observe(None, announce=said.append)
+    assert f"without {collector.name}: it failed at {says}; observing goes on with lossvar" in said
+    assert found.settings[f"without {collector.name}"] == f"it failed at {says}"
+    assert found.settings["collectors"] == f"{collector.name},lossvar"
+    assert found.series == _observe([LossVarCollector()]).series
+
+
+def test_the_only_one_fails(monkeypatch):
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Called(1)])
+    with pytest.raises(
+        ObservationError, match="collector called can not observe net: it failed at update 2 of net with RuntimeErr"
+    ):
+        _observe(None)
+
+
+def test_an_error_of_qsync_in_a_collector_is_the_jobs(monkeypatch):
+    def refuse():
+        raise ObservationError("the gradients are not finite")
+
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Stepped(refuse), LossVarCollector()])
+    with pytest.raises(JobFault, match=r"^the gradients are not finite$"):
+        _observe(None)
+
+
+def test_one_that_can_not_be_restored(monkeypatch):
+    kept, said = [], []
+    rows = {(None, None, "x"): 2.0}
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Forgetful(rows), LossVarCollector()])
+    _observe(None, checkpoint=kept.append)
+    found = _observe(None, earlier=kept[0], announce=said.append)
+    assert said[0].startswith(
+        "without stepped: it failed at update 1 of net with LookupError: nothing of 1 {(None, None, 'x'): 2.0}"
+    )
+    assert found.series == _observe([LossVarCollector()]).series
+
+
+@pytest.mark.parametrize(
+    ("offered", "says"),
+    [
+        (
+            object(),
+            r"a plugin registers builtins\.object as a collector, but it lacks part of the interface \(name, and collect or ",
+        ),
+        (Stepped({}), ""),
+        (LossVarCollector(), "two collectors are called 'lossvar'; uninstall the plugin with the second, or rename it"),
+    ],
+)
+def test_what_plugins_offer_is_checked(offered, says, monkeypatch):
+    installed = Registry.collect
+    monkeypatch.setattr(Registry, "collect", lambda self, hook: [*installed(self, hook), offered])
+    if not says:
+        assert "stepped" in installed_collectors()
+        return
+    with pytest.raises(PluginError, match=says):
+        installed_collectors()
+
+
+def test_the_command_says_so_in_a_line(tmp_path, monkeypatch):
+    installed = Registry.collect
+
+    def collect(self, hook):
+        return [*installed(self, hook), *([Stepped(_fail)] if hook == "qsync_register_collectors" else [])]
+
+    monkeypatch.setattr(Registry, "collect", collect)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(
+        "import torch\nfrom qsync_torch.job import Batch, Job\n"
+        "batch = lambda step, size: Batch((torch.ones(size, 3),), target=torch.zeros(size, dtype=torch.long))\n"
+        "loss = lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target)\n"
+        "tiny = lambda: Job('tiny', torch.nn.Linear(3, 2), batch, loss, lambda p: torch.optim.SGD(p, lr=0.1), batch_size=4)\n"
+    )
+    command = ["observe", "job.py:tiny", "-o", "o.qsync", "--warmup", "1", "--steps", "1", "--rungs", "bfloat16"]
+    result = CliRunner().invoke(cli, [*command, "--collectors", "stepped"], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: collector stepped ({__name__}.Stepped) failed at update 1 of tiny")
+    assert not (tmp_path / "o.qsync").exists()
+    result = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert (
+        "without stepped: it failed at update 1 of tiny with OSError; observing goes on with hutchinson, lossvar" in result.stderr
+    )
+    assert artifact.load(tmp_path / "o.qsync").settings["without stepped"] == "it failed at update 1 of tiny with OSError"
