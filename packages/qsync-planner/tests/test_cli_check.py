@@ -17,7 +17,7 @@ from test_indicator_check import A, B, C, checked, graph, observed
 
 from qsync_core import terms
 from qsync_core.artifact import digest, save
-from qsync_core.errors import ObservationError
+from qsync_core.errors import ArtifactError, ObservationError
 from qsync_core.hooks import TruthRequest
 from qsync_core.observations import Observations, Series
 from qsync_core.registry import Registry
@@ -124,7 +124,8 @@ def test_an_indicator_that_can_not_be_computed_is_left_out_unless_it_was_named(f
         (("--truth", "foreign.qsync"), "the truth is of another graph ('net', digest"),
         (("--truth", "narrow.qsync"), "the truth was not measured in bfloat16; it has int8"),
         (("--truth", "t.qsync", "--page", "p.pdf"), "give --page a name that ends in .html, got p.pdf"),
-        (("--truth", "t.qsync", "--page", "no/p.html"), "can not write no/p.html: No such file or directory"),
+        (("--truth", "t.qsync", "--budget", "nan"), "--budget is a number of seconds, finite and greater than 0; got nan"),
+        (("--job", "x", "--budget", "inf"), "--budget is a number of seconds, finite and greater than 0; got inf"),
     ],
 )
 def test_one_sentence_for_what_does_not_fit(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -134,6 +135,24 @@ def test_one_sentence_for_what_does_not_fit(folder: Path, arguments: tuple[str, 
     error = check(*arguments).exception
     assert isinstance(error, ObservationError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--truth", "no/t.qsync"), "can not write no/t.qsync: there is no folder {folder}/no; make it, or name another"),
+        (("--truth", "new.qsync", "--page", "no/p.html"), "can not write no/p.html: there is no folder {folder}/no; make it, or"),
+        (("--page", "p.html"), "can not write p.html: it is a folder; name a file in it"),
+    ],
+)
+def test_what_can_not_be_written_is_refused_before_anything_is_measured(
+    folder: Path, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "p.html").mkdir()
+    monkeypatch.setattr(Registry, "measure_truth", lambda *_: pytest.fail("it was measured"))
+    error = check("--job", "mine", *arguments).exception
+    assert isinstance(error, ArtifactError)
+    assert str(error).startswith(message.format(folder=folder))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,11 +50,14 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
 
     Raises:
         UsageError: when there is neither a truth nor a job to measure it of.
-        ObservationError: when the truth is of another graph or lacks a variant, an indicator can not be computed, the budget is too
-            small, nobody can measure the job, or the page can not be written.
+        ObservationError: when the truth is of another graph or lacks a variant, an indicator can not be computed, the budget is no
+            finite number or too small, or nobody can measure the job.
+        ArtifactError: when truth or page can not be written; before anything is measured.
+        PluginError: naming an indicator that was asked for and fails.
     """
     from qsync_core.atomic_file import write_atomically
     from qsync_core.errors import ObservationError
+    from qsync_core.writable import check_writable
     from qsync_planner.indicator_check import compare, read_truth
     from qsync_planner.indicator_check.page import render_page
 
@@ -61,6 +65,12 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         raise click.UsageError("--check needs OBSERVATIONS; they say which updates and batches to measure")
     if request.page is not None and request.page.suffix not in (".html", ".htm"):
         raise ObservationError(f"the comparison is written as a page; give --page a name that ends in .html, got {request.page}")
+    if not (math.isfinite(request.budget_s) and request.budget_s > 0):
+        raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
+    if request.truth is not None and request.job is not None and not request.truth.exists():
+        check_writable(request.truth)
+    if request.page is not None:
+        check_writable(request.page)
     variants = sorted({variant for by_variant in sensitivity.omega.values() for variant in by_variant}, key=str)
     omegas = {sensitivity.indicator: sensitivity.omega}
     others, notes = _others(observations, dag, variants, request.against, sensitivity.indicator)
@@ -95,21 +105,23 @@ def _others(
     observations: Observations, dag: PrecisionDag, variants: list[Variant], against: str | None, first: str
 ) -> tuple[dict[str, Sensitivity], list[str]]:
     """The other indicators: those that were named, or all whose collectors ran; and a note for each of these that failed."""
-    from qsync_core.errors import ObservationError
+    from qsync_core.errors import QSyncError
     from qsync_planner.indicate import indicate
     from qsync_planner.indicators import available_indicators
+    from qsync_planner.indicators.blame import blamed, observed_collectors
 
     if against is not None:
         names = dict.fromkeys(filter(None, (name.strip() for name in against.split(","))))
         return {name: indicate(observations, dag, variants, name) for name in names if name != first}, []
-    wrote = {series.collector for series in observations.series}
+    observed = observed_collectors(observations)
     found, notes = {}, []
     for name, indicator in available_indicators().items():
-        if name != first and wrote.issuperset(indicator.collectors):
-            try:
-                found[name] = indicate(observations, dag, variants, indicator)
-            except ObservationError as error:
-                notes.append(f"{name} is left out: {error}")
+        try:
+            with blamed(indicator, observations):
+                if name != first and set(observed).issuperset(indicator.collectors):
+                    found[name] = indicate(observations, dag, variants, indicator)
+        except QSyncError as error:
+            notes.append(f"{name} is left out: {error}")
     return found, notes
 
 

@@ -13,6 +13,7 @@ from qsync_core.op_id import OpId
 from qsync_core.sensitivity import Sensitivity
 from qsync_core.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
+from qsync_planner.indicators.blame import blamed
 from qsync_planner.indicators.interface import TellsFlips
 from qsync_planner.indicators.registry import AUTO, automatic
 from qsync_planner.indicators.series import check_values
@@ -32,11 +33,13 @@ def indicate(
         observations: numbers over the first updates; may be None for an indicator that needs none (``random``).
         dag: the model that they belong to.
         variants: what to rate; empty means every variant that the observations mention.
-        indicator: a name, or an indicator object; ``auto`` is ``hutchinson`` where it was observed, else ``lossvar``, and says so.
+        indicator: a name, or an indicator object; ``auto`` is the best that was observed: ``hutchinson``, else ``lossvar``,
+            ``hessian`` or ``paper``, and says so.
 
     Raises:
         ObservationError: for NaN or infinite values (names operator, term and iteration), missing terms, observations of another
-            model, an unknown indicator, or no variants at all.
+            model, an unknown indicator, none that ``auto`` could be, or no variants at all.
+        PluginError: naming an indicator that fails.
     """
     because: tuple[str, ...] = ()
     if indicator == AUTO:
@@ -59,18 +62,21 @@ def indicate(
             "name a cluster whose ladders say which are wanted"
         )
     rated.sort(key=str)
-    omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
-    _check_omega(chosen.name, omega, dag, rated)
-    blind = unreached(observations, dag, chosen.collectors)
-    flips = chosen.flips(dag, rated, observations) if isinstance(chosen, TellsFlips) else {}
+    with blamed(chosen, observations):
+        omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
+        _check_omega(chosen.name, omega, dag, rated)
+        flips = chosen.flips(dag, rated, observations) if isinstance(chosen, TellsFlips) else {}
+        flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
+        notes = tuple(chosen.notes(dag, observations))
+        blind = unreached(observations, dag, chosen.collectors)
     return Sensitivity(
         model=dag.model,
         dag_digest=digest(dag),
         observations_digest=digest(observations) if observations is not None else "",
         indicator=chosen.name,
         omega=lowered_last(omega, blind),
-        notes=(*because, *chosen.notes(dag, observations), *unreached_note(blind)),
-        flips={op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()},
+        notes=(*because, *notes, *unreached_note(blind)),
+        flips=flips,
     )
 
 

@@ -6,6 +6,7 @@ from qsync_core import terms
 from qsync_core.errors import ObservationError, PluginError
 from qsync_core.observations import Observations
 from qsync_core.registry import Registry
+from qsync_planner.indicators.blame import observed_collectors
 from qsync_planner.indicators.hessian import Hessian
 from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Indicator
@@ -14,7 +15,9 @@ from qsync_planner.indicators.paper import Paper
 from qsync_planner.indicators.random_scheme import RandomScheme
 
 AUTO = "auto"
-"""Not an indicator: ``hutchinson`` where it was observed, else ``lossvar``."""
+"""Not an indicator: the first of :data:`AUTO_ORDER` that was observed."""
+AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Hessian(), Paper())
+"""By what plans made from them cost in true error (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
 
 
 def builtin_indicators() -> list[Indicator]:
@@ -61,8 +64,29 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
 
 
 def automatic(observations: Observations | None) -> tuple[Indicator, tuple[str, ...]]:
-    """The best indicator that observations allow, and what a reader must know of the choice."""
-    if observations is None or any(series.collector == terms.HUTCHINSON for series in observations.series):
+    """The best indicator that observations allow, and what a reader must know of the choice.
+
+    Raises:
+        ObservationError: when they allow none of :data:`AUTO_ORDER`; lists what was observed and which indicators that allows.
+    """
+    if observations is None:
         return Hutchinson(), ()
-    reason = observations.settings.get(f"without {terms.HUTCHINSON}", "the observations hold nothing of collector hutchinson")
-    return LossVar(), (f"lossvar in place of hutchinson: {reason}",)
+    observed = observed_collectors(observations)
+    best = AUTO_ORDER[0]
+    for indicator in AUTO_ORDER:
+        if set(observed).issuperset(indicator.collectors):
+            if indicator is best:
+                return indicator, ()
+            reason = observations.settings.get(
+                f"without {best.name}", f"the observations hold nothing of collector {', '.join(best.collectors)}"
+            )
+            return indicator, (f"{indicator.name} in place of {best.name}: {reason}",)
+    allowed = sorted(name for name, other in available_indicators().items() if set(observed).issuperset(other.collectors))
+    truth = (
+        "; as a measured truth they go to --truth, beside the observations of an indicator" if terms.MONTECARLO in observed else ""
+    )
+    raise ObservationError(
+        f"the observations of {observations.model} hold terms of {', '.join(observed) or 'no collector'}, and the default "
+        f"indicators ({', '.join(indicator.name for indicator in AUTO_ORDER)}) read none of these; they allow --indicator "
+        f"{' or '.join(allowed)}, and 'qsync observe' with the collector {best.name} makes those of the best one{truth}"
+    )

@@ -1,0 +1,42 @@
+"""Indicators are somebody else's code, too: whatever one raises becomes a sentence that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qsync_core.errors import PluginError, QSyncError
+from qsync_core.observations import Observations
+from qsync_planner.indicators.interface import Indicator
+
+RUN = "run"
+"""Not a collector: what a run writes of itself (its loss)."""
+
+
+def observed_collectors(observations: Observations) -> list[str]:
+    """Collectors that wrote anything, by name."""
+    return sorted({series.collector for series in observations.series} - {RUN})
+
+
+@contextmanager
+def blamed(indicator: Indicator, observations: Observations | None) -> Iterator[None]:
+    """Around whatever asks an indicator.
+
+    Raises:
+        PluginError: with its name, class, and type and text of what it raised; with what it could read, when that was a KeyError.
+    """
+    try:
+        yield
+    except QSyncError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:500]
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if isinstance(error, KeyError) and observations is not None:
+            reads = ", ".join(map(str, indicator.collectors)) or "no collector"
+            holds = ", ".join(observed_collectors(observations)) or "no collector"
+            said += f"; it reads terms of {reads}, and the observations hold terms of {holds}"
+        owner = f"{type(indicator).__module__}.{type(indicator).__qualname__}"
+        raise PluginError(
+            f"indicator {indicator.name!r} ({owner}) failed with {said}; mend its plugin, or choose another indicator"
+        ) from error
