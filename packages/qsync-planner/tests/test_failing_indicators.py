@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_check import check, folder
+from test_cli_check import check, folder, run
 from test_indicator_check import A as FIRST
 from test_indicators import I8, A, B, Flat, two_linears
 
@@ -67,6 +67,18 @@ def test_a_plugins_indicator_that_fails(folder: Path, broken: Broken, says: str,
             error = check(*arguments).exception
             assert isinstance(error, QSyncError)
             assert re.match(says, str(error))
+
+
+def test_one_whose_collector_did_not_run_says_what_to_observe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Broken(None, ("lossvar", "output-norm"))
+    monkeypatch.setattr(Registry, "collect", lambda self, hook: [broken] if hook == "qsync_register_indicators" else [])
+    result = run("o.qsync", "--dag", "dag.qsync", "-o", "s.qsync", "--indicator", "broken")
+    assert isinstance(result.exception, PluginError)
+    assert str(result.exception).endswith(
+        "; it reads terms of lossvar, output-norm, and the observations hold terms of lossvar; run 'qsync observe' with "
+        "--collectors lossvar,output-norm"
+    )
+    assert not (folder / "s.qsync").exists()
 
 
 class Odd(Flat):

@@ -32,11 +32,12 @@ def blamed(indicator: Indicator, observations: Observations | None) -> Iterator[
     except Exception as error:
         text = " ".join(str(error).split())[:500]
         said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        what_to_do = "mend its plugin, or choose another indicator"
         if isinstance(error, KeyError) and observations is not None:
-            reads = ", ".join(map(str, indicator.collectors)) or "no collector"
-            holds = ", ".join(observed_collectors(observations)) or "no collector"
-            said += f"; it reads terms of {reads}, and the observations hold terms of {holds}"
+            reads, holds = list(map(str, indicator.collectors)), observed_collectors(observations)
+            said += f"; it reads terms of {', '.join(reads) or 'no collector'}, and the observations hold terms of "
+            said += ", ".join(holds) or "no collector"
+            if missing := [name for name in reads if name not in holds]:
+                what_to_do = f"run 'qsync observe' with --collectors {','.join([*holds, *missing])}"
         owner = f"{type(indicator).__module__}.{type(indicator).__qualname__}"
-        raise PluginError(
-            f"indicator {indicator.name!r} ({owner}) failed with {said}; mend its plugin, or choose another indicator"
-        ) from error
+        raise PluginError(f"indicator {indicator.name!r} ({owner}) failed with {said}; {what_to_do}") from error
