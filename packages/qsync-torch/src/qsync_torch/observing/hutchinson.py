@@ -25,7 +25,7 @@ from qsync_torch.observing.micro_batches import split
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.paired_dropout import PairedDropout
-from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts
+from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts, Scales
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
 
@@ -131,7 +131,7 @@ class _Pass:
         with torch.no_grad():
             for (phase, _, _), found in self._weight_responses.items():
                 for op_id in found.calls:
-                    self._add_operand(phase, op_id, found.weight, found.h / math.sqrt(len(found.calls)), Place.WEIGHT)
+                    self._add_operand(phase, op_id, found.weight, found.h / math.sqrt(len(found.calls)), Place.WEIGHT, {})
             for op_id, gradient in self._weight_gradients.items():
                 self._add_weight_gradient(op_id, gradient)
         return self._terms(parts)
@@ -191,7 +191,7 @@ class _Pass:
                 self._keep_weight_response(phase, site, h)
             elif place in (Place.X, Place.WEIGHT):
                 tensor = site.x if place is Place.X else site.weight
-                self._add_operand(phase, site.operator.op_id, tensor, h, place)
+                self._add_operand(phase, site.operator.op_id, tensor, h, place, site.scales[place])
             elif place is Place.OUTPUT:
                 for cast in self._outputs:
                     cast.respond(site.output, h, self._sums[phase][site.operator.op_id, cast].squares)
@@ -219,11 +219,11 @@ class _Pass:
             if casts.weight_result is not None:
                 casts.weight_result.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, casts].squares)
 
-    def _add_operand(self, phase: Phase, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place) -> None:
+    def _add_operand(self, phase: Phase, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place, scales: Scales) -> None:
         for casts in self._operands:
             cast = casts.x if place is Place.X else casts.weight
             sums = self._sums[phase][op_id, casts]
-            cast.respond(tensor, h, sums.squares)
+            cast.respond(tensor, h, sums.squares, scales)
             if (mean := cast.mean(tensor)) is not None:
                 sums.bias.add(_dot(mean, h))
 
@@ -300,7 +300,9 @@ def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tenso
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         # Filled in the order of memory: a layout of its own would be converted wherever it meets the tensor's.
-        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]).mul_(2).sub_(1))
+        signs.append(torch.empty_like(tensor).random_(0, 2, generator=generators[tensor.device]))
+    torch._foreach_mul_(signs, 2.0)
+    torch._foreach_sub_(signs, 1.0)
     return signs
 
 

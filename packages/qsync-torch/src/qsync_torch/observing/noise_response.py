@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -22,6 +23,7 @@ from qsync_core.dag import Operator
 from qsync_torch.observing import products
 from qsync_torch.observing.flips import Masks
 from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.rounding_noise import Scales
 from qsync_torch.observing.step_collector import CollectorUnavailable
 
 
@@ -46,6 +48,7 @@ class Site:
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
         grad_output, grad_input: gradients of the loss; None until backward has passed, or where nobody asks for the input's.
+        scales: of the operands, once somebody has asked for them.
     """
 
     operator: Operator
@@ -58,6 +61,7 @@ class Site:
     kept: torch.Tensor | None = None
     grad_output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
+    scales: defaultdict[Place, Scales] = attrs.field(factory=lambda: defaultdict(dict))
 
     def __attrs_post_init__(self) -> None:
         self._kept_version = None if self.kept is None else self.kept._version

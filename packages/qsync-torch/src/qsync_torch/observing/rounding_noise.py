@@ -17,6 +17,10 @@ _SMALLEST = INT8_LEVELS * torch.finfo(torch.float32).tiny
 """Of the largest element, so that the scale of a tensor of zeros is a normal number."""
 
 
+Scales = dict[Granularity, torch.Tensor]
+"""Int8 scales of a tensor: 0-d, or (channels, 1)."""
+
+
 @attrs.frozen
 class Cast:
     """A format and how it is reached."""
@@ -31,26 +35,40 @@ class Cast:
         # Of s²/12 + s²/4 the second is the squared mean.
         return squared / 4 if self.rounding is Rounding.FLOOR and self.precision.needs_scale else squared
 
-    def respond(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
+    def respond(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales | None = None) -> None:
         """Add Σ variance·h² to a sum, with as few passes over memory and as few launches as eager functions need.
 
         Args:
             tensor, h: of one shape; neither is changed.
             into: where to add it.
+            scales: of this tensor, from earlier calls; gets what is found now.
         """
-        if tensor.dtype is torch.float32 and not self.precision.needs_scale:
+        if tensor.dtype is not torch.float32 or tensor.numel() >= 2**31:
+            into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
+        elif not self.precision.needs_scale:
             norm = torch.linalg.vector_norm(nearest_error(tensor, self.precision).mul_(h))
             into.add(norm, norm)
-        elif tensor.dtype is torch.float32 and self == _STOCHASTIC_INT8 and tensor.numel() < 2**31:
-            values, h = _in_memory_order(tensor, h)
-            spacing = torch.linalg.vector_norm(values, torch.inf).clamp_(min=_SMALLEST).div_(INT8_LEVELS)
-            # With the residual f, f(1-f)·h² = (f·h)·h - (f·h)².
-            weighted = (values / spacing).remainder_(1).mul_(h)
-            norm = torch.linalg.vector_norm(weighted)
-            into.add(torch.dot(weighted, h), spacing, spacing)
-            into.add(norm, norm, spacing, spacing, constant=-1.0)
+        elif self.precision.is_fixed_point and self.rounding is Rounding.STOCHASTIC and self.granularity is not Granularity.PER_ROW:
+            self._respond_to_integers(tensor, h, into, {} if scales is None else scales)
         else:
             into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
+
+    def _respond_to_integers(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales) -> None:
+        """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
+        values, h = _by_channel_in_memory_order(tensor, h)
+        scale = scales.get(self.granularity)
+        if scale is None:
+            dim = None if self.granularity is Granularity.PER_TENSOR else 1
+            largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
+            scale = scales[self.granularity] = largest.clamp_(min=_SMALLEST).div_(INT8_LEVELS)
+        weighted = (values / scale).remainder_(1)
+        factors = (scale, scale)
+        if scale.dim():
+            h, factors = h * scale, ()
+        weighted.mul_(h)
+        norm = torch.linalg.vector_norm(weighted)
+        into.add(torch.dot(weighted.view(-1), h.view(-1)), *factors)
+        into.add(norm, norm, *factors, constant=-1.0)
 
     def respond_by_magnitude(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
         """The same for a float format where only the magnitude of the elements is known: s²/12 stands for the variance.
@@ -70,14 +88,13 @@ class Cast:
         return element_mean(tensor, self.precision, self.granularity)
 
 
-_STOCHASTIC_INT8 = Cast(Precision.INT8, rounding=Rounding.STOCHASTIC)
-
-
-def _in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All elements of two tensors of one shape, 1-d and in the same order, without a copy where both have the usual layouts."""
+def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of one shape as (dimension 0, all the rest), in the same order and without a copy where both have the usual
+    layouts."""
     if not a.is_contiguous() and all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)):
         a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
-    return a.reshape(-1), b.reshape(-1)
+    first = a.shape[0] if a.dim() > 1 else 1
+    return a.reshape(first, -1), b.reshape(first, -1)
 
 
 @attrs.frozen
