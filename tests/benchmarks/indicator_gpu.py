@@ -121,7 +121,8 @@ def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup
         for indicator in INDICATORS:
             agreement = int8.agreement[indicator]
             ranks, within = agreement.ranks, agreement.share_within_2
-            spread = f"share within 2: {within:.2f}, median Ω/truth {agreement.median_ratio:.3g}, Spearman {ranks.spearman:.3f}; truth's halves by {halves}"
+            size = f"share within 2: {within:.2f}, median Ω/truth {agreement.median_ratio:.3g}"
+            spread = f"{size}, Spearman {ranks.spearman:.3f}; truth's halves by {halves}"
             state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
             what = f"{state}, Kendall's τ, int8: {indicator}"
             row_id = f"I7-{name}" if indicator == "hutchinson" else f"I7-{name}-{indicator}"

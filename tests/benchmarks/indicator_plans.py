@@ -16,11 +16,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # befo
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from indicator.additivity import Row, exponent_row, measured_omega, plan_rows, sensitivity_on, with_true_omega
-from indicator.equal_time import SETTINGS, equal_time_rows, planned
+from indicator.equal_time import SETTINGS, Compared, equal_time_rows, planned
 from indicator.measuring import Effort, Kept, Measured, Task, measure
 from indicator.models import SUBJECTS
 from indicator.plain_cnn import NAME as HELD_OUT
@@ -35,7 +35,7 @@ def main() -> None:
     """Measure what is missing, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join([*SUBJECTS, HELD_OUT]), help="which; rows I-equal-time are of the first three")
-    parser.add_argument("--seeds", type=int, default=3, help="of each model; plans at equal time are of the first")
+    parser.add_argument("--seeds", type=int, default=3, help="of each model")
     parser.add_argument("--plans", type=int, default=26, help="how many are drawn")
     parser.add_argument("--steps", type=int, default=PlanEffort().steps, help="updates that plans are measured at")
     parser.add_argument("--draws", type=int, default=PlanEffort().draws, help="of every plan at every update")
@@ -78,11 +78,13 @@ def _rows(names: list[str], seeds: int, count: int, kept: Kept, effort: PlanEffo
     if with_flips:
         yield exponent_row(with_flips)
     for name in [name for name in names if name != HELD_OUT]:
-        yield from _at_equal_time(name, _measured(Task(name, 0), kept), kept, effort)
+        by_seed = [_at_equal_time(_measured(Task(name, seed), kept), kept, effort) for seed in range(seeds)]
+        for setting in SETTINGS:
+            yield from equal_time_rows(name, setting, [compared[setting.suffix] for compared in by_seed])
 
 
-def _at_equal_time(name: str, measured: Measured, kept: Kept, effort: PlanEffort) -> Iterator[Row]:
-    """Each different plan is measured once, whoever made it."""
+def _at_equal_time(measured: Measured, kept: Kept, effort: PlanEffort) -> dict[str, Compared]:
+    """By the suffix of the setting.  Each different plan is measured once, whoever made it."""
     by_setting = [planned(measured, setting) for setting in SETTINGS]
     different: dict[frozenset[object], Plan] = {}
     for at in by_setting:
@@ -90,9 +92,10 @@ def _at_equal_time(name: str, measured: Measured, kept: Kept, effort: PlanEffort
             different.setdefault(frozenset(plan.items()), plan)
     errors = plan_errors(measured.task, measured.dag, list(different.values()), kept, effort)
     error_of = dict(zip(different, errors, strict=True))
-    for setting, at in zip(SETTINGS, by_setting, strict=True):
-        of_plans: Mapping[str, tuple[float, ...]] = {who: error_of[frozenset(plan.items())] for who, plan in at.plans.items()}
-        yield from equal_time_rows(name, setting, at, of_plans)
+    return {
+        setting.suffix: Compared.of(at, {who: error_of[frozenset(plan.items())] for who, plan in at.plans.items()})
+        for setting, at in zip(SETTINGS, by_setting, strict=True)
+    }
 
 
 def _measured(task: Task, kept: Kept) -> Measured:

@@ -162,33 +162,50 @@ def _linear_around(sensitivity: Sensitivity, plan: Plan) -> Sensitivity:
     return attrs.evolve(sensitivity, omega=omega, flips={})
 
 
-def equal_time_rows(model: str, setting: Setting, at: Planned, errors: Mapping[str, Sequence[float]]) -> Iterator[Row]:
-    """The default indicator's true error over that of the plan by measured Ω, and every other's over the default's.
+@attrs.frozen
+class Compared:
+    """Plans of one seed of a model at one time, and the true error of each."""
 
-    Args:
-        model, setting: what was planned.
-        at: the plans.
-        errors: true error of each, a number per batch.
-    """
-    truth = {name: geometric_mean(by_update) for name, by_update in errors.items()}
-    own = truth["hutchinson"]
-    prefix = f"I-equal-time-{model}{setting.suffix}"
-    limit = f"T {at.limit_ns / at.uniform_ns:.2f} of uniform's, full precision {at.full_ns / at.uniform_ns:.2f}"
-    what = f"{model}, {setting.text}"
-    text = f"{_counts(at.plans['hutchinson'])}; {limit}; uniform precision's true error over its own {truth[UNIFORM] / own:.2f}"
-    yield _row(prefix, f"{what}: true error by hutchinson over that by measured Ω", own / truth[TRUTH], text)
-    for name in (*INDICATORS[1:], CORRECTED):
-        over = "hutchinson" if name != CORRECTED else TRUTH
-        text = _counts(at.plans[name])
-        yield _row(f"{prefix}-{name}", f"{what}: true error by {name} over that by {over}", truth[name] / truth[over], text)
-    draws = [truth[f"random/{seed}"] / own for seed in range(RANDOM_SEEDS)]
-    text = "seeds " + ", ".join(f"{value:.2f}" for value in draws)
-    yield _row(f"{prefix}-random", f"{what}: true error by random over that by hutchinson", statistics.fmean(draws), text)
+    at: Planned
+    errors: Mapping[str, float]
+
+    @classmethod
+    def of(cls, at: Planned, errors: Mapping[str, Sequence[float]]) -> Compared:
+        """Errors with a number per batch."""
+        return cls(at, {name: geometric_mean(by_update) for name, by_update in errors.items()})
+
+    def over(self, name: str, other: str) -> float:
+        """True error over another's; random's is the mean over its draws."""
+        if name == "random":
+            return statistics.fmean(self.over(f"random/{seed}", other) for seed in range(RANDOM_SEEDS))
+        return self.errors[name] / self.errors[other]
+
+
+def equal_time_rows(model: str, setting: Setting, seeds: Sequence[Compared]) -> Iterator[Row]:
+    """The default indicator's true error over that of the plan by measured Ω, and every other's over the default's: the geometric
+    mean over the model's seeds."""
+    prefix, what = f"I-equal-time-{model}{setting.suffix}", f"{model}, {setting.text}"
+    for name, over in (
+        ("hutchinson", TRUTH), *((name, "hutchinson") for name in INDICATORS[1:]), (CORRECTED, TRUTH), ("random", "hutchinson"),
+    ):  # fmt: skip
+        ratios = [seed.over(name, over) for seed in seeds]
+        text = "seeds " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        if name != "random":
+            text += "; " + ", ".join(_counts(seed.at.plans[name]) for seed in seeds)
+        if name == "hutchinson":
+            at = seeds[0].at
+            uniform = ", ".join(f"{seed.over(UNIFORM, name):.2f}" for seed in seeds)
+            text += (
+                f"; T {at.limit_ns / at.uniform_ns:.2f} of uniform's, full precision {at.full_ns / at.uniform_ns:.2f}; uniform "
+                f"precision's true error over its own {uniform}"
+            )
+        row_id = prefix if name == "hutchinson" else f"{prefix}-{name}"
+        yield _row(row_id, f"{what}: true error by {name} over that by {over}", geometric_mean(ratios), text)
 
 
 def _counts(plan: Plan) -> str:
     names = {INT8: "int8", BFLOAT16: "bfloat16"}
-    return ", ".join(f"{sum(v == variant for v in plan.values())} {names[variant]}" for variant in MEASURED)
+    return " and ".join(f"{sum(v == variant for v in plan.values())} {names[variant]}" for variant in MEASURED)
 
 
 def _row(name: str, what: str, value: float, spread: str) -> Row:
