@@ -80,10 +80,10 @@ def _first(observations: Observations, count: int) -> Observations:
 
 def _stop(observations: Observations) -> int:
     """After how many updates the rule ends observing, if never, all."""
-    from qsync_torch.observing.record import RANKED_TERMS, Record
+    from qsync_torch.observing.record import Record
 
     for count in range(1, UPDATES + 1):
-        if SettledRule().reason(Record.of(_first(observations, count)).rankings(RANKED_TERMS)):
+        if SettledRule().reason(Record.of(_first(observations, count)).rankings()):
             return count
     return UPDATES
 

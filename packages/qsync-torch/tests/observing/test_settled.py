@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qsync_core import terms
+from qsync_core.op_id import OpId
+from qsync_torch.observing.record import Record
 from qsync_torch.observing.settled import SettledRule, spearman
 
 RULE = SettledRule(warmup=4, window=3, quiet_windows=2, window_alone=0.9)
@@ -86,3 +89,25 @@ def test_by_default_four_updates_are_enough_where_two_and_two_agree():
     rule = SettledRule()
     settled = [n for n in range(1, 7) if rule.reason(_rows(n, lambda operator, step: operator + 1))]
     assert settled == [4, 6]
+
+
+def test_only_the_best_collector_that_ran_has_to_settle():
+    record = Record("net")
+    for step in range(4):
+        record.add(
+            {
+                (OpId(f"op{operator}"), None, collector, term): value
+                for operator in range(12)
+                for collector, term, value in (
+                    (terms.HUTCHINSON, terms.OPERANDS, operator + 1.0),
+                    (terms.HUTCHINSON, terms.OUTPUT, (operator + 5.0 * step) % 12),
+                    (terms.LOSSVAR, terms.X_VAR_GRAD, (operator + 5.0 * step) % 12),
+                )
+            },
+            step,
+        )
+    assert list(record.rankings()) == [(None, terms.HUTCHINSON, terms.OPERANDS)]
+    assert SettledRule().reason(record.rankings())
+    record.forget(terms.HUTCHINSON)
+    assert list(record.rankings()) == [(None, terms.LOSSVAR, terms.X_VAR_GRAD)]
+    assert not SettledRule().reason(record.rankings())

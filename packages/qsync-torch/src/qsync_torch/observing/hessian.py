@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core import terms
 from qsync_core.dag import Operator, PrecisionDag
@@ -21,6 +20,7 @@ from qsync_core.variant import Variant
 from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
 
@@ -28,7 +28,6 @@ FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
 """Hessian-vector products an operator."""
 TOLERANCE = 0.01
 """Relative change of the eigenvalue from one product to the next at which an operator is done."""
-_NO_SECOND_DERIVATIVE = ("not implemented", "differentiate twice", "once_differentiable", "double backward")
 
 
 @attrs.define(eq=False)
@@ -124,14 +123,14 @@ class HessianCollector:
         weights = _Weights()
         with step.undisturbed(), watched(step.model, step.dag.adjustable, weights):
             try:
-                with sdpa_kernel([SDPBackend.MATH]):
+                with twice_differentiable():
                     loss = step.loss()
                 eigenvalues = self._eigenvalues(loss, weights.distinct, step.seed)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                if not any(sign in str(error).lower() for sign in _NO_SECOND_DERIVATIVE):
+                reason = no_second_derivative(error)
+                if not reason:
                     raise
                 raise CollectorUnavailable(
                     f"{step.job.name} has an operation without a second derivative, which the Hessian needs: {reason}"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import attrs
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_core import terms
 from qsync_core.dag import PrecisionDag
@@ -26,6 +24,7 @@ from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Si
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.paired_dropout import PairedDropout
 from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts, Scales
+from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
 
@@ -73,7 +72,7 @@ class HutchinsonCollector:
             except torch.OutOfMemoryError as error:
                 out_of_memory = str(error)
             except (RuntimeError, NotImplementedError) as error:
-                if reason := _no_second_derivative(error):
+                if reason := no_second_derivative(error):
                     raise CollectorUnavailable(reason) from None
                 raise
             # Outside the handler: the traceback holds the tensors that filled the memory.
@@ -306,19 +305,5 @@ def random_signs(tensors: Iterable[torch.Tensor], seed: int) -> list[torch.Tenso
     return signs
 
 
-@contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Attention by plain products inside: fused kernels give the same values and have no second derivative."""
-    with sdpa_kernel([SDPBackend.MATH]):
-        yield
-
-
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.sum(a * b, dtype=torch.float64)
-
-
-def _no_second_derivative(error: BaseException) -> str:
-    """What lacks a second derivative, where that is what an error says; "" for any other error."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    signs = ("is not implemented", "once_differentiable", "double backward", "does not support double", "derivative for")
-    return text if any(sign in text for sign in signs) else ""

@@ -17,7 +17,7 @@ from qsync_core.observations import Observations
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collectors import AnyCollector, default_collectors, installed_collectors
-from qsync_torch.observing.record import LOSS, RANKED_TERMS, JobFault, Key, Record
+from qsync_torch.observing.record import LOSS, JobFault, Key, Record
 from qsync_torch.observing.running_collectors import RunningCollectors
 from qsync_torch.observing.settled import SettledRule
 from qsync_torch.observing.step_collector import ObservedStep
@@ -166,7 +166,7 @@ class _Run:
                 record.add(self._observe_update(runner, update, record), update)
                 done += 1
                 runner.update()
-                if settled is not None and update + 1 < last and (reason := settled.reason(record.rankings(RANKED_TERMS))):
+                if settled is not None and update + 1 < last and (reason := settled.reason(record.rankings())):
                     stopped = reason
                     break
                 if checkpoint is not None:

@@ -66,15 +66,18 @@ class Record:
         """As they are stored."""
         return tuple(Series(*key, tuple(values)) for key, values in self.values.items())
 
-    def rankings(self, ranked: Mapping[str, Sequence[str]]) -> dict[Any, list[list[float]]]:
+    def rankings(self) -> dict[Any, list[list[float]]]:
         """For every variant and term that ranks operators, one row per update with the values of all operators.
 
-        Args:
-            ranked: by collector, which of its terms rank; a collector that is not named ranks with all of them.
+        Of QSync's own collectors only the best that ran counts, which is the one that ``qsync indicate`` takes; the others are
+        there to be compared.  Those of plugins rank with all their terms.
         """
+        ran = {collector for _, _, collector, _ in self.values}
+        best = next((name for name in RANKED_TERMS if name in ran), "")
         columns: dict[Any, list[Sequence[float]]] = {}
         for (op_id, variant, collector, term), series in self.values.items():
-            if op_id is not None and term in ranked.get(collector, (term,)):
+            ranked = RANKED_TERMS.get(collector, (term,)) if collector == best or collector not in RANKED_TERMS else ()
+            if op_id is not None and term in ranked:
                 columns.setdefault((variant, collector, term), []).append(series)
         return {key: [list(row) for row in zip(*series, strict=True)] for key, series in columns.items()}
 
@@ -104,4 +107,5 @@ RANKED_TERMS: dict[str, tuple[str, ...]] = {
     terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
     terms.PAPER: (terms.V_SQ_NORM, terms.GV_SQ_NORM),
 }
-"""Of QSync's own collectors, the terms whose ranking has to settle: others are small beside them, or the same in every update."""
+"""Of QSync's own collectors, the best first, the terms whose ranking has to settle: others are small beside them, or the same in
+every update."""
