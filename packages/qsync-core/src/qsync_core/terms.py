@@ -13,7 +13,8 @@ Collector ``lossvar``, one series per (adjustable operator, variant that is not 
 ===============  ====================================================================================================
 
 σ²_j is the variance of the rounding of element j: s²·f·(1−f) for stochastic rounding, f being the residual in units of the
-spacing s; s²/12 for nearest (0 where the format holds every value exactly); for floor s²/12 plus the squared mean error s²/4.
+spacing s; for nearest the square of the error itself, which is s²/12 on average and 0 where the format holds the value; for floor
+s²/12 plus the squared mean error s²/4, and 0 for zeros.
 For int8 s is the scale; for floats s = 2^(e−k) with the element's own exponent e, not below the format's smallest.
 
 Collector ``paper``, one series per adjustable operator, ``variant=None`` unless said otherwise:
@@ -34,12 +35,14 @@ Collector ``paper``, one series per adjustable operator, ``variant=None`` unless
 
 Collector ``hutchinson``, one series per (adjustable operator, variant that is not the base precision's).  For a random direction u
 of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the response to noise e added to the named tensors, so that
-Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding):
+Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding).  Calls of one
+module read one rounded weight; each is written an equal part of what that does:
 
 ====================  ================================================================================================
 ``operands``          that sum over the compute copies of activation and weight, forward and saved
 ``output``            over the output where ``variant.output`` is a 16-bit format; absent means 0
-``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats
+``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats, and the
+                      squared rounding error of the weight's gradient where the product writes 16 bits
 ``operands_flips``    what flipping masks add to ``operands``: the same sum of the response through masks' windowed derivatives,
                       times 2√(2/π)·t over the standard deviation that t, the half width of the window, was taken from; absent
                       without ReLU and max pooling

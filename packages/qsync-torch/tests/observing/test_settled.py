@@ -85,10 +85,10 @@ def test_rank_correlation_sees_only_ranks(values):
     assert spearman(values, [v**3 for v in values]) == pytest.approx(1.0)
 
 
-def test_by_default_four_updates_are_enough_where_two_and_two_agree():
+def test_by_default_three_updates_are_enough_where_all_agree():
     rule = SettledRule()
     settled = [n for n in range(1, 7) if rule.reason(_rows(n, lambda operator, step: operator + 1))]
-    assert settled == [4, 6]
+    assert settled == [3, 4, 5, 6]
 
 
 def test_only_the_best_collector_that_ran_has_to_settle():

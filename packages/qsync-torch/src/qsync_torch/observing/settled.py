@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class SettledRule:
-    """Stop once two successive windows changed nobody's rank much.
+    """Stop once successive windows changed nobody's rank much.
 
     For every term, operators are ranked by the geometric mean of their values so far.  A window is quiet if, for every term,
     Spearman's correlation between the ranking at its end and that at its beginning is at least ``running``, and that between
@@ -25,8 +25,8 @@ class SettledRule:
     """
 
     warmup: int = 0
-    window: int = 2
-    quiet_windows: int = 1
+    window: int = 1
+    quiet_windows: int = 2
     running: float = 0.99
     window_alone: float = 0.97
 
