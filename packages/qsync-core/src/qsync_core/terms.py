@@ -35,8 +35,8 @@ Collector ``paper``, one series per adjustable operator, ``variant=None`` unless
 
 Collector ``hutchinson``, one series per (adjustable operator, variant that is not the base precision's).  For a random direction u
 of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the response to noise e added to the named tensors, so that
-Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding).  Calls of one
-module read one rounded weight; each is written an equal part of what that does:
+Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding).
+Calls of one module read one rounded weight; each is written an equal part of what that does:
 
 ====================  ================================================================================================
 ``operands``          that sum over the compute copies of activation and weight, forward and saved
