@@ -1,12 +1,15 @@
-"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``indicator``, ``kernels``, or all of them.
+"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``indicator``, ``accuracy``, ``kernels``.
+
+Without arguments it is all but ``accuracy``, which trains for an hour and a half on two cores.
 
     tox run -e benchmark -- spine
     tox run -e benchmark -- allocator --only A1,A2
     tox run -e benchmark -- indicator --jobs 9
+    tox run -e benchmark -- accuracy --save runs --jobs 16
     tox run -e benchmark -- kernels --set bert-base --compare docs/results/kernels/nvidia-h200.json
 
-What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``indicator`` to ``indicator_rows.py``, and what follows
-``kernels`` to pytest.
+What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``indicator`` to ``indicator_rows.py``, what follows
+``accuracy`` to ``accuracy.py``, and what follows ``kernels`` to pytest.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ def commands(arguments: list[str]) -> list[list[str]]:
     spine = [[sys.executable, f"tests/benchmarks/{script}", *rest] for script, *rest in map(shlex.split, SPINE)]
     allocator = [sys.executable, "tests/benchmarks/allocator_rows.py"]
     indicator = [sys.executable, "tests/benchmarks/indicator_rows.py"]
+    accuracy = [sys.executable, "tests/benchmarks/accuracy.py"]
     kernels = [sys.executable, "-m", "pytest", "tests/benchmarks/kernels"]
     match arguments:
         case []:
@@ -45,10 +49,13 @@ def commands(arguments: list[str]) -> list[list[str]]:
             return [[*allocator, *rest]]
         case ["indicator", *rest]:
             return [[*indicator, *rest]]
+        case ["accuracy", *rest]:
+            return [[*accuracy, *rest]]
         case ["kernels", *rest]:
             return [[*kernels, *rest]]
     raise SystemExit(
-        f"benchmarks are 'spine', 'allocator', 'indicator' and 'kernels', got {arguments[0]!r}; 'spine' takes no arguments"
+        f"benchmarks are 'spine', 'allocator', 'indicator', 'accuracy' and 'kernels', got {arguments[0]!r}; 'spine' takes no "
+        "arguments"
     )
 
 
