@@ -31,7 +31,11 @@ NEAREST = attrs.evolve(FORWARD, rounding=Rounding.NEAREST)
 FLOOR = attrs.evolve(FORWARD, rounding=Rounding.FLOOR)
 WEIGHT_GRADIENT = attrs.evolve(INT8, grad_input=FLOAT32, grad_weight=INT8_FORMAT)
 INPUT_GRADIENT = attrs.evolve(INT8, grad_input=INT8_FORMAT, grad_weight=FLOAT32)
-LADDER = (BFLOAT16, INT8, FORWARD, PER_TENSOR, NEAREST, FLOOR, WEIGHT_GRADIENT, INPUT_GRADIENT)
+BOTH_GRADIENTS = attrs.evolve(INT8, grad_input=INT8_FORMAT, grad_weight=INT8_FORMAT)
+BOTH_PER_TENSOR = attrs.evolve(BOTH_GRADIENTS, w_granularity=Granularity.PER_TENSOR)
+LADDER = (
+    BFLOAT16, INT8, FORWARD, PER_TENSOR, NEAREST, FLOOR, WEIGHT_GRADIENT, INPUT_GRADIENT, BOTH_GRADIENTS, BOTH_PER_TENSOR,
+)  # fmt: skip
 
 
 class Linears(nn.Module):
@@ -153,7 +157,8 @@ class Reference:
             ("g", y),
             ("gi", x),
             ("g for w", product(x.detach(), weight, None)),
-            ("g for x", product(x, weight.detach(), bias)),
+            ("g for x", product(x, weight.detach(), None)),
+            ("g for both", product(x, weight, None)),
         ):
             self._noise[name, place] = torch.zeros_like(tensor).requires_grad_()
             self._terms.append((self._noise[name, place] * tensor).sum())
@@ -270,14 +275,20 @@ def test_bfloat16_gradients(observed):
         assert (op_id, FORWARD, terms.GRADIENT) not in totals
 
 
-def test_gradients_of_which_one_product_reads_a_lower_format(observed):
+def test_gradients_of_which_products_read_a_lower_format(observed):
+    """The copy that the input's gradient reads is of the gradient times the weight's scales; the bias's reads none of 8 bits."""
     step, totals, reference = observed
     frozen = {name.removesuffix(".weight") for name, value in step.model.named_parameters() if not value.requires_grad}
+    without_input_gradient = {operator.op_id for operator in step.dag.adjustable if 0 in operator.no_grad_inputs}
     for op_id, name in _names(step):
-        variance = _stochastic(reference.values[name, "g"])
+        grad = reference.values[name, "g"]
+        scale = 1.0 if op_id in without_input_gradient else _spacing(reference.values[name, "w"], True)[:, 0]
+        plain, multiplied = _stochastic(grad), _stochastic(grad * scale) / scale**2
         if name not in frozen:
-            _check(totals, (op_id, WEIGHT_GRADIENT, terms.GRADIENT), reference.squares(name, "g for w", variance))
-        _check(totals, (op_id, INPUT_GRADIENT, terms.GRADIENT), reference.squares(name, "g for x", variance))
+            _check(totals, (op_id, WEIGHT_GRADIENT, terms.GRADIENT), reference.squares(name, "g for w", plain))
+        _check(totals, (op_id, INPUT_GRADIENT, terms.GRADIENT), reference.squares(name, "g for x", multiplied))
+        _check(totals, (op_id, BOTH_GRADIENTS, terms.GRADIENT), reference.squares(name, "g for both", multiplied))
+        _check(totals, (op_id, BOTH_PER_TENSOR, terms.GRADIENT), reference.squares(name, "g for both", plain))
 
 
 def test_random_signs_are_independent():

@@ -31,6 +31,11 @@ def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) 
     return torch.where(largest > 0, largest, torch.full_like(largest, levels)) / levels
 
 
+def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
+    """Scale of a cast to an 8-bit format; see :func:`absmax_scale`."""
+    return absmax_scale(tensor, granularity, INT8_LEVELS if precision.is_fixed_point else FLOAT8_E4M3FN_MAX)
+
+
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     """Distance of neighbouring values of a float format around each element: 2^(e-k), e not below the smallest exponent."""
     _, exponent = torch.frexp(tensor)
@@ -42,9 +47,9 @@ def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
 def element_spacing(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
     """Distance of neighbouring values around each element once ``tensor`` is cast to a format lower than float32."""
     if precision.is_fixed_point:
-        return absmax_scale(tensor, granularity, INT8_LEVELS).expand_as(tensor)
+        return cast_scale(tensor, precision, granularity).expand_as(tensor)
     if precision.needs_scale:
-        scale = absmax_scale(tensor, granularity, FLOAT8_E4M3FN_MAX)
+        scale = cast_scale(tensor, precision, granularity)
         return float_spacing(tensor / scale, precision) * scale
     return float_spacing(tensor, precision)
 
@@ -53,10 +58,10 @@ def nearest_error(tensor: torch.Tensor, precision: Precision, granularity: Granu
     """What casting to the nearest value of a format lower than float32 changes: x minus the cast; saturates beyond the format."""
     dtype = TORCH_DTYPE[precision]
     if precision.is_fixed_point:
-        spacing = absmax_scale(tensor, granularity, INT8_LEVELS)
+        spacing = cast_scale(tensor, precision, granularity)
         return tensor - (tensor / spacing).round_().mul_(spacing)
     if precision.needs_scale:
-        scale = absmax_scale(tensor, granularity, FLOAT8_E4M3FN_MAX)
+        scale = cast_scale(tensor, precision, granularity)
         return tensor - (tensor / scale).to(dtype).to(tensor.dtype).mul_(scale)
     largest = torch.finfo(dtype).max
     inside = tensor.clamp(-largest, largest) if largest < torch.finfo(torch.float32).max / 2 else tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -19,6 +19,7 @@ from qsync_torch.job import Batch
 from qsync_torch.observing.attention import LeanAttention
 from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
 from qsync_torch.observing.flips import FLIP_FACTOR, Masks
+from qsync_torch.observing.gradient_copies import lowered_copies
 from qsync_torch.observing.micro_batches import split
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site
 from qsync_torch.observing.normalization import LeanNorms
@@ -236,23 +237,10 @@ class _Pass:
                 if casts.result is not None:
                     casts.result.respond_by_magnitude(tensor.float(), h, sums.squares)
                 continue
-            for cast, response in self._by_copy(site, casts, h):
-                cast.respond(tensor, response, sums.squares)
-                if (mean := cast.mean(tensor)) is not None:
+            for cast, copied, response in lowered_copies(site, casts, tensor, h, self._direction):
+                cast.respond(copied, response, sums.squares)
+                if (mean := cast.mean(copied)) is not None:
                     sums.bias.add(_dot(mean, response))
-
-    def _by_copy(self, site: Site, casts: GradientCasts, h: torch.Tensor) -> Iterator[tuple[Cast, torch.Tensor]]:
-        """The copies of the incoming gradient that are read in a lower format, each with the response to its noise."""
-        u = self._direction.get(site.parameter)
-        if casts.shared or u is None:
-            if (cast := casts.to_weight or casts.to_input) is not None:
-                yield cast, h
-            return
-        # ⟨g, u⟩ depends on the copy for the weight's gradient by ⟨grad_outputᵀ·x, u⟩ alone; the rest goes through the input's.
-        by_weight = site.geometry.product(site.x, u, None)
-        for cast, response in ((casts.to_weight, by_weight), (casts.to_input, h - by_weight)):
-            if cast is not None:
-                yield cast, response
 
     def _terms(self, parts: int) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}

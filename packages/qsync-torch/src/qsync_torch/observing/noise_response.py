@@ -44,7 +44,7 @@ class Site:
     Attributes:
         operator, geometry: what was called.
         x, weight: its operands.
-        parameter: the weight as it was handed over, with its graph.
+        parameter, bias_parameter: the weight and the bias as they were handed over, with their graphs.
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
         grad_output, grad_input: gradients of the loss; None until backward has passed, or where nobody asks for the input's.
@@ -57,6 +57,7 @@ class Site:
     weight: torch.Tensor
     bias: torch.Tensor | None
     parameter: torch.Tensor
+    bias_parameter: torch.Tensor | None
     masks_before: int
     kept: torch.Tensor | None = None
     grad_output: torch.Tensor | None = None
@@ -132,7 +133,7 @@ class NoiseResponse:
         output = products.product(x_copy, weight_copy, bias, geometry)
         bias_values = None if bias is None else bias.detach()
         kept = output.detach() if weight.dim() == 4 else None
-        site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, len(self._masks.seen), kept)
+        site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, bias, len(self._masks.seen), kept)
         self.sites.append(site)
         for place, tensor in ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.OUTPUT, output)):
             tensor.register_hook(functools.partial(self._passed, site, place))

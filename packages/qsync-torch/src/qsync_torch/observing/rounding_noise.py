@@ -126,6 +126,8 @@ class GradientCasts:
         shared: whether both products read one copy.
         result: of the gradient of the input, None where the product writes the activation's own format.
         weight_result: of the gradient of the weight, None where the product writes float32.
+        multiplied: the weight's cast, where the 8-bit copy for the input's gradient is of the gradient times the weight's scale of
+            each output channel, which the product with the weight would have to multiply with otherwise.
     """
 
     to_input: Cast | None
@@ -133,6 +135,7 @@ class GradientCasts:
     shared: bool
     result: Cast | None
     weight_result: Cast | None
+    multiplied: Cast | None
 
     @classmethod
     def of(cls, variant: Variant) -> GradientCasts | None:
@@ -145,12 +148,14 @@ class GradientCasts:
         def reads(precision: Precision) -> Cast | None:
             return casts[precision] if precision in casts else casts[copies[0]]
 
+        weight, by_channel = Cast(variant.compute, variant.w_granularity), variant.w_granularity is Granularity.PER_CHANNEL
         return cls(
             reads(variant.grad_input),
             reads(variant.grad_weight),
             len(copies) == 1,
             _result(variant.grad_input),
             None if variant.compute.needs_scale else _result(variant.grad_weight),
+            weight if variant.grad_input.needs_scale and weight.precision.needs_scale and by_channel else None,
         )
 
 
