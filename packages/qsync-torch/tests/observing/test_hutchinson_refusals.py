@@ -47,15 +47,30 @@ def _job(model):
     return Job("part", model, batch, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=8)
 
 
-def test_an_operator_that_runs_without_gradients_has_no_response():
+def test_an_operator_that_runs_without_gradients_has_no_series():
     torch.manual_seed(0)
     job = _job(Frozen())
     found = observe(job, trace(job), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector(), LossVarCollector()])
-    values = {
-        name: found.values(terms.HUTCHINSON, terms.OPERANDS, OpId(name), LADDER[0]) for name in ("backbone", "middle", "head")
-    }
-    assert values["backbone"] == (0.0, 0.0)
-    assert min(values["middle"] + values["head"]) > 0
+    assert {series.op_id for series in found.series} == {None, OpId("middle"), OpId("head")}
+    assert min(found.values(terms.HUTCHINSON, terms.OPERANDS, OpId("middle"), LADDER[0])) > 0
+
+
+class DetachedBehindReLU(nn.Module):
+    """Random signs at the mask come back to ``cut``; the gradient of the loss does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(F.relu(self.cut(x)).detach() + x)
+
+
+def test_an_operator_before_a_detached_mask_has_no_series():
+    torch.manual_seed(0)
+    job = _job(DetachedBehindReLU())
+    found = observe(job, trace(job), LADDER, warmup=0, steps=1, collectors=[HutchinsonCollector()])
+    assert {series.op_id for series in found.series} == {None, OpId("head")}
 
 
 def test_activation_checkpointing_is_refused_with_the_reason():

@@ -111,3 +111,11 @@ def test_only_the_best_collector_that_ran_has_to_settle():
     record.forget(terms.HUTCHINSON)
     assert list(record.rankings()) == [(None, terms.LOSSVAR, terms.X_VAR_GRAD)]
     assert not SettledRule().reason(record.rankings())
+
+
+def test_updates_that_agree_only_roughly_do_not_settle_by_default():
+    noise = random.Random(1)
+    table = [[1.2**operator * noise.uniform(0.5, 2) for operator in range(12)] for _ in range(12)]
+    rows = {"term": table}
+    assert not any(SettledRule().reason({"term": table[:n]}) for n in range(3, 13))
+    assert SettledRule(window_alone=0.3, running=0.9).reason(rows)

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qsync_core import terms
 from qsync_core.dag import PrecisionDag
 from qsync_core.observations import Observations
 from qsync_core.op_id import OpId
 from qsync_planner.indicators.interface import Omega
 
-_BY_GRADIENTS = frozenset((terms.HUTCHINSON, terms.LOSSVAR, terms.PAPER))
-"""Collectors that see an operator by the gradients that come back to it."""
-
 
 def unreached(observations: Observations | None, dag: PrecisionDag, collectors: Sequence[str]) -> list[OpId]:
-    """Operators of which such collectors wrote nothing, or nothing but zeros."""
-    if observations is None or not _BY_GRADIENTS.intersection(collectors):
+    """Operators of which these collectors wrote nothing, though of others; zeros are something."""
+    if observations is None:
         return []
-    reached = {
-        series.op_id
-        for series in observations.series
-        if series.collector in collectors and any(value > 0 for value in series.values)
-    }
-    return [operator.op_id for operator in dag.adjustable if operator.op_id not in reached]
+    written = {series.op_id for series in observations.series if series.collector in collectors}
+    return [operator.op_id for operator in dag.adjustable if operator.op_id not in written] if written - {None} else []
 
 
 def lowered_last(omega: Omega, operators: Sequence[OpId]) -> Omega:

@@ -79,8 +79,6 @@ def _relu_of(masks: Masks, a: torch.Tensor) -> torch.Tensor:
 
 def _relu_in_place(masks: Masks, a: torch.Tensor) -> torch.Tensor:
     """Other readers of ``a`` see it changed, as they would."""
-    if a._is_view():
-        return a.copy_(_relu_of(masks, a.clone()))
     return _ReLU.apply(a, masks.add(a), True)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -137,6 +137,8 @@ class HessianCollector:
                 ) from error
         found: dict[StepTerm, float] = {}
         for op_id, weight in weights.by_operator.items():
+            if id(weight) not in eigenvalues:
+                continue  # no gradient came back to it: nothing is known
             found[op_id, None, terms.TOP_EIGENVALUE] = eigenvalues[id(weight)]
             found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
             for variant in variants:
@@ -145,9 +147,9 @@ class HessianCollector:
         return found
 
     def _eigenvalues(self, loss: torch.Tensor, weights: Sequence[torch.Tensor], seed: int) -> dict[int, float]:
-        """By the identity of the weight."""
+        """By the identity of the weight; nothing of one that the loss does not depend on by a way that can be differentiated."""
         if not weights or not loss.requires_grad:
-            return dict.fromkeys(map(id, weights), 0.0)
+            return {}
         generator = torch.Generator().manual_seed(seed)
         gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
         curved = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
@@ -156,8 +158,9 @@ class HessianCollector:
             # would not meet it and come out too small: this pass goes everywhere.
             torch.autograd.backward(curved, [torch.ones_like(gradient) for gradient in curved], retain_graph=True)
         return {
-            id(weight): 0.0 if gradient is None or not gradient.requires_grad else self._top(gradient, weight, generator)
+            id(weight): self._top(gradient, weight, generator) if gradient.requires_grad else 0.0
             for weight, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None
         }
 
     def _top(self, gradient: torch.Tensor, weight: torch.Tensor, generator: torch.Generator) -> float:

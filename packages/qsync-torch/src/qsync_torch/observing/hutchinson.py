@@ -115,6 +115,7 @@ class _Pass:
         self._weight_responses: dict[tuple[Phase, str, int], _WeightResponse] = {}
         self._weight_gradients: dict[OpId, torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
+        self._reached: set[OpId] = set()
         self._has_masks = False
         self._whole = True
         self._direction: dict[torch.Tensor, torch.Tensor] = {}
@@ -130,8 +131,11 @@ class _Pass:
             self._one(number, part, share, parameters)
         with torch.no_grad():
             for (phase, _, _), found in self._weight_responses.items():
+                calls = len(found.calls)
                 for op_id in found.calls:
-                    self._add_operand(phase, op_id, found.weight, found.h / math.sqrt(len(found.calls)), Place.WEIGHT, {})
+                    self._add_operand(
+                        phase, op_id, found.weight, found.h / math.sqrt(calls), Place.WEIGHT, {}, 1 / math.sqrt(calls)
+                    )
             for op_id, gradient in self._weight_gradients.items():
                 self._add_weight_gradient(op_id, gradient)
         return self._terms(parts)
@@ -152,6 +156,8 @@ class _Pass:
                     )
                     _forget_gradients(parameters)
                 norm = float(response.differentiate(loss, parameters))
+                # The gradient does not pass by an operator before which nothing is trained; a response does, unless there is none.
+                self._reached |= {site.operator.op_id for site in response.sites if site.grad_output is not None}
                 del loss
                 if not self._scale:
                     self._set_scale(norm)
@@ -184,6 +190,8 @@ class _Pass:
         torch._foreach_mul_(list(self._direction.values()), self._scale)
 
     def _respond(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
+        if phase is Phase.RESPONSE:
+            self._reached.add(site.operator.op_id)
         with torch.no_grad():
             if phase is Phase.GRADIENT:
                 self._keep_weight_gradient(site, h)
@@ -219,13 +227,22 @@ class _Pass:
             if casts.weight_result is not None:
                 casts.weight_result.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, casts].squares)
 
-    def _add_operand(self, phase: Phase, op_id: OpId, tensor: torch.Tensor, h: torch.Tensor, place: Place, scales: Scales) -> None:
+    def _add_operand(
+        self,
+        phase: Phase,
+        op_id: OpId,
+        tensor: torch.Tensor,
+        h: torch.Tensor,
+        place: Place,
+        scales: Scales,
+        share: float = 1.0,
+    ) -> None:
         for casts in self._operands:
             cast = casts.x if place is Place.X else casts.weight
             sums = self._sums[phase][op_id, casts]
             cast.respond(tensor, h, sums.squares, scales)
             if (mean := cast.mean(tensor)) is not None:
-                sums.bias.add(_dot(mean, h))
+                sums.bias.add(_dot(mean, h), constant=share)
 
     def _add_gradient(self, site: Site, place: Place, h: torch.Tensor) -> None:
         op_id = site.operator.op_id
@@ -247,13 +264,18 @@ class _Pass:
         fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
 
         def total(phase: Phase, key: Key) -> float:
-            """Σ σ²·h² + (Σ μ·h)²."""
-            sums = self._sums[phase][key]
+            """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
+            op_id, source = key
+            sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
-            return (fetched.value(sums.squares) + fetched.value(sums.bias) ** 2) / scale**2
+            calls = [other for other in self._calls if other.fqn == op_id.fqn and (other, source) in sums]
+            shift = math.fsum(fetched.value(sums[other, source].bias) for other in calls)
+            return (fetched.value(sums[key].squares) + shift**2 / max(1, len(calls))) / scale**2
 
         for operator in self._step.dag.adjustable:
             op_id = operator.op_id
+            if op_id not in self._reached:
+                continue  # nothing is known of it, which is not the same as zeros
             masks = self._masks_behind.get(op_id, 0)
             for v in self._variants:
                 output = None if v.output is Precision.FLOAT32 else Cast(v.output)

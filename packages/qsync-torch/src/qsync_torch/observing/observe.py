@@ -16,6 +16,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.observations import Observations
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
+from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.collectors import AnyCollector, default_collectors, installed_collectors
 from qsync_torch.observing.record import LOSS, JobFault, Key, Record
 from qsync_torch.observing.running_collectors import RunningCollectors
@@ -91,6 +92,8 @@ def observe(
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
         )
+    if not list(low_precision(variants)):
+        raise ObservationError("only float32 is asked about, which rounds nothing; name at least one lower precision")
     run = _Run(
         job=attrs.evolve(
             job, batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)), loss=_differentiable_loss(job)

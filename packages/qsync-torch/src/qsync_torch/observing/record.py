@@ -94,9 +94,9 @@ class Record:
         """Drop all that a collector wrote."""
         self.values = {key: series for key, series in self.values.items() if key[2] != collector}
 
-    def reached(self, collector: str) -> set[OpId]:
-        """The operators that a collector wrote anything of."""
-        return {op_id for op_id, _, name, _ in self.values if name == collector and op_id is not None}
+    def wrote(self, collector: str) -> bool:
+        """Whether a collector wrote anything."""
+        return any(name == collector for _, _, name, _ in self.values)
 
 
 LOSS: Key = (None, None, "run", "loss")

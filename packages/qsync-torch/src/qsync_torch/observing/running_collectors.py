@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,21 +65,14 @@ class RunningCollectors:
 
         Raises:
             JobFault: what a collector found wrong with the job.
-            ObservationError: when a collector can not go on that could before, or none is left.
+            ObservationError: when one that was asked for can not go on, or none is left.
             PluginError: when one that was asked for fails.
         """
         found: dict[Key, float] = {}
         for collector in [c for c in self.active if isinstance(c, StepCollector)]:
-            try:
-                with self._blamed(collector, step.update, record):
-                    numbers = collector.collect_step(step, self.variants)
-                    found |= _keyed(collector.name, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()))
-            except CollectorUnavailable as reason:
-                if record.reached(collector.name):
-                    raise ObservationError(
-                        f"collector {collector.name} fails at update {step.update} of {self.model}: {reason}"
-                    ) from None
-                self.leave_out(collector.name, str(reason))
+            with self._blamed(collector, step.update, record):
+                numbers = collector.collect_step(step, self.variants)
+                found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()))
         return found
 
     def of_calls(self, tap: Tap, update: int, record: Record) -> dict[Key, float]:
@@ -94,7 +88,7 @@ class RunningCollectors:
                 for collector in [c for c in self.active if isinstance(c, Collector)]:
                     with self._blamed(collector, update, record):
                         numbers = collector.collect(call, self.variants)
-                        found |= _keyed(collector.name, ((op_id, v, term, value) for (v, term), value in numbers.items()))
+                        found |= _keyed(collector, ((op_id, v, term, value) for (v, term), value in numbers.items()))
         return {key: value for key, value in found.items() if key[2] not in self.unavailable}
 
     def restore(self, model: torch.nn.Module, update: int, record: Record) -> None:
@@ -133,7 +127,12 @@ class RunningCollectors:
         """Around a call of a collector: what it did not mean to raise is told in a sentence that names it."""
         try:
             yield
-        except (CollectorUnavailable, JobFault):
+        except CollectorUnavailable as reason:
+            if self.asked_for and record.wrote(collector.name):
+                raise ObservationError(f"collector {collector.name} fails at update {update} of {self.model}: {reason}") from None
+            record.forget(collector.name)
+            self.leave_out(collector.name, str(reason))
+        except JobFault:
             raise
         except ObservationError as error:
             raise JobFault(str(error)) from error
@@ -149,8 +148,14 @@ class RunningCollectors:
             self.leave_out(collector.name, f"it {what}")
 
 
-def _keyed(name: str, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]]) -> Mapping[Key, float]:
-    return {(op_id, variant, name, term): float(value) for op_id, variant, term, value in numbers}
+def _keyed(collector: AnyCollector, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]]) -> Mapping[Key, float]:
+    """Numbers of QSync's own collectors that are not finite are the job's fault, which is found where they are recorded."""
+    found = {(op_id, variant, collector.name, term): float(value) for op_id, variant, term, value in numbers}
+    if not _origin(collector).startswith("qsync_torch."):
+        for (op_id, _, _, term), value in found.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{term} of {'the model' if op_id is None else op_id} is {value}")
+    return found
 
 
 def _origin(collector: AnyCollector) -> str:
