@@ -1,5 +1,7 @@
 """Collectors of plugins that fail: named in a sentence, fatal only to those that asked for them."""
 
+import math
+
 import attrs
 import pytest
 import torch
@@ -19,6 +21,7 @@ from qsync_torch.observing.collectors import installed_collectors
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
+from qsync_torch.observing.step_collector import CollectorUnavailable
 from qsync_torch.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
@@ -93,10 +96,11 @@ FAILING = [
     (lambda: Stepped(_fail), "update 1 of net with OSError"),
     (lambda: Stepped(None), "update 1 of net with AttributeError: 'NoneType' object has no attribute 'items'"),
     (lambda: Stepped({(None, None, "x"): "much"}), "update 1 of net with ValueError: could not convert string to float: 'much'"),
+    (lambda: Stepped({(None, None, "x"): math.nan}), "update 1 of net with ValueError: x of the model is nan"),
     (lambda: Stepped({"x": 1.0}), "update 1 of net with ValueError: not enough values to unpack (expected 3, got 1)"),
     (lambda: Expensive({(None, None, "x"): 1.0}), "update 1 of net with KeyError: 'passes'"),
 ]
-IDS = ["a call", "a later update", "a step", "nothing", "a text", "another key", "the announcement"]
+IDS = ["a call", "a later update", "a step", "nothing", "a text", "no number", "another key", "the announcement"]
 
 
 @pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
@@ -117,6 +121,42 @@ def test_one_that_nobody_asked_for_disables_only_itself(make, says, monkeypatch)
     assert found.settings[f"without {collector.name}"] == f"it failed at {says}"
     assert found.settings["collectors"] == f"{collector.name},lossvar"
     assert found.series == _observe([LossVarCollector()]).series
+
+
+class Fading:
+    """Can go on for two updates."""
+
+    name = "fading"
+
+    def __init__(self):
+        self.updates = 0
+
+    def collect_step(self, step, variants):
+        self.updates += 1
+        if self.updates > 2:
+            raise CollectorUnavailable("its memory is full")
+        return {(None, None, "x"): 1.0}
+
+
+def test_one_that_can_not_go_on_is_left_out_with_all_that_it_wrote(monkeypatch):
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Fading(), LossVarCollector()])
+    found = _observe(None)
+    assert found.settings["without fading"] == "its memory is full"
+    assert found.series == _observe([LossVarCollector()]).series
+
+
+def test_one_that_can_not_go_on_ends_the_run_that_asked_for_it():
+    with pytest.raises(ObservationError, match=r"^collector fading fails at update 3 of net: its memory is full$"):
+        _observe([Fading(), LossVarCollector()])
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_call_that_can_not_be_observed(asked_for, monkeypatch):
+    collectors = [Called(0, CollectorUnavailable), LossVarCollector()]
+    monkeypatch.setattr(observe_module, "default_collectors", lambda: collectors)
+    found = _observe(collectors if asked_for else None)
+    assert found.settings["without called"] == "boom in\na call"
+    assert {series.collector for series in found.series} == {"run", "lossvar"}
 
 
 def test_the_only_one_fails(monkeypatch):
