@@ -192,8 +192,9 @@ def test_nothing_stays_alive(model, parts, monkeypatch):
         gc.collect()
         return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
-    first = alive()
-    assert [alive(), alive()] == [first, first]
+    counts = [alive() for _ in range(4)]
+    # What earlier tests left behind may go away meanwhile; nothing may be added.
+    assert counts == sorted(counts, reverse=True)
     assert len(graphs) == 3 * parts
     assert [graph() for graph in graphs] == [None] * len(graphs)
 
