@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 
+import attrs
 import torch
 from results import write_rows
 
+from qsync_core.dag import PrecisionDag
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
-from qsync_torch.job import load_job
+from qsync_torch.job import Job, load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.stopwatch import make_stopwatch
 from qsync_torch.trace import trace
+from qsync_torch.tuning.chooser import Chosen
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 
@@ -35,13 +40,57 @@ def main() -> None:
     parser.add_argument("--job", default="bert-base:seq=32")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--really", action="store_true", help="measure every operator for itself instead of computing it")
     parser.add_argument("--dry-run", action="store_true", help="write no results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load_job(options.job, options.batch_size)
     dag = trace(job)
+    items = profile_module.distinct_items(dag, LADDER)
+    calls = sum(len(item.holders) for item in items)
+    print(f"{len(items)} distinct measurements for {calls} (operator, variant) pairs")
+    runs = [_run(job, dag, items, options.really) for _ in range(options.runs)]
+    for run in runs:
+        print(run.text)
+    if options.dry_run:
+        return
+    where = f"{options.job} at batch {options.batch_size}, CPU, {options.threads} threads"
+    spread = f"runs: {', '.join(f'{run.ratio:.3f}' for run in runs)}; {len(items)} distinct of {calls} pairs; " + "; ".join(
+        run.text for run in runs
+    )
+    row = partial(dict, spread=spread)
+    write_rows(
+        "spine",
+        [
+            row(id="S3", what=f"profile of {where}, over measuring every operator for itself, median run",
+                value=round(statistics.median(run.ratio for run in runs), 3), unit="ratio", target="≤ 0.2"),
+            row(id="S3b", what=f"profile of {where}, median run",
+                value=round(statistics.median(run.whole for run in runs), 1), unit="s", target="reported"),
+        ],
+        " ".join(["python", *sys.argv]),
+    )  # fmt: skip
 
+
+@attrs.frozen
+class Run:
+    """Seconds of one ``profile``: whole, operators alone, and what every operator for itself takes."""
+
+    whole: float
+    operators: float
+    every: float
+
+    @property
+    def ratio(self) -> float:
+        return self.whole / self.every
+
+    @property
+    def text(self) -> str:
+        return f"profile {self.whole:.1f} s, of that operators {self.operators:.1f} s; every operator for itself {self.every:.1f} s"
+
+
+def _run(job: Job, dag: PrecisionDag, items: Sequence[profile_module.Item], really: bool) -> Run:
+    """Profile once."""
     seconds: dict[str, float] = {}
     original = profile_module._measure
 
@@ -52,47 +101,28 @@ def main() -> None:
         return found
 
     profile_module._measure = timed
-    start = time.perf_counter()
     moments: list[tuple[float, str]] = []
-    found = profile_module.profile(
-        job, dag, ladder=LADDER, progress=lambda done, total, what: moments.append((time.perf_counter(), what))
-    )
-    whole = time.perf_counter() - start
+    try:
+        start = time.perf_counter()
+        profile_module.profile(
+            job, dag, ladder=LADDER, progress=lambda done, total, what: moments.append((time.perf_counter(), what))
+        )
+        whole = time.perf_counter() - start
+    finally:
+        profile_module._measure = original
     for (begin, what), (end, _) in itertools.pairwise(moments):
         if what.startswith(("cast", "whole", "all-reduce")):
             print(f"{what}: {end - begin:.1f} s")
-    profile_module._measure = original
-
-    items = profile_module.distinct_items(dag, LADDER)
-    calls = sum(len(item.holders) for item in items)
-    if options.really:
+    every = sum(seconds[item.name] * len(item.holders) for item in items)
+    if really:
         layouts = dict(job.model.named_parameters())
         stopwatch = make_stopwatch(torch.device("cpu"))
         start = time.perf_counter()
         for item in items:
             for _ in item.holders:
-                original(item, layouts, stopwatch, "aten", profile_module.OPERATOR_EFFORT)
+                original(item, layouts, stopwatch, Chosen(), profile_module.OPERATOR_EFFORT)
         every = time.perf_counter() - start
-    else:
-        every = sum(seconds[item.name] * len(item.holders) for item in items)
-
-    print(f"{len(items)} distinct measurements for {calls} (operator, variant) pairs, {len(found.costs)} costs")
-    print(f"profile {whole:.1f} s, of that operators {sum(seconds.values()):.1f} s; every operator for itself {every:.1f} s")
-    print(f"ratio {whole / every:.3f}")
-    if options.dry_run:
-        return
-    where = f"{options.job} at batch {options.batch_size}, CPU, {options.threads} threads"
-    detail = f"{len(items)} distinct of {calls} pairs; operators alone {sum(seconds.values()):.1f} s of {every:.1f} s"
-    row = partial(dict, spread=detail)
-    write_rows(
-        "spine",
-        [
-            row(id="S3", what=f"profile of {where}, over measuring every operator for itself", value=round(whole / every, 3),
-                unit="ratio", target="≤ 0.2"),
-            row(id="S3b", what=f"profile of {where}", value=round(whole, 1), unit="s", target="reported"),
-        ],
-        " ".join(["python", *sys.argv]),
-    )  # fmt: skip
+    return Run(whole, sum(seconds.values()), every)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,35 @@ def memory_rise(run: Callable[[], Any], device: torch.device | str = "cpu") -> t
     return _rise_of(_cpu_allocations(run))
 
 
+def passing_rise(run: Callable[[], Any]) -> int:
+    """Highest point during ``run`` of the CPU memory that it gives back before it ends, in bytes.
+
+    What stays is left out throughout.  Of a first training step that is the rise of every later one: what it makes and
+    keeps, the optimizer's state, is there then.
+    """
+    changes = _cpu_allocations(run)
+    return _rise_of(_passing(changes))[0]
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors."""
     sizes = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())
+
+
+def _passing(changes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The changes without allocations that no later one releases."""
+    kept: list[tuple[int, int]] = []
+    released: set[int] = set()
+    for address, nbytes in reversed(list(changes)):
+        if nbytes < 0:
+            released.add(address)
+        elif address not in released:
+            continue
+        else:
+            released.remove(address)
+        kept.append((address, nbytes))
+    return kept[::-1]
 
 
 def _rise_of(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from qsync_core.precision import Precision
 from qsync_core.profile import StepMeasurement
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+from qsync_torch.profiling.peak_memory import memory_rise, passing_rise, storage_bytes
 from qsync_torch.profiling.stopwatch import Stopwatch
 from qsync_torch.profiling.timing import Effort, relative_spread, repeat
 from qsync_torch.tuning.chooser import Chosen
@@ -37,14 +37,18 @@ _PERIOD_STEPS = 10
 """Steps run back to back on a CUDA device to measure the steady-state period."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class StepRunner:
-    """A private copy of a job's model on one device, with its optimizer and some batches, ready to train."""
+    """A private copy of a job's model on one device, with its optimizer and some batches, ready to train.
+
+    ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU.
+    """
 
     job: Job
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     batches: Sequence[Batch]
+    update_rise: int | None = None
 
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
@@ -102,15 +106,14 @@ def measure_step(
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
         applied = apply_(runner.model, entries)
     try:
-        if not runner.optimizer.state:
-            runner.train_step(0)
         # The step that is watched for its memory also warms up.
-        peak_bytes = _peak_bytes(runner, stopwatch.device)
+        known = _known_optimizer_ns(stopwatch.device, base)
+        peak_bytes = _peak_bytes(runner, stopwatch.device, with_update=known is None)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
-            return _measure(runner, variant, stopwatch, effort, base, peak_bytes)
+            return _measure(runner, variant, stopwatch, effort, known, peak_bytes)
         with _group_of_one() as group:
             # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
-            return _measure(_wrapped(runner, group), variant, stopwatch, effort, base, peak_bytes)
+            return _measure(_wrapped(runner, group), variant, stopwatch, effort, known, peak_bytes)
     finally:
         if applied is not None:
             applied.remove()
@@ -135,18 +138,31 @@ def _wrapped(runner: StepRunner, group: dist.ProcessGroup) -> StepRunner:
     return attrs.evolve(runner, model=DistributedDataParallel(runner.model, process_group=group, find_unused_parameters=unused))
 
 
+def _known_optimizer_ns(device: torch.device, base: StepMeasurement | None) -> int | None:
+    """The optimizer's time where steps are too long to run it for every rung."""
+    return base.optimizer_compute_ns if device.type == "cpu" and base is not None and base.iteration_ns > _LONG_STEP_NS else None
+
+
 def _measure(
-    runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, base: StepMeasurement | None, peak_bytes: int
+    runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, optimizer_ns: int | None, peak_bytes: int
 ) -> StepMeasurement:
     if stopwatch.device.type == "cpu":
-        known = base.optimizer_compute_ns if base is not None and base.iteration_ns > _LONG_STEP_NS else None
-        return _measure_synchronous(runner, variant, effort, peak_bytes, known)
+        return _measure_synchronous(runner, variant, effort, peak_bytes, optimizer_ns)
     return _measure_cuda(runner, variant, stopwatch, effort, peak_bytes)
 
 
-def _peak_bytes(runner: StepRunner, device: torch.device) -> int:
-    """Peak of one step with everything that lives between steps."""
-    return runner.static_bytes + memory_rise(lambda: runner.train_step(0), device)[0]
+def _peak_bytes(runner: StepRunner, device: torch.device, *, with_update: bool) -> int:
+    """Peak of one step with everything that lives between steps; on a CPU the update runs only if asked for or never watched."""
+    if device.type != "cpu":
+        if not runner.optimizer.state:
+            runner.train_step(0)
+        return runner.static_bytes + memory_rise(lambda: runner.train_step(0), device)[0]
+    rise, gradients = memory_rise(lambda: runner.forward(0).backward())
+    if with_update or runner.update_rise is None:
+        # A first update also makes the optimizer's state, which stays and is among the static bytes.
+        runner.update_rise = passing_rise(runner.optimizer.step)
+    runner.optimizer.zero_grad(set_to_none=True)
+    return runner.static_bytes + max(rise, gradients + runner.update_rise)
 
 
 def _measure_synchronous(
