@@ -14,7 +14,7 @@ from qsync_core import compat, hooks
 from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.checked_backend import backend_problem, checked
 from qsync_core.doctor import DoctorLine
-from qsync_core.errors import BackendError, CompatibilityError, PluginError
+from qsync_core.errors import BackendError, CompatibilityError, PluginError, QSyncError
 
 if TYPE_CHECKING:
     import click
@@ -155,6 +155,27 @@ class Registry:
             results.append((implementation.plugin_name, result))
         return results
 
+    def _first(self, hook: str, expected: type, **arguments: Any) -> Any:
+        """What the first plugin that knows an answer says, in pluggy's order (the last registered first), or None.
+
+        An error of QSync's is the answer and passes; a plugin that raises anything else, or answers with something else than
+        ``expected``, is disabled, and the next one is asked.
+        """
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            name = implementation.plugin_name
+            try:
+                answer = implementation.function(*(arguments[argument] for argument in implementation.argnames))
+            except QSyncError:
+                raise
+            except (Exception, SystemExit) as error:  # as above
+                self._disable(name, f"its {hook} failed with {_describe(error)}")
+                continue
+            if isinstance(answer, expected):
+                return answer
+            if answer is not None:
+                self._disable(name, f"its {hook} must return {expected.__name__} or None, got {type(answer).__name__}")
+        return None
+
     def collect(self, hook: str) -> list[Any]:
         """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names."""
         found: list[Any] = []
@@ -195,12 +216,14 @@ class Registry:
         Raises:
             QSyncError: what the plugin says is wrong with the job.
         """
-        found: PrecisionDag | None = self._manager.hook.qsync_trace_job(job=job)
+        from qsync_core.dag import PrecisionDag
+
+        found: PrecisionDag | None = self._first("qsync_trace_job", PrecisionDag, job=job)
         return found
 
     def describe_device(self, device: str) -> hooks.DeviceFacts | None:
         """What kernels depend on, of a device of this machine; None where no plugin knows it."""
-        found: hooks.DeviceFacts | None = self._manager.hook.qsync_describe_device(device=device)
+        found: hooks.DeviceFacts | None = self._first("qsync_describe_device", hooks.DeviceFacts, device=device)
         return found
 
     def measure_truth(self, request: hooks.TruthRequest) -> Observations | None:
@@ -209,7 +232,9 @@ class Registry:
         Raises:
             QSyncError: what the plugin says is wrong with the job or the budget.
         """
-        found: Observations | None = self._manager.hook.qsync_measure_truth(request=request)
+        from qsync_core.observations import Observations
+
+        found: Observations | None = self._first("qsync_measure_truth", Observations, request=request)
         return found
 
     def backends(self) -> list[KernelBackend]:
@@ -286,11 +311,14 @@ class Registry:
         """
         able = {answer.backend: answer for answer in answers if not answer.reasons}
         if not able:
-            raise BackendError(_refusal(request, {answer.backend: list(answer.reasons) for answer in answers}))
+            raise BackendError(_refusal(request, {a.backend: list(a.reasons) for a in answers}) + self.all_disabled())
         candidates = tuple(hooks.Candidate(answer.backend, answer.config, answer.latency_ns) for answer in able.values())
-        chosen = self._manager.hook.qsync_select_backend(request=request, candidates=candidates)
+        chosen = self._first("qsync_select_backend", str, request=request, candidates=candidates)
         if chosen not in able:
             raise BackendError(f"a plugin chose the backend {chosen!r} for {request.op}; it can only be {', '.join(able)}")
+        left = {backend.name for backend in self.backends()}
+        if chosen not in left:  # its plugin failed to choose, and is disabled with its backends
+            return self.choose(request, [answer for answer in answers if answer.backend in left])
         return able[chosen]
 
     def select(

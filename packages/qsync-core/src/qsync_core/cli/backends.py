@@ -95,6 +95,7 @@ def _graph(job: str, registry: Registry) -> PrecisionDag:
     if graph is None:
         raise QSyncError(
             f"there is no file {job}, and no installed package that could trace a job of that name; install qsync-torch"
+            + registry.all_disabled()
         )
     return graph
 
