@@ -13,33 +13,13 @@ import attrs
 import click
 import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
+from plugin_doubles import offering, plugin, registry
 
 from qsync_core.backend import KernelConfig, KernelRequest, KernelSpec
-from qsync_core.dag import PrecisionDag
 from qsync_core.doctor import DoctorLine
-from qsync_core.errors import BackendError, CompatibilityError, PluginError, QSyncError
-from qsync_core.hooks import DeviceFacts, hookimpl
-from qsync_core.observations import Observations
+from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.registry import Answer, Registry
 from qsync_core.tuning import CompilingBackend, TuningStore, tune
-
-
-def plugin(**hooks: Callable[..., Any]) -> types.ModuleType:
-    module = types.ModuleType("plugin")
-    for name, function in hooks.items():
-        setattr(module, name, hookimpl(function))
-    return module
-
-
-def offering(*backends: Any) -> types.ModuleType:
-    return plugin(qsync_register_backends=lambda: list(backends))
-
-
-def registry(**plugins: Any) -> Registry:
-    found = Registry.load([])
-    for name, module in plugins.items():
-        found.register(module, name)
-    return found
 
 
 @pytest.fixture
@@ -338,104 +318,6 @@ def test_a_request_that_nobody_takes_is_answered_with_every_reason() -> None:
         found.select(LINEAR_INT8)
     with pytest.raises(BackendError, match=r"no kernel backend is installed that could run .*; install qsync-torch"):
         registry().select(LINEAR_INT8)
-
-
-# What core's commands ask
-
-
-GRAPH = PrecisionDag("resnet50", (), ())
-TRUTH = Observations("resnet50", "0" * 64, (), 8, "budget", ())
-
-
-def test_jobs_and_devices_are_answered_by_the_first_plugin_that_knows() -> None:
-    facts = DeviceFacts("cuda", "T4", "7.5", {"torch": "2"})
-    silent = plugin(qsync_trace_job=lambda job: None, qsync_describe_device=lambda device: None)
-    knowing = plugin(qsync_trace_job=lambda job: attrs.evolve(GRAPH, model=job), qsync_describe_device=lambda device: facts)
-    found = registry(a=knowing, b=silent)
-    assert found.trace_job("vgg16") == attrs.evolve(GRAPH, model="vgg16")
-    assert found.describe_device("cuda") == facts
-    assert registry(b=silent).trace_job("resnet50") is None
-    assert registry().describe_device("cuda") is None
-
-
-def test_the_truth_is_measured_by_the_first_plugin_that_knows_the_job() -> None:
-    silent = plugin(qsync_measure_truth=lambda request: None)
-    knowing = plugin(qsync_measure_truth=lambda request: TRUTH)
-    assert registry(a=knowing, b=silent).measure_truth(None) is TRUTH  # type: ignore[arg-type]
-    assert registry(b=silent).measure_truth(None) is None  # type: ignore[arg-type]
-
-
-def asked(found: Registry, hook: str) -> Any:
-    """The answer to one of the questions that the first plugin that knows answers."""
-    if hook == "qsync_trace_job":
-        return found.trace_job("resnet50")
-    if hook == "qsync_describe_device":
-        return found.describe_device("cpu")
-    if hook == "qsync_measure_truth":
-        return found.measure_truth(None)  # type: ignore[arg-type]
-    return found.select(LINEAR_INT8)[0].name
-
-
-QUESTIONS = {
-    "qsync_trace_job": (GRAPH, "PrecisionDag"),
-    "qsync_describe_device": (DeviceFacts("cpu", "", "", None), "DeviceFacts"),
-    "qsync_measure_truth": (TRUTH, "Observations"),
-    "qsync_select_backend": ("a", "str"),
-}
-
-
-@pytest.mark.parametrize("hook", QUESTIONS)
-def test_who_fails_to_answer_is_disabled_and_the_next_is_asked(hook: str) -> None:
-    answer, _ = QUESTIONS[hook]
-
-    def failing(*arguments: Any) -> Any:
-        raise ZeroDivisionError("by\nzero")
-
-    def leaving(*arguments: Any) -> Any:
-        raise SystemExit(3)
-
-    backends = offering(FakeBackend("a"))
-    knowing = plugin(**{hook: lambda: answer})
-    # Asked in the order c, b, a.
-    found = registry(backends=backends, a=knowing, b=plugin(**{hook: leaving}), c=plugin(**{hook: failing}))
-    assert asked(found, hook) == answer
-    assert found.disabled == {
-        "b": f"its {hook} failed with SystemExit: 3",
-        "c": f"its {hook} failed with ZeroDivisionError: by zero",
-    }
-    assert asked(found, hook) == answer
-
-
-@pytest.mark.parametrize("hook", QUESTIONS)
-def test_who_answers_something_else_is_disabled_and_the_next_is_asked(hook: str) -> None:
-    answer, kind = QUESTIONS[hook]
-    found = registry(backends=offering(FakeBackend("a")), a=plugin(**{hook: lambda: answer}), b=plugin(**{hook: lambda: 5}))
-    assert asked(found, hook) == answer
-    assert found.disabled == {"b": f"its {hook} must return {kind} or None, got int"}
-
-
-def test_what_is_wrong_with_a_job_is_told_as_it_is() -> None:
-    def refusing(job: str) -> PrecisionDag:
-        raise QSyncError(f"there is no job {job}")
-
-    found = registry(a=plugin(qsync_trace_job=lambda job: GRAPH), b=plugin(qsync_trace_job=refusing))
-    with pytest.raises(QSyncError, match=r"^there is no job resnet50$"):
-        found.trace_job("resnet50")
-    assert found.disabled == {}
-
-
-def test_a_plugin_that_fails_to_choose_takes_its_backends_along() -> None:
-    def failing() -> str:
-        raise KeyError("latency")
-
-    both = plugin(qsync_register_backends=lambda: [FakeBackend("a")], qsync_select_backend=failing)
-    assert registry(both=both, other=offering(FakeBackend("b"))).select(LINEAR_INT8)[0].name == "b"
-    with pytest.raises(
-        BackendError,
-        match=r"no kernel backend is installed that could run .*; "
-        r"plugin both is disabled: its qsync_select_backend failed with KeyError: 'latency'$",
-    ):
-        registry(both=both).select(LINEAR_INT8)
 
 
 def test_answers_say_what_each_backend_would_do(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +102,11 @@ class Registry:
                 "give one of them another name, or uninstall it"
             )
         self._distributions[name] = origin
-        try:
+        plugin = None
+        with self._blamed(name, "its import"):
             plugin = entry_point.load()
-        except (Exception, SystemExit) as error:  # somebody else's code: whatever it raises must not stop the others
-            self._disable(name, f"its import failed with {_describe(error)}")
-            return
-        self.register(plugin, name)
+        if name not in self.disabled:
+            self.register(plugin, name)
 
     def register(self, plugin: Any, name: str) -> None:
         """Add a plugin object; one whose hooks do not fit the specifications is disabled.
@@ -137,6 +136,16 @@ class Registry:
         if self._backends is not None:
             self._backends = None
 
+    @contextlib.contextmanager
+    def _blamed(self, plugin: str, what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Around somebody else's code: what it raises, but for ``passing``, disables the plugin and must not stop the others."""
+        try:
+            yield
+        except passing:
+            raise
+        except (Exception, SystemExit) as error:
+            self._disable(plugin, f"{what} failed with {_describe(error)}")
+
     @property
     def plugins(self) -> list[str]:
         """Names of the plugins that take part, in alphabetical order."""
@@ -147,12 +156,8 @@ class Registry:
         results = []
         implementations = getattr(self._manager.hook, hook).get_hookimpls()
         for implementation in sorted(implementations, key=lambda found: found.plugin_name):
-            try:
-                result = implementation.function(*(arguments[name] for name in implementation.argnames))
-            except (Exception, SystemExit) as error:  # as above
-                self._disable(implementation.plugin_name, f"its {hook} failed with {_describe(error)}")
-                continue
-            results.append((implementation.plugin_name, result))
+            with self._blamed(implementation.plugin_name, f"its {hook}"):
+                results.append((implementation.plugin_name, _call(implementation, arguments)))
         return results
 
     def _first(self, hook: str, expected: type, **arguments: Any) -> Any:
@@ -162,14 +167,9 @@ class Registry:
         ``expected``, is disabled, and the next one is asked.
         """
         for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
-            name = implementation.plugin_name
-            try:
-                answer = implementation.function(*(arguments[argument] for argument in implementation.argnames))
-            except QSyncError:
-                raise
-            except (Exception, SystemExit) as error:  # as above
-                self._disable(name, f"its {hook} failed with {_describe(error)}")
-                continue
+            name, answer = implementation.plugin_name, None
+            with self._blamed(name, f"its {hook}", passing=(QSyncError,)):
+                answer = _call(implementation, arguments)
             if isinstance(answer, expected):
                 return answer
             if answer is not None:
@@ -194,10 +194,9 @@ class Registry:
         for implementation in sorted(self._manager.hook.qsync_register_commands.get_hookimpls(), key=lambda i: i.plugin_name):
             group = click.Group()
             name = implementation.plugin_name
-            try:
-                implementation.function(*([group] if implementation.argnames else []))
-            except (Exception, SystemExit) as error:  # as above
-                self._disable(name, f"its qsync_register_commands failed with {_describe(error)}")
+            with self._blamed(name, "its qsync_register_commands"):
+                _call(implementation, {"cli": group})
+            if name in self.disabled:
                 continue
             clash = sorted((set(found) | set(taken)) & set(group.commands))
             if clash:
@@ -346,6 +345,11 @@ class Registry:
             with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
                 found[backend] = metadata.version(self._distributions.get(plugin, ""))
         return found
+
+
+def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
+    """A plugin's function with those of the hook's arguments that it takes."""
+    return implementation.function(*(arguments[name] for name in implementation.argnames))
 
 
 def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:

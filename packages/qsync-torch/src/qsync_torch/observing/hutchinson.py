@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -72,7 +72,7 @@ class HutchinsonCollector:
                 return _Pass(step, variants).run(self.parts)
             except torch.OutOfMemoryError as error:
                 out_of_memory = str(error)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 if reason := no_second_derivative(error):
                     raise CollectorUnavailable(reason) from None
                 raise
@@ -110,8 +110,10 @@ class _Pass:
         self._gradients = {c for v in self._variants if (c := GradientCasts.of(v)) is not None}
         self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
-        calls = Counter(operator.op_id.fqn for operator in step.dag.adjustable)
-        self._calls = {operator.op_id: calls[operator.op_id.fqn] for operator in step.dag.adjustable}
+        self._calls: defaultdict[str, list[OpId]] = defaultdict(list)
+        """The calls of each module."""
+        for operator in step.dag.adjustable:
+            self._calls[operator.op_id.fqn].append(operator.op_id)
         self._weight_responses: dict[tuple[Phase, str, int], _WeightResponse] = {}
         self._weight_gradients: dict[OpId, torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
@@ -195,7 +197,7 @@ class _Pass:
         with torch.no_grad():
             if phase is Phase.GRADIENT:
                 self._keep_weight_gradient(site, h)
-            elif place is Place.WEIGHT and (not self._whole or self._calls[site.operator.op_id] > 1):
+            elif place is Place.WEIGHT and (not self._whole or len(self._calls[site.operator.op_id.fqn]) > 1):
                 self._keep_weight_response(phase, site, h)
             elif place in (Place.X, Place.WEIGHT):
                 tensor = site.x if place is Place.X else site.weight
@@ -268,8 +270,8 @@ class _Pass:
             op_id, source = key
             sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
-            calls = [other for other in self._calls if other.fqn == op_id.fqn and (other, source) in sums]
-            shift = math.fsum(fetched.value(sums[other, source].bias) for other in calls)
+            calls = [call for call in self._calls[op_id.fqn] if (call, source) in sums]
+            shift = math.fsum(fetched.value(sums[call, source].bias) for call in calls)
             return (fetched.value(sums[key].squares) + shift**2 / max(1, len(calls))) / scale**2
 
         for operator in self._step.dag.adjustable:

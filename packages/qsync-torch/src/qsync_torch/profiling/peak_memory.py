@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ def passing_rise(run: Callable[[], Any]) -> int:
     What stays is left out throughout.  Of a first training step that is the rise of every later one: what it makes and
     keeps, the optimizer's state, is there then.
     """
-    changes = _cpu_allocations(run)
-    return _rise_of(_passing(changes))[0]
+    return _rise_of(_passing(_cpu_allocations(run)))[0]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -47,17 +46,17 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _passing(changes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _passing(changes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The changes without allocations that no later one releases."""
     kept: list[tuple[int, int]] = []
     released: set[int] = set()
-    for address, nbytes in reversed(list(changes)):
+    for address, nbytes in reversed(changes):
         if nbytes < 0:
             released.add(address)
-        elif address not in released:
-            continue
-        else:
+        elif address in released:
             released.remove(address)
+        else:
+            continue
         kept.append((address, nbytes))
     return kept[::-1]
 
