@@ -2,17 +2,19 @@
 
     python tests/benchmarks/indicator_gpu.py [--only I6,I7] [--save FOLDER]
 
-I6 is the time of all observed updates of the default collector over that of one training step with the whole batch, measured in the
-same process; I6b the most memory that observing holds over the most that a training step does.
+I6 is the time of all observed updates of a collector over that of one training step with the whole batch, measured in the same
+process; I6b the most memory that observing holds over the most that a training step does.  Rows without an indicator's name are of
+the default one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from qsync_core.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_torch.job import load_job
+from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
@@ -36,50 +39,59 @@ from qsync_torch.trace import trace
 
 LADDER = tuple(map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32)))
 COSTS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:seq=384,batch=12"}
-INDICATORS = ("hutchinson", "lossvar", "paper", "random")
+DEFAULT = HutchinsonCollector.name
+OBSERVED = (HutchinsonCollector, LossVarCollector, PaperCollector, HessianCollector)
+INDICATORS = (*(collector.name for collector in OBSERVED), "random")
 Row = dict[str, Any]
 
 
 def cost_rows(device: torch.device, where: str) -> Iterator[Row]:
-    """I6 and I6b of both models."""
+    """I6 and I6b of both models, for every collector."""
     for name, spec in COSTS.items():
         job = load_job(spec)
         dag = trace(job)
         step_s, step_bytes = _training_step(job, device)
-        seconds: list[float] = []
-        # The warm-up is one update, which is not part of what is timed.
-        clock = _Clock(HutchinsonCollector(), device, seconds)
-        torch.cuda.reset_peak_memory_stats(device)
-        found = observe(job, dag, LADDER, warmup=2, device=device, collectors=[clock])
-        peak = torch.cuda.max_memory_allocated(device)
-        updates = len(found.iterations)
-        # An observed update also trains on its half batch.
-        total = sum(seconds) + updates * step_s / 2
-        spread = (
-            f"{updates} updates ({found.stopped.split(':')[0]}), {statistics.median(seconds) * 1e3:.0f} ms each beside the update "
-            f"itself; training step {step_s * 1e3:.1f} ms"
-        )
-        what = f"{spec}, float32, all observed updates over one training step of the whole batch"
-        yield _row(f"I6-{name}", what, total / step_s, "≤ 40 (aim 20)", spread, "steps", where)
-        what = f"{spec}, float32, most memory while observing over that of a training step"
-        yield _row(
-            f"I6b-{name}", what, peak / step_bytes, "≤ 2", f"{peak / 2**30:.2f} of {step_bytes / 2**30:.2f} GiB", "ratio", where
-        )
+        for collector in OBSERVED:
+            is_default = collector.name == DEFAULT
+            suffix = name if is_default else f"{name}-{collector.name}"
+            seconds: list[float] = []
+            torch.cuda.reset_peak_memory_stats(device)
+            # The warm-up is one update, which is not part of what is timed.
+            found = observe(job, dag, LADDER, warmup=2, device=device, collectors=[_timed(collector(), device, seconds)])
+            peak = torch.cuda.max_memory_allocated(device)
+            updates = len(found.iterations)
+            # An observed update also trains on its half batch.
+            total = sum(seconds) + updates * step_s / 2
+            spread = (
+                f"{updates} updates ({found.stopped.split(':')[0]}), {sum(seconds) / updates * 1e3:.0f} ms each beside the update "
+                f"itself; training step {step_s * 1e3:.1f} ms"
+            )
+            what = f"{spec}, float32, {collector.name}, all observed updates over one training step of the whole batch"
+            yield _row(f"I6-{suffix}", what, total / step_s, "≤ 40 (aim 20)" if is_default else "reported", spread, "steps", where)
+            what = f"{spec}, float32, {collector.name}, most memory while observing over that of a training step"
+            spread = f"{peak / 2**30:.2f} of {step_bytes / 2**30:.2f} GiB"
+            yield _row(f"I6b-{suffix}", what, peak / step_bytes, "≤ 2" if is_default else "reported", spread, "ratio", where)
 
 
-class _Clock:
-    """A step collector, timed."""
+def _timed(collector: Any, device: torch.device, seconds: list[float]) -> Any:
+    """A collector, per step or per call, that notes how long it takes."""
 
-    def __init__(self, inner: HutchinsonCollector, device: torch.device, seconds: list[float]) -> None:
-        self.name, self._inner, self._device, self._seconds = inner.name, inner, device, seconds
+    def clocked(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            found = function(*args)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+            return found
 
-    def collect_step(self, step: Any, variants: Any) -> Any:
-        torch.cuda.synchronize(self._device)
-        started = time.perf_counter()
-        found = self._inner.collect_step(step, variants)
-        torch.cuda.synchronize(self._device)
-        self._seconds.append(time.perf_counter() - started)
-        return found
+        return run
+
+    for name in ("collect_step", "collect"):
+        if hasattr(collector, name):
+            setattr(collector, name, clocked(getattr(collector, name)))
+    return collector
 
 
 def _training_step(job: Any, device: torch.device) -> tuple[float, int]:
@@ -105,8 +117,7 @@ def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup
         dag = trace(job)
         started = time.perf_counter()
         options = {"warmup": warmup, "device": device, "settled": None}
-        collectors = [HutchinsonCollector(), LossVarCollector(), PaperCollector()]
-        observed = observe(job, dag, LADDER, steps=16, collectors=collectors, **options)
+        observed = observe(job, dag, LADDER, steps=16, collectors=[collector() for collector in OBSERVED], **options)
         print(f"{name}: observed in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         truth = observe(job, dag, LADDER, steps=4, collectors=[MonteCarloCollector(8)], **options)
         print(f"{name}: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -125,8 +136,8 @@ def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup
             spread = f"{size}, Spearman {ranks.spearman:.3f}; truth's halves by {halves}"
             state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
             what = f"{state}, Kendall's τ, int8: {indicator}"
-            row_id = f"I7-{name}" if indicator == "hutchinson" else f"I7-{name}-{indicator}"
-            target = "within .05 of the small models'" if indicator == "hutchinson" else "reported"
+            row_id = f"I7-{name}" if indicator == DEFAULT else f"I7-{name}-{indicator}"
+            target = "within .05 of the small models'" if indicator == DEFAULT else "reported"
             yield _row(row_id, what, agreement.ranks.tau or 0.0, target, spread, "τ", where)
 
 

@@ -8,51 +8,51 @@ import torch
 
 from qsync_torch.observing.element_variance import cast_scale
 from qsync_torch.observing.noise_response import Site
-from qsync_torch.observing.rounding_noise import Cast, GradientCasts
+from qsync_torch.observing.rounding_noise import Cast, GradientCopies
 
 
 def lowered_copies(
-    site: Site, casts: GradientCasts, grad: torch.Tensor, h: torch.Tensor, direction: Mapping[torch.Tensor, torch.Tensor]
+    site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch.Tensor, direction: Mapping[torch.Tensor, torch.Tensor]
 ) -> Iterator[tuple[Cast, torch.Tensor, torch.Tensor]]:
     """The copies that products read in a lower format: the cast, what is cast, and the response to noise on that.
 
     Args:
-        site: the call; casts: of the variant.
+        site: the call; copies: of the variant.
         grad: the gradient of the call's output.
         h: the response of all weight gradients, along a direction u, to noise on ``grad`` wherever it is read.
         direction: u, a tensor per trainable parameter.
     """
-    floating = [cast for cast in (casts.to_weight, casts.to_input) if cast is None or not cast.precision.needs_scale]
-    if casts.shared and floating:
-        if (cast := casts.to_weight or casts.to_input) is not None:
+    floating = [cast for cast in (copies.to_weight, copies.to_input) if cast is None or not cast.precision.needs_scale]
+    if copies.shared and floating:
+        if (cast := copies.to_weight or copies.to_input) is not None:
             yield cast, grad, h
         return
     # ⟨g, u⟩ depends on the copy for the weight's gradient by ⟨grad_outputᵀ·x, u⟩ alone and on that for the bias's by ⟨grad, u⟩;
     # the rest goes through the input's.  A bias's gradient is the sum of a float copy if there is one, else of the gradient itself.
     of_bias = None if site.bias_parameter is None else direction.get(site.bias_parameter)
     by_bias = torch.zeros_like(h) if of_bias is None else _by_output_channel(site, of_bias)
-    if casts.shared:
-        assert casts.to_input is not None
-        yield casts.to_input, *_multiplied(site, casts, grad, h - by_bias)
+    if copies.shared:
+        assert copies.to_input is not None
+        yield copies.to_input, *_multiplied(site, copies, grad, h - by_bias)
         return
     of_weight = direction.get(site.parameter)
     by_weight = torch.zeros_like(h) if of_weight is None else site.geometry.product(site.x, of_weight, None)
     by_input = h - by_weight - by_bias
-    if casts.to_weight in floating:
+    if copies.to_weight in floating:
         by_weight = by_weight + by_bias
     else:
         by_input = by_input + by_bias
-    if casts.to_weight is not None:
-        yield casts.to_weight, grad, by_weight
-    if casts.to_input is not None:
-        yield casts.to_input, *_multiplied(site, casts, grad, by_input)
+    if copies.to_weight is not None:
+        yield copies.to_weight, grad, by_weight
+    if copies.to_input is not None:
+        yield copies.to_input, *_multiplied(site, copies, grad, by_input)
 
 
-def _multiplied(site: Site, casts: GradientCasts, grad: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiplied(site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What is cast for the input's gradient, and the response to noise on that."""
-    if casts.multiplied is None or 0 in site.operator.no_grad_inputs:
+    if copies.multiplied is None or 0 in site.operator.no_grad_inputs:
         return grad, h
-    scale = cast_scale(site.weight, casts.multiplied.precision, casts.multiplied.granularity).flatten()
+    scale = cast_scale(site.weight, copies.multiplied.precision, copies.multiplied.granularity).flatten()
     factor = _by_output_channel(site, scale)
     return grad * factor, h / factor
 

@@ -24,7 +24,7 @@ from qsync_torch.observing.micro_batches import split
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.paired_dropout import PairedDropout
-from qsync_torch.observing.rounding_noise import Cast, GradientCasts, OperandCasts, Scales
+from qsync_torch.observing.rounding_noise import Cast, GradientCasts, GradientCopies, OperandCasts, Scales
 from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
@@ -33,9 +33,10 @@ _DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
-Source = OperandCasts | GradientCasts | Cast
-"""What makes noise: the forward casts, the backward casts, or the cast of the output."""
-Key = tuple[OpId, Source]
+Source = OperandCasts | GradientCopies | Cast
+"""What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result."""
+Key = tuple[OpId, Place, Source]
+"""An operator, where the noise is (``X`` stands for both operands) and what makes it."""
 
 
 class HutchinsonCollector:
@@ -107,7 +108,11 @@ class _Pass:
         self._step = step
         self._variants = [v for v in variants if v != Variant.plain(Precision.FLOAT32)]
         self._operands = {c for v in self._variants if (c := OperandCasts.of(v)) is not None}
-        self._gradients = {c for v in self._variants if (c := GradientCasts.of(v)) is not None}
+        # Variants share casts: what one of them does is asked once.
+        gradients = [c for v in self._variants if (c := GradientCasts.of(v)) is not None]
+        self._copies = {c.copies for c in gradients}
+        self._input_results = {c.input_result for c in gradients if c.input_result is not None}
+        self._weight_results = {c.weight_result for c in gradients if c.weight_result is not None}
         self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
         self._calls: defaultdict[str, list[OpId]] = defaultdict(list)
@@ -204,7 +209,7 @@ class _Pass:
                 self._add_operand(phase, site.operator.op_id, tensor, h, place, site.scales[place])
             elif place is Place.OUTPUT:
                 for cast in self._outputs:
-                    cast.respond(site.output, h, self._sums[phase][site.operator.op_id, cast].squares)
+                    cast.respond(site.output, h, self._sums[phase][site.operator.op_id, place, cast].squares)
             else:
                 self._add_gradient(site, place, h)
 
@@ -219,15 +224,14 @@ class _Pass:
 
     def _keep_weight_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         """Kept where some variant rounds it; parts of a batch add up."""
-        if site.parameter.requires_grad and any(casts.weight_result is not None for casts in self._gradients):
+        if site.parameter.requires_grad and self._weight_results:
             earlier = self._weight_gradients.get(site.operator.op_id)
             self._weight_gradients[site.operator.op_id] = gradient if earlier is None else earlier + gradient
 
     def _add_weight_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
         """What a product writes is rounded as well, and no response stands between that and the gradient."""
-        for casts in self._gradients:
-            if casts.weight_result is not None:
-                casts.weight_result.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, casts].squares)
+        for cast in self._weight_results:
+            cast.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares)
 
     def _add_operand(
         self,
@@ -241,38 +245,40 @@ class _Pass:
     ) -> None:
         for casts in self._operands:
             cast = casts.x if place is Place.X else casts.weight
-            sums = self._sums[phase][op_id, casts]
+            sums = self._sums[phase][op_id, Place.X, casts]
             cast.respond(tensor, h, sums.squares, scales)
             if (mean := cast.mean(tensor)) is not None:
                 sums.bias.add(_dot(mean, h), constant=share)
 
     def _add_gradient(self, site: Site, place: Place, h: torch.Tensor) -> None:
-        op_id = site.operator.op_id
-        tensor = site.grad_output if place is Place.GRAD_OUTPUT else site.grad_input
-        assert tensor is not None
-        for casts in self._gradients:
-            sums = self._sums[Phase.RESPONSE][op_id, casts]
-            if place is Place.GRAD_INPUT:
-                if casts.result is not None:
-                    casts.result.respond_by_magnitude(tensor.float(), h, sums.squares)
-                continue
-            for cast, copied, response in lowered_copies(site, casts, tensor, h, self._direction):
-                cast.respond(copied, response, sums.squares)
+        op_id, sums = site.operator.op_id, self._sums[Phase.RESPONSE]
+        if place is Place.GRAD_INPUT:
+            assert site.grad_input is not None
+            tensor = site.grad_input.float()
+            for cast in self._input_results:
+                cast.respond_by_magnitude(tensor, h, sums[op_id, place, cast].squares)
+            return
+        assert site.grad_output is not None
+        for copies in self._copies:
+            into = sums[op_id, place, copies]
+            for cast, copied, response in lowered_copies(site, copies, site.grad_output, h, self._direction):
+                cast.respond(copied, response, into.squares)
                 if (mean := cast.mean(copied)) is not None:
-                    sums.bias.add(_dot(mean, response))
+                    into.bias.add(_dot(mean, response))
 
     def _terms(self, parts: int) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}
         fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
 
-        def total(phase: Phase, key: Key) -> float:
+        def total(phase: Phase, op_id: OpId, place: Place, source: Source | None) -> float:
             """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
-            op_id, source = key
+            if source is None:
+                return 0.0
             sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
-            calls = [call for call in self._calls[op_id.fqn] if (call, source) in sums]
-            shift = math.fsum(fetched.value(sums[call, source].bias) for call in calls)
-            return (fetched.value(sums[key].squares) + shift**2 / max(1, len(calls))) / scale**2
+            calls = [call for call in self._calls[op_id.fqn] if (call, place, source) in sums]
+            shift = math.fsum(fetched.value(sums[call, place, source].bias) for call in calls)
+            return (fetched.value(sums[op_id, place, source].squares) + shift**2 / max(1, len(calls))) / scale**2
 
         for operator in self._step.dag.adjustable:
             op_id = operator.op_id
@@ -281,19 +287,23 @@ class _Pass:
             masks = self._masks_behind.get(op_id, 0)
             for v in self._variants:
                 output = None if v.output is Precision.FLOAT32 else Cast(v.output)
-                sources: tuple[tuple[Source | None, str, str, str], ...] = (
-                    (OperandCasts.of(v), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-                    (output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+                sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
+                    (Place.X, OperandCasts.of(v), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+                    (Place.OUTPUT, output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
                 )
-                for source, smooth, flips, noise in sources:
+                for place, source, smooth, flips, noise in sources:
                     if source is None:
                         continue
-                    found[op_id, v, smooth] = total(Phase.RESPONSE, (op_id, source))
+                    found[op_id, v, smooth] = total(Phase.RESPONSE, op_id, place, source)
                     if self._has_masks:
-                        found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, (op_id, source))
-                        found[op_id, v, noise] = total(Phase.MASK_NOISE, (op_id, source)) / (max(masks, 1) * parts)
+                        found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, op_id, place, source)
+                        found[op_id, v, noise] = total(Phase.MASK_NOISE, op_id, place, source) / (max(masks, 1) * parts)
                 if (casts := GradientCasts.of(v)) is not None:
-                    found[op_id, v, terms.GRADIENT] = total(Phase.RESPONSE, (op_id, casts)) + total(Phase.GRADIENT, (op_id, casts))
+                    found[op_id, v, terms.GRADIENT] = (
+                        total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, casts.copies)
+                        + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, casts.input_result)
+                        + total(Phase.GRADIENT, op_id, Place.WEIGHT, casts.weight_result)
+                    )
         return found
 
 

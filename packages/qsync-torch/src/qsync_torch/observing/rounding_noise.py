@@ -118,14 +118,12 @@ class OperandCasts:
 
 
 @attrs.frozen
-class GradientCasts:
-    """The backward casts of a variant.
+class GradientCopies:
+    """Which copies of an operator's incoming gradient a variant makes.
 
     Attributes:
-        to_input, to_weight: of the incoming gradient, for the product that gives the input's gradient and for the weight's.
+        to_input, to_weight: the casts of what is read by the product that gives the input's gradient, and by the weight's.
         shared: whether both products read one copy.
-        result: of the gradient of the input, None where the product writes the activation's own format.
-        weight_result: of the gradient of the weight, None where the product writes float32.
         multiplied: the weight's cast, where the 8-bit copy for the input's gradient is of the gradient times the weight's scale of
             each output channel, which the product with the weight would have to multiply with otherwise.
     """
@@ -133,29 +131,40 @@ class GradientCasts:
     to_input: Cast | None
     to_weight: Cast | None
     shared: bool
-    result: Cast | None
-    weight_result: Cast | None
     multiplied: Cast | None
+
+
+@attrs.frozen
+class GradientCasts:
+    """The backward casts of a variant.
+
+    Attributes:
+        copies: of the incoming gradient.
+        input_result: of the gradient of the input, None where the product writes the activation's own format.
+        weight_result: of the gradient of the weight, None where the product writes float32.
+    """
+
+    copies: GradientCopies
+    input_result: Cast | None
+    weight_result: Cast | None
 
     @classmethod
     def of(cls, variant: Variant) -> GradientCasts | None:
         """None where all gradients are float32."""
-        copies = gradient_precisions(variant)
-        if copies == (Precision.FLOAT32,):
+        precisions = gradient_precisions(variant)
+        if precisions == (Precision.FLOAT32,):
             return None
-        casts = {p: None if p is Precision.FLOAT32 else _gradient_cast(p, variant.rounding) for p in copies}
+        casts = {p: None if p is Precision.FLOAT32 else _gradient_cast(p, variant.rounding) for p in precisions}
 
         def reads(precision: Precision) -> Cast | None:
-            return casts[precision] if precision in casts else casts[copies[0]]
+            return casts[precision] if precision in casts else casts[precisions[0]]
 
         weight, by_channel = Cast(variant.compute, variant.w_granularity), variant.w_granularity is Granularity.PER_CHANNEL
+        multiplied = weight if variant.grad_input.needs_scale and weight.precision.needs_scale and by_channel else None
         return cls(
-            reads(variant.grad_input),
-            reads(variant.grad_weight),
-            len(copies) == 1,
+            GradientCopies(reads(variant.grad_input), reads(variant.grad_weight), len(precisions) == 1, multiplied),
             _result(variant.grad_input),
             None if variant.compute.needs_scale else _result(variant.grad_weight),
-            weight if variant.grad_input.needs_scale and weight.precision.needs_scale and by_channel else None,
         )
 
 
