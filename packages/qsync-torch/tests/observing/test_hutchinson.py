@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from qsync_core import terms
 from qsync_core.errors import ObservationError
 from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
+from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
@@ -143,6 +143,57 @@ def test_terms_of_each_variant():
     assert found[OpId("twice"), INT8, terms.OPERANDS_NOISE] == 0
     smooth = HutchinsonCollector().collect_step(_step(Smooth), [BFLOAT16])
     assert {term for _, _, term in smooth} == {terms.OPERANDS, terms.OUTPUT, terms.GRADIENT}
+
+
+def test_functional_calls_count_as_modules_do():
+    """Flooring shifts the calls of one module together, not those of one module's functions with weights of their own."""
+
+    class Functions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(16, 32) / 4), nn.Parameter(torch.randn(3, 16) / 4)
+
+        def forward(self, x):
+            return F.linear(torch.tanh(F.linear(x.flatten(1), self.first)), self.second)
+
+    class Modules(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 16, bias=False), nn.Linear(16, 3, bias=False)
+            self.first.weight.data, self.second.weight.data = torch.randn(16, 32) / 4, torch.randn(3, 16) / 4
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x.flatten(1))))
+
+    found = []
+    for kind in (Functions, Modules):
+        step = _step(kind)
+        with torch.no_grad():
+            for index, parameter in enumerate(step.model.parameters()):
+                parameter.copy_(torch.sin(torch.arange(parameter.numel()) * (2.0 + index)).view_as(parameter) / 4)
+        terms_of = HutchinsonCollector().collect_step(step, [attrs.evolve(INT8, rounding=Rounding.FLOOR)])
+        names = {operator.op_id: index for index, operator in enumerate(step.dag.adjustable)}
+        found.append({(names[op_id], term): value for (op_id, _, term), value in terms_of.items()})
+    functions, modules = found
+    assert functions == pytest.approx(modules, rel=1e-5)
+    assert len(modules) == 4
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_variants_asked_together_get_what_each_gets_alone(parts):
+    """They share casts; what depends on the rest of a variant they do not."""
+    floored = attrs.evolve(INT8, rounding=Rounding.FLOOR)
+    by_tensor = attrs.evolve(INT8, grad_input=Precision.INT8, w_granularity=Granularity.PER_TENSOR)
+    weights_only = attrs.evolve(INT8, grad_input=Precision.FLOAT32)
+    ladder = [INT8, BFLOAT16, Variant.of(Precision.FLOAT16), floored, by_tensor, weights_only]
+    step = _step(Everything)
+    together = HutchinsonCollector(parts).collect_step(step, ladder)
+    alone = {}
+    for variant in ladder:
+        alone |= HutchinsonCollector(parts).collect_step(step, [variant])
+    assert together.keys() == alone.keys()
+    for key, value in alone.items():
+        assert together[key] == pytest.approx(value, rel=1e-12), key
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -128,9 +128,11 @@ class Reference:
         output = type(step.model).written_out(self._call, p, batch.args[0].double())
         loss = step.job.loss(output, Batch(target=batch.target.double()))
         for (name, place), noise in list(self._noise.items()):
-            if place in ("y", "x", "w"):
-                # What enters backward from the output, and what this operator alone hands to its input and its weight.
-                self.values[name, {"y": "g", "x": "gi", "w": "gw"}[place]] = torch.autograd.grad(loss, noise, retain_graph=True)[0]
+            if place in ("y", "x", "w", "b"):
+                # What enters backward from the output, and what this operator alone hands to its input, its weight and its bias.
+                self.values[name, {"y": "g", "x": "gi", "w": "gw", "b": "gb"}[place]] = torch.autograd.grad(
+                    loss, noise, retain_graph=True
+                )[0]
         gradients = torch.autograd.grad(loss + sum(self._terms), trained, create_graph=True)
         rows: dict = {key: [] for key in self._noise}
         for element in torch.cat([g.flatten() for g in gradients]):
@@ -140,9 +142,10 @@ class Reference:
         self.jacobians = {key: torch.stack(of) for key, of in rows.items()}
         self.parameters = len(next(iter(rows.values())))
         if ("twice", "w") in rows:
-            # Both calls read one rounded weight; each counts half of what that does.
-            both = (self.jacobians["twice", "w"] + self.jacobians["twice#1", "w"]) / math.sqrt(2)
-            self.jacobians["twice", "w"] = self.jacobians["twice#1", "w"] = both
+            # Both calls read one rounded weight and one bias; each counts half of what they do.
+            for place in "wb":
+                both = (self.jacobians["twice", place] + self.jacobians["twice#1", place]) / math.sqrt(2)
+                self.jacobians["twice", place] = self.jacobians["twice#1", place] = both
 
     def _call(self, name, x, weight, bias, product=F.linear):
         def noisy(place, tensor):
@@ -151,7 +154,7 @@ class Reference:
             return tensor + self._noise[name, place]
 
         own = noisy("x", x)
-        y = noisy("y", product(own, noisy("w", weight), bias))
+        y = noisy("y", product(own, noisy("w", weight), bias if bias is None else noisy("b", bias)))
         # ⟨e, y⟩ in the loss adds e to the gradient of y; with one operand cut off, to the copy that one product reads.
         for place, tensor in (
             ("g", y),
@@ -261,7 +264,8 @@ def test_nearest_and_floored_operands(observed):
 def test_bfloat16_operands_and_output(observed):
     step, totals, reference = observed
     for op_id, name in _names(step):
-        operands = sum(reference.squares(name, place, _bfloat16(reference.values[name, place])) for place in "xw")
+        cast = [place for place in "xwb" if (name, place) in reference.values]
+        operands = sum(reference.squares(name, place, _bfloat16(reference.values[name, place])) for place in cast)
         _check(totals, (op_id, BFLOAT16, terms.OPERANDS), operands)
         output = reference.squares(name, "y", _bfloat16(reference.values[name, "y"]))
         assert output > 0
@@ -270,7 +274,8 @@ def test_bfloat16_operands_and_output(observed):
 
 
 def test_bfloat16_gradients(observed):
-    """One copy of the incoming gradient for both products, and both results in bfloat16, the weight's only of bfloat16 products."""
+    """One copy of the incoming gradient for both products, and all results in bfloat16, the weight's and the bias's only of
+    bfloat16 products."""
     step, totals, reference = observed
     first = next(iter(_names(step)))[1]
     trained = {name for name, value in step.model.named_parameters() if value.requires_grad}
@@ -281,7 +286,8 @@ def test_bfloat16_gradients(observed):
         _check(totals, (op_id, INT8, terms.GRADIENT), expected)
         if {f"{name.removesuffix('#1')}.weight", "weight" if name == "linear" else ""} & trained:
             # Whatever the direction, and they are as many as there are parameters.
-            expected += reference.parameters * float(_bfloat16(reference.values[name, "gw"]).sum())
+            written = [reference.values[name, place] for place in ("gw", "gb") if (name, place) in reference.values]
+            expected += reference.parameters * sum(float(_bfloat16(gradient).sum()) for gradient in written)
         _check(totals, (op_id, BFLOAT16, terms.GRADIENT), expected)
         assert (op_id, FORWARD, terms.GRADIENT) not in totals
 

@@ -93,10 +93,10 @@ class _Sums:
 
 
 @attrs.define
-class _WeightResponse:
-    """Of a weight that several calls read."""
+class _ParameterResponse:
+    """Of a weight or bias that several calls read."""
 
-    weight: torch.Tensor
+    parameter: torch.Tensor
     h: torch.Tensor
     calls: dict[OpId, None] = attrs.field(factory=dict)
 
@@ -115,12 +115,15 @@ class _Pass:
         self._weight_results = {c.weight_result for c in gradients if c.weight_result is not None}
         self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
-        self._calls: defaultdict[str, list[OpId]] = defaultdict(list)
-        """The calls of each module."""
+        by_group: defaultdict[str, list[OpId]] = defaultdict(list)
+        self._calls: dict[OpId, list[OpId]] = {}
+        """All calls that share an operator's module, or its weight."""
         for operator in step.dag.adjustable:
-            self._calls[operator.op_id.fqn].append(operator.op_id)
-        self._weight_responses: dict[tuple[Phase, str, int], _WeightResponse] = {}
-        self._weight_gradients: dict[OpId, torch.Tensor] = {}
+            calls = by_group[operator.variant_group or str(operator.op_id)]
+            calls.append(operator.op_id)
+            self._calls[operator.op_id] = calls
+        self._parameter_responses: dict[tuple[Phase, str, Place, int | OpId], _ParameterResponse] = {}
+        self._parameter_gradients: dict[tuple[OpId, Place], torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
         self._reached: set[OpId] = set()
         self._has_masks = False
@@ -137,14 +140,12 @@ class _Pass:
         for number, (part, share) in enumerate(split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
             self._one(number, part, share, parameters)
         with torch.no_grad():
-            for (phase, _, _), found in self._weight_responses.items():
-                calls = len(found.calls)
+            for (phase, _, place, _), found in self._parameter_responses.items():
+                share = 1 / math.sqrt(len(found.calls))
                 for op_id in found.calls:
-                    self._add_operand(
-                        phase, op_id, found.weight, found.h / math.sqrt(calls), Place.WEIGHT, {}, 1 / math.sqrt(calls)
-                    )
-            for op_id, gradient in self._weight_gradients.items():
-                self._add_weight_gradient(op_id, gradient)
+                    self._add_operand(phase, op_id, found.parameter, found.h * share, place, {}, share)
+            for (op_id, _), gradient in self._parameter_gradients.items():
+                self._add_parameter_gradient(op_id, gradient)
         return self._terms(parts)
 
     def _one(self, number: int, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
@@ -201,34 +202,36 @@ class _Pass:
             self._reached.add(site.operator.op_id)
         with torch.no_grad():
             if phase is Phase.GRADIENT:
-                self._keep_weight_gradient(site, h)
-            elif place is Place.WEIGHT and (not self._whole or len(self._calls[site.operator.op_id.fqn]) > 1):
-                self._keep_weight_response(phase, site, h)
-            elif place in (Place.X, Place.WEIGHT):
-                tensor = site.x if place is Place.X else site.weight
-                self._add_operand(phase, site.operator.op_id, tensor, h, place, site.scales[place])
+                self._keep_parameter_gradient(site, place, h)
+            elif place in (Place.WEIGHT, Place.BIAS) and (not self._whole or len(self._calls[site.operator.op_id]) > 1):
+                self._keep_parameter_response(phase, site, place, h)
+            elif place in (Place.X, Place.WEIGHT, Place.BIAS):
+                self._add_operand(phase, site.operator.op_id, site.operand(place), h, place, site.scales[place])
             elif place is Place.OUTPUT:
                 for cast in self._outputs:
                     cast.respond(site.output, h, self._sums[phase][site.operator.op_id, place, cast].squares)
             else:
                 self._add_gradient(site, place, h)
 
-    def _keep_weight_response(self, phase: Phase, site: Site, h: torch.Tensor) -> None:
-        """Calls of one module, and parts of a batch, read one rounded weight: their responses add up before they are squared."""
-        op_id = site.operator.op_id
-        found = self._weight_responses.setdefault(
-            (phase, op_id.fqn, id(site.parameter)), _WeightResponse(site.weight, torch.zeros_like(h))
+    def _keep_parameter_response(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
+        """Calls of one module, and parts of a batch, read one rounded parameter: their responses add up before they are squared."""
+        op_id, read = site.operator.op_id, site.handed_over(place)
+        # What is computed anew for every part is told by the call.
+        which = id(read) if isinstance(read, torch.nn.Parameter) else op_id
+        found = self._parameter_responses.setdefault(
+            (phase, op_id.fqn, place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
         )
         found.h += h
         found.calls[op_id] = None
 
-    def _keep_weight_gradient(self, site: Site, gradient: torch.Tensor) -> None:
+    def _keep_parameter_gradient(self, site: Site, place: Place, gradient: torch.Tensor) -> None:
         """Kept where some variant rounds it; parts of a batch add up."""
-        if site.parameter.requires_grad and self._weight_results:
-            earlier = self._weight_gradients.get(site.operator.op_id)
-            self._weight_gradients[site.operator.op_id] = gradient if earlier is None else earlier + gradient
+        if site.handed_over(place).requires_grad and self._weight_results:
+            key = (site.operator.op_id, place)
+            earlier = self._parameter_gradients.get(key)
+            self._parameter_gradients[key] = gradient if earlier is None else earlier + gradient
 
-    def _add_weight_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
+    def _add_parameter_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
         """What a product writes is rounded as well, and no response stands between that and the gradient."""
         for cast in self._weight_results:
             cast.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares)
@@ -244,7 +247,9 @@ class _Pass:
         share: float = 1.0,
     ) -> None:
         for casts in self._operands:
-            cast = casts.x if place is Place.X else casts.weight
+            cast = {Place.X: casts.x, Place.WEIGHT: casts.weight, Place.BIAS: casts.bias}[place]
+            if cast is None:
+                continue
             sums = self._sums[phase][op_id, Place.X, casts]
             cast.respond(tensor, h, sums.squares, scales)
             if (mean := cast.mean(tensor)) is not None:
@@ -276,7 +281,7 @@ class _Pass:
                 return 0.0
             sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
-            calls = [call for call in self._calls[op_id.fqn] if (call, place, source) in sums]
+            calls = [call for call in self._calls[op_id] if (call, place, source) in sums]
             shift = math.fsum(fetched.value(sums[call, place, source].bias) for call in calls)
             return (fetched.value(sums[op_id, place, source].squares) + shift**2 / max(1, len(calls))) / scale**2
 

@@ -3,9 +3,9 @@
 With g = ∂L/∂θ, a direction u over all parameters and noise e added to some tensor of the step, h = ∂⟨g, u⟩/∂e is one double
 backward pass away, for every tensor at once.  For u of independent random signs, E[h_j²] = ‖∂g/∂e_j‖².
 
-The tensors are copies made at each call of an operator: of its activation, of its weight, of the gradient that comes in and of the
-one that goes out; and its output.  A copy belongs to one operator, as the cast that ``apply_`` puts there does, and is read by
-its forward product and by its backward ones, as the saved cast is.  Responses are handed on as they arise and not kept.
+The tensors are copies made at each call of an operator: of its activation, its weight and its bias, of the gradient that comes
+in and of the one that goes out; and its output.  A copy belongs to one operator, as the cast that ``apply_`` puts there does, and
+is read by its forward product and by its backward ones, as the saved cast is.  Responses are handed on as they arise and not kept.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Place(enum.StrEnum):
 
     X = "x"
     WEIGHT = "weight"
+    BIAS = "bias"
     OUTPUT = "output"
     GRAD_OUTPUT = "grad_output"
     GRAD_INPUT = "grad_input"
@@ -43,7 +44,7 @@ class Site:
 
     Attributes:
         operator, geometry: what was called.
-        x, weight: its operands.
+        x, weight, bias: its operands.
         parameter, bias_parameter: the weight and the bias as they were handed over, with their graphs.
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
@@ -75,6 +76,18 @@ class Site:
         with torch.no_grad():
             return self.geometry.product(self.x, self.weight, self.bias)
 
+    def operand(self, place: Place) -> torch.Tensor:
+        """The values of ``x``, ``weight`` or ``bias``."""
+        found = {Place.X: self.x, Place.WEIGHT: self.weight, Place.BIAS: self.bias}[place]
+        assert found is not None
+        return found
+
+    def handed_over(self, place: Place) -> torch.Tensor:
+        """The weight or the bias with its graph."""
+        found = {Place.WEIGHT: self.parameter, Place.BIAS: self.bias_parameter}[place]
+        assert found is not None
+        return found
+
 
 class Phase(enum.Enum):
     """What a backward pass carries."""
@@ -98,8 +111,8 @@ class NoiseResponse:
     """A watcher (:mod:`.watch`) of one forward pass, and the backward passes after it, in the order of :class:`Phase`.
 
     Args:
-        respond: called for every site and place with a response of the tensor's shape; in the pass of the gradient for the
-            weights alone, with their gradients.
+        respond: called for every site and place with a response of the tensor's shape; in the pass of the gradient for weights
+            and biases alone, with their gradients.
         masks: active during the forward pass.
     """
 
@@ -130,13 +143,16 @@ class NoiseResponse:
                 "twice; observe the model without them"
             )
         x_copy, weight_copy = self._copy(x), self._copy(weight)
-        output = products.product(x_copy, weight_copy, bias, geometry)
+        bias_copy = None if bias is None else self._copy(bias)
+        output = products.product(x_copy, weight_copy, bias_copy, geometry)
         bias_values = None if bias is None else bias.detach()
         kept = output.detach() if weight.dim() == 4 else None
         site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, bias, len(self._masks.seen), kept)
         self.sites.append(site)
-        for place, tensor in ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.OUTPUT, output)):
-            tensor.register_hook(functools.partial(self._passed, site, place))
+        places = ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.BIAS, bias_copy), (Place.OUTPUT, output))
+        for place, tensor in places:
+            if tensor is not None:
+                tensor.register_hook(functools.partial(self._passed, site, place))
         return output
 
     def carry_back(self, phase: Phase, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
@@ -192,7 +208,7 @@ class NoiseResponse:
         if self._phase is not Phase.GRADIENT:
             self._hand_on(self._phase, site, place, grad.detach())
             return None
-        if place is Place.WEIGHT:
+        if place in (Place.WEIGHT, Place.BIAS):
             self._hand_on(self._phase, site, place, grad.detach())
             return None
         noisy = Place.GRAD_OUTPUT if place is Place.OUTPUT else Place.GRAD_INPUT

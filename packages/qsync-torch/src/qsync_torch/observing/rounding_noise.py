@@ -99,10 +99,11 @@ def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch
 
 @attrs.frozen
 class OperandCasts:
-    """The forward casts of a variant: all that its output's noise depends on."""
+    """The forward casts of a variant: all that its output's noise depends on.  A bias is cast for a product of floats only."""
 
     x: Cast
     weight: Cast
+    bias: Cast | None = None
 
     @classmethod
     def of(cls, variant: Variant) -> OperandCasts | None:
@@ -110,7 +111,7 @@ class OperandCasts:
         if variant.compute is Precision.FLOAT32:
             return None
         if not variant.compute.needs_scale:
-            return cls(Cast(variant.compute), Cast(variant.compute))
+            return cls(Cast(variant.compute), Cast(variant.compute), Cast(variant.compute))
         return cls(
             Cast(variant.compute, variant.x_granularity, variant.rounding),
             Cast(variant.compute, variant.w_granularity, variant.rounding),
@@ -141,7 +142,7 @@ class GradientCasts:
     Attributes:
         copies: of the incoming gradient.
         input_result: of the gradient of the input, None where the product writes the activation's own format.
-        weight_result: of the gradient of the weight, None where the product writes float32.
+        weight_result: of the gradients of weight and bias, None where the product writes float32.
     """
 
     copies: GradientCopies

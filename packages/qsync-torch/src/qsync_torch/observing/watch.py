@@ -51,23 +51,29 @@ class _Calls:
         self.counts.clear()
         self.watcher.start_forward()
 
-    def run(self, fqn: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-        operator = self.operators.get(OpId(fqn, self.counts[fqn]))
+    def next_of(self, fqn: str) -> OpId:
+        """The call of a module that begins now."""
         self.counts[fqn] += 1
+        return OpId(fqn, self.counts[fqn] - 1)
+
+    def run(
+        self, op_id: OpId, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
+    ) -> torch.Tensor:
+        operator = self.operators.get(op_id)
         if operator is None:
             return geometry.product(x, weight, bias)
         return self.watcher.call(operator, x, weight, bias, geometry)
 
 
 class _WatchedCall:
-    """Stands where ``apply_`` puts an operator in a variant."""
+    """Stands where ``apply_`` puts an operator in a variant; ``op_id`` tells which call begins."""
 
-    def __init__(self, calls: _Calls, fqn: str) -> None:
-        self._calls, self._fqn = calls, fqn
+    def __init__(self, calls: _Calls, op_id: Callable[[], OpId]) -> None:
+        self._calls, self._op_id = calls, op_id
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
-        return self._calls.run(self._fqn, input, weight, bias, Geometry())
+        return self._calls.run(self._op_id(), input, weight, bias, Geometry())
 
     def conv2d(
         self,
@@ -82,7 +88,7 @@ class _WatchedCall:
         """In place of ``F.conv2d``."""
         # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
         x, sides = resolve_padding(input, weight, padding, pair(dilation))
-        return self._calls.run(self._fqn, x, weight, bias, Geometry(pair(stride), sides, pair(dilation), groups))
+        return self._calls.run(self._op_id(), x, weight, bias, Geometry(pair(stride), sides, pair(dilation), groups))
 
 
 @contextmanager
@@ -102,10 +108,13 @@ def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watc
         # First of all hooks: a functional call of the model itself is counted after this.
         stack.callback(model.register_forward_pre_hook(functools.partial(_start, calls, applied.sites)).remove)
         for op_id, module in addressed.modules:
-            applied.replace_forward(module, functools.partial(_watched_forward, _WatchedCall(calls, op_id.fqn)))
+            call = _WatchedCall(calls, functools.partial(calls.next_of, op_id.fqn))
+            applied.replace_forward(module, functools.partial(_watched_forward, call))
         for owner, by_name in addressed.functional.items():
-            named = {name: {op_id.call: _WatchedCall(calls, op_id.fqn) for op_id in ids} for name, ids in by_name.items()}
-            site = CallSite(named)
+            # The site counts those calls too that nobody watches.
+            site = CallSite(
+                {name: {op_id.call: _WatchedCall(calls, lambda o=op_id: o) for op_id in ids} for name, ids in by_name.items()}
+            )
             applied.sites.all.append(site)
             module = model.get_submodule(owner)
             for place, running in ((module, site), *((child, None) for child in module.children())):
