@@ -11,7 +11,7 @@ from plugin_doubles import offering, plugin, registry
 
 from qsync_core.dag import PrecisionDag
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.hooks import DeviceFacts
+from qsync_core.hooks import DeviceFacts, hookimpl
 from qsync_core.observations import Observations
 from qsync_core.registry import Registry
 
@@ -108,3 +108,30 @@ def test_a_plugin_that_fails_to_choose_takes_its_backends_along() -> None:
         r"plugin both is disabled: its qsync_select_backend failed with KeyError: 'latency'$",
     ):
         registry(both=both).select(LINEAR_INT8)
+
+
+def test_something_unusable_is_left_out_alone_and_a_wrapper_is_refused() -> None:
+    def problem(offered: Any) -> str:
+        return "" if offered.upper() != "BAD" else "it is bad"
+
+    found = registry(
+        a=plugin(qsync_register_indicators=lambda: ["one", "bad", "two"]),
+        b=plugin(qsync_register_indicators=lambda: [3, "three"]),
+        c=plugin(qsync_register_indicators=lambda: ["four"]),
+    )
+    assert found.collect("qsync_register_indicators", problem) == ["one", "two", "four"]
+    assert found.disabled == {
+        "a (builtins.str)": "it is bad",
+        "b": "what it offers, builtins.int, failed with AttributeError: 'int' object has no attribute 'upper'",
+    }
+
+    class Wrapping:
+        @hookimpl(wrapper=True)
+        def qsync_trace_job(self, job: str) -> Any:
+            return (yield)
+
+    wrapped = registry(a=plugin(qsync_trace_job=lambda job: GRAPH), b=Wrapping())
+    assert wrapped.trace_job("resnet50") == GRAPH
+    assert wrapped.disabled == {
+        "b": "its hooks do not fit: qsync_trace_job is a wrapper, which QSync's hooks do not have; see docs/hooks.md"
+    }

@@ -57,7 +57,7 @@ BY_NAME = rf"indicator 'broken' \({__name__}\.Broken\) failed with "
     ids=["raises", "says nothing", "reads what is not there", "no collectors", "QSync's own error"],
 )
 def test_a_plugins_indicator_that_fails(folder: Path, broken: Broken, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Registry, "collect", lambda self, hook: [broken] if hook == "qsync_register_indicators" else [])
+    monkeypatch.setattr(Registry, "collect", lambda self, hook, *problem: [broken] if hook == "qsync_register_indicators" else [])
     data = json.loads(check("--truth", "t.qsync", "--json").stdout)
     assert data["check"]["indicators"] == ["lossvar", "random"]
     (note,) = [note for note in data["check"]["notes"] if note.startswith("broken")]
@@ -71,7 +71,7 @@ def test_a_plugins_indicator_that_fails(folder: Path, broken: Broken, says: str,
 
 def test_one_whose_collector_did_not_run_says_what_to_observe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken(None, ("lossvar", "output-norm"))
-    monkeypatch.setattr(Registry, "collect", lambda self, hook: [broken] if hook == "qsync_register_indicators" else [])
+    monkeypatch.setattr(Registry, "collect", lambda self, hook, *problem: [broken] if hook == "qsync_register_indicators" else [])
     result = run("o.qsync", "--dag", "dag.qsync", "-o", "s.qsync", "--indicator", "broken")
     assert isinstance(result.exception, PluginError)
     assert str(result.exception).endswith(

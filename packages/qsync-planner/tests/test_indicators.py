@@ -266,8 +266,14 @@ def test_plugins_register_indicators() -> None:
 
 
 def test_bad_indicators_of_plugins_are_named() -> None:
-    with pytest.raises(PluginError, match="a plugin registers object as an indicator, but it lacks part of the interface"):
-        available_indicators(registry_with(object()))
+    said: list[str] = []
+    found = available_indicators(registry_with(object(), Flat()), said.append)
+    assert set(found) == {"flat", *(indicator.name for indicator in builtin_indicators())}
+    lacks = "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
+    assert len(said) == 1
+    assert said[0].startswith(f"plugin third-party (builtins.object) is disabled: {lacks}")
+    with pytest.raises(ObservationError, match=r"there is no indicator 'foo'; choose one of flat, .*; plugin third-party \(bui"):
+        get_indicator("foo", registry_with(object(), Flat()))
     clash = Flat()
     clash.name = "paper"
     with pytest.raises(PluginError, match="two indicators are called 'paper'"):

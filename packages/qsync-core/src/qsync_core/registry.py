@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,9 @@ class Registry:
             for function in self._hook_names(plugin):
                 if not hasattr(hooks, function):
                     raise PluginError(f"there is no hook {function!r}; see docs/hooks.md")
+                options = self._manager.parse_hookimpl_opts(plugin, function)
+                if options is not None and (options["wrapper"] or options["hookwrapper"]):
+                    raise PluginError(f"{function} is a wrapper, which QSync's hooks do not have; see docs/hooks.md")
         except (pluggy.PluginValidationError, PluginError, ValueError) as error:
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
@@ -176,14 +179,29 @@ class Registry:
                 self._disable(name, f"its {hook} must return {expected.__name__} or None, got {type(answer).__name__}")
         return None
 
-    def collect(self, hook: str) -> list[Any]:
-        """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names."""
+    def collect(self, hook: str, problem: Callable[[Any], str] = lambda offered: "") -> list[Any]:
+        """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names.
+
+        Args:
+            hook: which.
+            problem: what makes something that is offered unusable, empty where nothing does; it is left out, and ``disabled`` says
+                of which plugin it was.
+        """
         found: list[Any] = []
         for name, offered in self._call_each(hook):
-            if isinstance(offered, (list, tuple)):
-                found.extend(offered)
-            else:
+            if not isinstance(offered, (list, tuple)):
                 self._disable(name, f"its {hook} must return a list, got {type(offered).__name__}")
+                continue
+            usable = []
+            for one in offered:
+                what = f"{type(one).__module__}.{type(one).__qualname__}"
+                with self._blamed(name, f"what it offers, {what},"):
+                    if reason := problem(one):
+                        self.disabled[f"{name} ({what})"] = reason
+                    else:
+                        usable.append(one)
+            if name not in self.disabled:
+                found.extend(usable)
         return found
 
     def commands(self, taken: Iterable[str] = ()) -> dict[str, click.Command]:

@@ -114,8 +114,9 @@ def _others(
         names = dict.fromkeys(filter(None, (name.strip() for name in against.split(","))))
         return {name: indicate(observations, dag, variants, name) for name in names if name != first}, []
     observed = observed_collectors(observations)
-    found, notes = {}, []
-    for name, indicator in available_indicators().items():
+    found: dict[str, Sensitivity] = {}
+    notes: list[str] = []
+    for name, indicator in available_indicators(announce=notes.append).items():
         try:
             with blamed(indicator, observations):
                 if name != first and set(observed).issuperset(indicator.collectors):

@@ -66,7 +66,7 @@ def indicate(
     from qsync_planner.indicators import available_indicators
 
     if list_flag:
-        found = available_indicators()
+        found = available_indicators(announce=lambda text: click.echo(text, err=True))
         rows = [{"name": i.name, "collectors": list(i.collectors), "summary": i.summary} for i in found.values()]
         emit(
             json_flag,

@@ -1,6 +1,7 @@
 """Collectors of plugins that fail: named in a sentence, fatal only to those that asked for them."""
 
 import math
+import types
 
 import attrs
 import pytest
@@ -12,12 +13,13 @@ from torch import nn
 from qsync_core import artifact
 from qsync_core.cli.root import cli
 from qsync_core.errors import ObservationError, PluginError
+from qsync_core.hooks import hookimpl
 from qsync_core.precision import Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import observe as observe_module
-from qsync_torch.observing.collectors import installed_collectors
+from qsync_torch.observing.collectors import collectors_named, installed_collectors
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
@@ -115,7 +117,7 @@ def test_one_that_was_asked_for_ends_the_run_by_name(make, says):
 @pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
 def test_one_that_nobody_asked_for_disables_only_itself(make, says, monkeypatch):
     collector, said = make(), []
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: [collector, LossVarCollector()])
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [collector, LossVarCollector()])
     found = _observe(None, announce=said.append)
     assert f"without {collector.name}: it failed at {says}; observing goes on with lossvar" in said
     assert found.settings[f"without {collector.name}"] == f"it failed at {says}"
@@ -139,7 +141,7 @@ class Fading:
 
 
 def test_one_that_can_not_go_on_is_left_out_with_all_that_it_wrote(monkeypatch):
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Fading(), LossVarCollector()])
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [Fading(), LossVarCollector()])
     found = _observe(None)
     assert found.settings["without fading"] == "its memory is full"
     assert found.series == _observe([LossVarCollector()]).series
@@ -153,14 +155,14 @@ def test_one_that_can_not_go_on_ends_the_run_that_asked_for_it():
 @pytest.mark.parametrize("asked_for", [False, True])
 def test_a_call_that_can_not_be_observed(asked_for, monkeypatch):
     collectors = [Called(0, CollectorUnavailable), LossVarCollector()]
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: collectors)
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: collectors)
     found = _observe(collectors if asked_for else None)
     assert found.settings["without called"] == "boom in\na call"
     assert {series.collector for series in found.series} == {"run", "lossvar"}
 
 
 def test_the_only_one_fails(monkeypatch):
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Called(1)])
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [Called(1)])
     with pytest.raises(
         ObservationError, match="collector called can not observe net: it failed at update 2 of net with RuntimeErr"
     ):
@@ -171,7 +173,7 @@ def test_an_error_of_qsync_in_a_collector_is_the_jobs(monkeypatch):
     def refuse():
         raise ObservationError("the gradients are not finite")
 
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Stepped(refuse), LossVarCollector()])
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [Stepped(refuse), LossVarCollector()])
     with pytest.raises(JobFault, match=r"^the gradients are not finite$"):
         _observe(None)
 
@@ -179,7 +181,7 @@ def test_an_error_of_qsync_in_a_collector_is_the_jobs(monkeypatch):
 def test_one_that_can_not_be_restored(monkeypatch):
     kept, said = [], []
     rows = {(None, None, "x"): 2.0}
-    monkeypatch.setattr(observe_module, "default_collectors", lambda: [Forgetful(rows), LossVarCollector()])
+    monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [Forgetful(rows), LossVarCollector()])
     _observe(None, checkpoint=kept.append)
     found = _observe(None, earlier=kept[0], announce=said.append)
     assert said[0].startswith(
@@ -191,17 +193,13 @@ def test_one_that_can_not_be_restored(monkeypatch):
 @pytest.mark.parametrize(
     ("offered", "says"),
     [
-        (
-            object(),
-            r"a plugin registers builtins\.object as a collector, but it lacks part of the interface \(name, and collect or ",
-        ),
         (Stepped({}), ""),
         (LossVarCollector(), "two collectors are called 'lossvar'; uninstall the plugin with the second, or rename it"),
     ],
 )
 def test_what_plugins_offer_is_checked(offered, says, monkeypatch):
     installed = Registry.collect
-    monkeypatch.setattr(Registry, "collect", lambda self, hook: [*installed(self, hook), offered])
+    monkeypatch.setattr(Registry, "collect", lambda self, *hook: [*installed(self, *hook), offered])
     if not says:
         assert "stepped" in installed_collectors()
         return
@@ -209,11 +207,71 @@ def test_what_plugins_offer_is_checked(offered, says, monkeypatch):
         installed_collectors()
 
 
+def test_what_lacks_part_of_the_interface_is_left_out(monkeypatch):
+    """By name, and alone: beside a plugin that offers nothing else, and one that offers more."""
+    useless = types.SimpleNamespace(qsync_register_collectors=hookimpl(lambda: [object(), Stepped({(None, None, "x"): 2.0})]))
+    load = Registry.load
+
+    def with_plugin(*args):
+        registry = load(*args)
+        registry.register(useless, "useless")
+        return registry
+
+    monkeypatch.setattr(Registry, "load", with_plugin)
+    lacks = "it lacks part of a collector's interface (name, and collect or collect_step); uninstall that plugin, or mend it"
+    said = []
+    found = _observe(None, announce=said.append)
+    assert said[0] == f"plugin useless (builtins.object) is disabled: {lacks}"
+    assert found.values("stepped", "x") == (2.0,) * len(found.iterations)
+    with pytest.raises(
+        ObservationError, match=r"there is no collector 'foo'; installed are .*; plugin useless \(builtins\.object\)"
+    ):
+        collectors_named(["foo"])
+
+
+class Loss(Stepped):
+    def collect_step(self, step, variants):
+        with step.undisturbed():
+            return {(None, None, "loss"): step.loss().item()}
+
+
+class GradientNorm(Stepped):
+    def collect_step(self, step, variants):
+        with step.undisturbed():
+            gradients = torch.autograd.grad(step.loss(), list(step.model.parameters()))
+        return {(None, None, "norm"): float(torch.nn.utils.get_total_norm(gradients))}
+
+
+class GradientSize(Called):
+    def collect(self, call, variants):
+        return {(None, "size"): call.grad_output.square().sum()}
+
+
+@pytest.mark.parametrize("collector", [Loss({}), GradientSize(9)])
+def test_a_loss_that_is_not_finite_is_not_blamed_on_a_collector(collector):
+    job = _job()
+
+    def batch(step, size):
+        return attrs.evolve(job.batch(step, size), args=(torch.full((size, 6), math.nan),)) if step == 3 else job.batch(step, size)
+
+    broken = attrs.evolve(job, batch=batch)
+    with pytest.raises(JobFault, match="the loss of net is nan at update 3; train with a smaller learning rate"):
+        observe(broken, trace(broken), [INT8], warmup=1, steps=5, settled=None, collectors=[collector])
+
+
+@pytest.mark.parametrize("collector", [GradientNorm({}), GradientSize(9)], ids=["a step", "a call"])
+def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_collector(collector):
+    """The loss is zero, and the derivative of a square root there infinite."""
+    job = attrs.evolve(_job(), loss=lambda output, batch: (output - output.detach()).abs().sum().sqrt())
+    with pytest.raises(JobFault, match=r"is (nan|inf) at update 0 of .*; its activation, weight or gradient holds NaN or infinite"):
+        observe(job, trace(job), [INT8], warmup=0, steps=2, settled=None, collectors=[collector])
+
+
 def test_the_command_says_so_in_a_line(tmp_path, monkeypatch):
     installed = Registry.collect
 
-    def collect(self, hook):
-        return [*installed(self, hook), *([Stepped(_fail)] if hook == "qsync_register_collectors" else [])]
+    def collect(self, hook, *problem):
+        return [*installed(self, hook, *problem), *([Stepped(_fail)] if hook == "qsync_register_collectors" else [])]
 
     monkeypatch.setattr(Registry, "collect", collect)
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from qsync_core import terms
 from qsync_core.errors import ObservationError, PluginError
 from qsync_core.observations import Observations
@@ -25,27 +28,38 @@ def builtin_indicators() -> list[Indicator]:
     return [Hutchinson(), LossVar(), Paper(), RandomScheme(), Hessian()]
 
 
-def available_indicators(registry: Registry | None = None) -> dict[str, Indicator]:
+def available_indicators(
+    registry: Registry | None = None, announce: Callable[[str], None] = lambda text: None
+) -> dict[str, Indicator]:
     """All indicators by name.
 
     Args:
         registry: whose plugins to ask; None loads every installed plugin.
+        announce: told of each plugin that offers none, or one that lacks part of the interface, and why.
 
     Raises:
-        PluginError: when a plugin's indicator has a name that is taken, or lacks part of the interface.
+        PluginError: when a plugin's indicator has a name that is taken.
     """
     found = {indicator.name: indicator for indicator in builtin_indicators()}
-    for offered in (registry or Registry.load()).collect("qsync_register_indicators"):
-        name = getattr(offered, "name", None)
-        if not isinstance(name, str) or not isinstance(offered, Indicator):
-            raise PluginError(
-                f"a plugin registers {type(offered).__name__} as an indicator, but it lacks part of the interface "
-                "(name, collectors, summary, omega, notes; see qsync_planner.indicators.Indicator)"
-            )
-        if name in found:
-            raise PluginError(f"two indicators are called {name!r}; uninstall the plugin with the second, or rename it")
-        found[name] = offered
+    registry = registry or Registry.load()
+    known = set(registry.disabled)
+    for offered in registry.collect("qsync_register_indicators", _problem):
+        if offered.name in found:
+            raise PluginError(f"two indicators are called {offered.name!r}; uninstall the plugin with the second, or rename it")
+        found[offered.name] = offered
+    for plugin, reason in registry.disabled.items():
+        if plugin not in known:
+            announce(f"plugin {plugin} is disabled: {reason}")
     return found
+
+
+def _problem(offered: Any) -> str:
+    if isinstance(offered, Indicator) and isinstance(offered.name, str):
+        return ""
+    return (
+        "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
+        "qsync_planner.indicators.Indicator); uninstall that plugin, or mend it"
+    )
 
 
 def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
@@ -57,9 +71,10 @@ def get_indicator(name: str, registry: Registry | None = None) -> Indicator:
     for indicator in builtin_indicators():
         if indicator.name == name:
             return indicator
-    known = available_indicators(registry)
+    disabled: list[str] = []
+    known = available_indicators(registry, disabled.append)
     if name not in known:
-        raise ObservationError(f"there is no indicator {name!r}; choose one of {', '.join(sorted(known))}")
+        raise ObservationError("; ".join((f"there is no indicator {name!r}; choose one of {', '.join(sorted(known))}", *disabled)))
     return known[name]
 
 

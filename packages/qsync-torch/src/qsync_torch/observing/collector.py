@@ -65,6 +65,10 @@ class OperatorCall:
         """This call's contribution to the gradient of the weight."""
         return self._gradients[1]
 
+    def is_finite(self) -> bool:
+        """Whether its tensors are; what is computed of others is not the fault of who computes it."""
+        return all(bool(tensor.isfinite().all()) for tensor in (self.x, self.weight, self.grad_output))
+
     @cached_property
     def _variances(self) -> dict[tuple[str, Precision, Granularity, Rounding], torch.Tensor]:
         return {}

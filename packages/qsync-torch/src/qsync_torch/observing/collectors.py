@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qsync_core.dag import PrecisionDag
@@ -14,30 +14,39 @@ from qsync_torch.observing.step_collector import StepCollector
 AnyCollector = Collector | StepCollector
 
 
-def installed_collectors() -> dict[str, AnyCollector]:
+def installed_collectors(announce: Callable[[str], None] = lambda text: None) -> dict[str, AnyCollector]:
     """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name.
 
+    Args:
+        announce: told of each plugin that offers none, or one that lacks part of the interface, and why.
+
     Raises:
-        PluginError: for one that lacks part of the interface, and for two of one name.
+        PluginError: for two of one name.
     """
     from qsync_core.registry import Registry
 
     found: dict[str, AnyCollector] = {}
-    for offered in Registry.load().collect("qsync_register_collectors"):
-        if not isinstance(offered, Collector | StepCollector) or not isinstance(offered.name, str):
-            raise PluginError(
-                f"a plugin registers {type(offered).__module__}.{type(offered).__qualname__} as a collector, but it lacks part of "
-                "the interface (name, and collect or collect_step); uninstall that plugin, or mend it"
-            )
+    registry = Registry.load()
+    known = set(registry.disabled)
+    for offered in registry.collect("qsync_register_collectors", _problem):
         if offered.name in found:
             raise PluginError(f"two collectors are called {offered.name!r}; uninstall the plugin with the second, or rename it")
         found[offered.name] = offered
+    for plugin, reason in registry.disabled.items():
+        if plugin not in known:
+            announce(f"plugin {plugin} is disabled: {reason}")
     return found
 
 
-def default_collectors() -> list[AnyCollector]:
+def _problem(offered: Any) -> str:
+    if isinstance(offered, Collector | StepCollector) and isinstance(offered.name, str):
+        return ""
+    return "it lacks part of a collector's interface (name, and collect or collect_step); uninstall that plugin, or mend it"
+
+
+def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:
     """Those that run unless others are asked for: all but the ones that say ``by_default = False`` because they take long."""
-    return [collector for collector in installed_collectors().values() if getattr(collector, "by_default", True)]
+    return [collector for collector in installed_collectors(announce).values() if getattr(collector, "by_default", True)]
 
 
 def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
@@ -46,14 +55,17 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
     Raises:
         ObservationError: for a name that nobody offers, and for none.
     """
-    installed = installed_collectors()
+    disabled: list[str] = []
+    installed = installed_collectors(disabled.append)
     wanted = list(dict.fromkeys(names))
     if not wanted:
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed))}"
         )
     if unknown := [name for name in wanted if name not in installed]:
-        raise ObservationError(f"there is no collector {unknown[0]!r}; installed are {', '.join(sorted(installed))}")
+        raise ObservationError(
+            "; ".join((f"there is no collector {unknown[0]!r}; installed are {', '.join(sorted(installed))}", *disabled))
+        )
     return [installed[name] for name in wanted]
 
 

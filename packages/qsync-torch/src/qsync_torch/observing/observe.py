@@ -87,7 +87,8 @@ def observe(
             settings or of a job that trains otherwise.  A :class:`JobFault` says that it is of no use to continue.
         PluginError: when one of ``collectors`` fails; one that nobody asked for is left out instead.
     """
-    active = default_collectors() if collectors is None else list(collectors)
+    announce = announce or (lambda text: None)
+    active = default_collectors(announce) if collectors is None else list(collectors)
     if not active:
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
@@ -103,9 +104,7 @@ def observe(
         steps=steps,
         seed=seed,
         target=parse_device(str(device)),
-        collectors=RunningCollectors(
-            dag.model, tuple(variants), active, asked_for=collectors is not None, announce=announce or (lambda text: None)
-        ),
+        collectors=RunningCollectors(dag.model, tuple(variants), active, asked_for=collectors is not None, announce=announce),
     )
     check_same_model(job, dag)
     return run.observe(settled, earlier, checkpoint, progress)

@@ -14,7 +14,7 @@ from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError, PluginError, QSyncError
 from qsync_core.op_id import OpId
 from qsync_core.variant import Variant
-from qsync_torch.observing.collector import Collector
+from qsync_torch.observing.collector import Collector, OperatorCall
 from qsync_torch.observing.collectors import AnyCollector, passes
 from qsync_torch.observing.record import JobFault, Key, Record
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, RestoredCollector, StepCollector
@@ -72,7 +72,7 @@ class RunningCollectors:
         for collector in [c for c in self.active if isinstance(c, StepCollector)]:
             with self._blamed(collector, step.update, record):
                 numbers = collector.collect_step(step, self.variants)
-                found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()))
+                found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()), step)
         return found
 
     def of_calls(self, tap: Tap, update: int, record: Record) -> dict[Key, float]:
@@ -88,7 +88,7 @@ class RunningCollectors:
                 for collector in [c for c in self.active if isinstance(c, Collector)]:
                     with self._blamed(collector, update, record):
                         numbers = collector.collect(call, self.variants)
-                        found |= _keyed(collector, ((op_id, v, term, value) for (v, term), value in numbers.items()))
+                        found |= _keyed(collector, ((op_id, v, term, value) for (v, term), value in numbers.items()), call)
         return {key: value for key, value in found.items() if key[2] not in self.unavailable}
 
     def restore(self, model: torch.nn.Module, update: int, record: Record) -> None:
@@ -148,13 +148,17 @@ class RunningCollectors:
             self.leave_out(collector.name, f"it {what}")
 
 
-def _keyed(collector: AnyCollector, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]]) -> Mapping[Key, float]:
-    """Numbers of QSync's own collectors that are not finite are the job's fault, which is found where they are recorded."""
+def _keyed(
+    collector: AnyCollector, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]], seen: ObservedStep | OperatorCall
+) -> Mapping[Key, float]:
+    """Numbers that are not finite are the job's fault where what was seen is not either, or the collector is QSync's own; that is
+    found where they are recorded."""
     found = {(op_id, variant, collector.name, term): float(value) for op_id, variant, term, value in numbers}
     if not _origin(collector).startswith("qsync_torch."):
-        for (op_id, _, _, term), value in found.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{term} of {'the model' if op_id is None else op_id} is {value}")
+        wrong = next(((*key, value) for key, value in found.items() if not math.isfinite(value)), None)
+        if wrong is not None and seen.is_finite():
+            op_id, _, _, term, value = wrong
+            raise ValueError(f"{term} of {'the model' if op_id is None else op_id} is {value}")
     return found
 
 

@@ -35,7 +35,8 @@ def passing_rise(run: Callable[[], Any]) -> int:
     """Highest point during ``run`` of the CPU memory that it gives back before it ends, in bytes.
 
     What stays is left out throughout.  Of a first training step that is the rise of every later one: what it makes and
-    keeps, the optimizer's state, is there then.
+    keeps, the optimizer's state, is there then.  (Of an optimizer that makes its state anew in each step, which none of PyTorch's
+    does, it is less.)
     """
     return _rise_of(_passing(_cpu_allocations(run)))[0]
 
