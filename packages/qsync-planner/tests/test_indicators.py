@@ -274,6 +274,14 @@ def test_bad_indicators_of_plugins_are_named() -> None:
     assert said[0].startswith(f"plugin third-party (builtins.object) is disabled: {lacks}")
     with pytest.raises(ObservationError, match=r"there is no indicator 'foo'; choose one of flat, .*; plugin third-party \(bui"):
         get_indicator("foo", registry_with(object(), Flat()))
+    silent = Flat()
+    silent.collectors = None  # type: ignore[assignment]
+    nameless = Flat()
+    nameless.name = "a b"
+    for offered, says in ((Flat, "it is a class"), (silent, "it lacks part of"), (nameless, "its name is 'a b', and must be text")):
+        said.clear()
+        assert set(available_indicators(registry_with(offered), said.append)) == {i.name for i in builtin_indicators()}
+        assert f"is disabled: {says}" in said[0]
     clash = Flat()
     clash.name = "paper"
     with pytest.raises(PluginError, match="two indicators are called 'paper'"):

@@ -225,7 +225,7 @@ class Registry:
 
     def doctor_lines(self) -> list[DoctorLine]:
         """Findings of all plugins."""
-        return [line for line in self.collect("qsync_doctor") if isinstance(line, DoctorLine)]
+        return self.collect("qsync_doctor", lambda line: "" if isinstance(line, DoctorLine) else "it is no DoctorLine")
 
     def trace_job(self, job: str) -> PrecisionDag | None:
         """The graph of a job, None where no plugin traces jobs.

@@ -1,4 +1,4 @@
-"""Hook implementations of qsync-planner: its subcommands of ``qsync``."""
+"""Hook implementations of qsync-planner: its subcommands of ``qsync``, and what ``qsync doctor`` says of indicators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from qsync_core.hooks import hookimpl
 
 if TYPE_CHECKING:
     import click
+
+    from qsync_core.doctor import DoctorLine
 
 
 @hookimpl
@@ -19,3 +21,18 @@ def qsync_register_commands(cli: click.Group) -> None:
 
     for command in (indicate, plan, explain, replay, verify):
         cli.add_command(command)
+
+
+@hookimpl
+def qsync_doctor() -> list[DoctorLine]:
+    """Indicators that plugins offer and that can not be used."""
+    from qsync_core.doctor import DoctorLine, Status
+    from qsync_core.errors import PluginError
+    from qsync_planner.indicators import available_indicators
+
+    problems: list[str] = []
+    try:
+        available_indicators(announce=problems.append)
+    except PluginError as error:
+        problems.append(str(error))
+    return [DoctorLine("indicators", problem, Status.WARNING) for problem in problems]

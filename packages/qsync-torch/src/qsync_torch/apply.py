@@ -27,7 +27,7 @@ from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
-from qsync_torch.functional_calls import CallSite, CallSites
+from qsync_torch.functional_calls import CallSite, CallSites, places
 from qsync_torch.guarded import in_float32, layer_norm
 from qsync_torch.interception import Interception, is_indifferent
 from qsync_torch.kernel_selection import default_backend
@@ -223,16 +223,13 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
     indifferent = {id(module): module for module in applied.model.modules() if is_indifferent(module)}
     for module in indifferent.values():
         applied.replace_forward(module, functools.partial(_aside, interception))
-    for owner, by_name in addressed.functional.items():
-        calls = {
-            name: {op_id.call: lowered(op_id, addressed.entries[op_id]) for op_id in op_ids} for name, op_ids in by_name.items()
-        }
-        site = CallSite(calls)
-        applied.sites.all.append(site)
-        module = applied.model.get_submodule(owner)
+    sites = {
+        owner: CallSite({name: {o.call: lowered(o, addressed.entries[o]) for o in op_ids} for name, op_ids in by_name.items()})
+        for owner, by_name in addressed.functional.items()
+    }
+    applied.sites.all.extend(sites.values())
+    for module, site in places(applied.model, sites):
         applied.replace_forward(module, functools.partial(_call_site, applied.sites, site))
-        for child in module.children():
-            applied.replace_forward(child, functools.partial(_call_site, applied.sites, None))
     around = interception if addressed.functional or _gives_sixteen_bit(addressed) else contextlib.nullcontext()
     elsewhere = {id(applied.model), *(id(module) for _, module in addressed.modules), *indifferent}
     for module in applied.model.modules():

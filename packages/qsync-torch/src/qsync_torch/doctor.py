@@ -1,4 +1,4 @@
-"""What ``qsync doctor`` can say about torch, devices, precisions, collectives and compilers; and whether all ranks agree."""
+"""What ``qsync doctor`` says about torch, devices, precisions, collectives, compilers, collectors; and whether all ranks agree."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.doctor import DoctorLine, Status
+from qsync_core.errors import PluginError
+from qsync_torch.observing.collectors import installed_collectors
 
 _RENDEZVOUS = timedelta(seconds=30)
 """How long to wait for the other ranks."""
@@ -23,7 +25,7 @@ _TEXT_BYTES = 4096
 def doctor_lines() -> list[DoctorLine]:
     """All findings; under torchrun with a comparison of the ranks."""
     lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
-    lines += [*_collective_lines(), *_compiler_lines()]
+    lines += [*_collective_lines(), *_compiler_lines(), *_collector_lines()]
     return lines + _agreement_lines(lines)
 
 
@@ -37,6 +39,16 @@ def _cpu_lines() -> list[DoctorLine]:
         else:
             lines.append(DoctorLine(f"cpu {precision}", "products emulated: no faster than float32, often slower", Status.INFO))
     return lines
+
+
+def _collector_lines() -> list[DoctorLine]:
+    """What plugins offer and can not be used."""
+    problems: list[str] = []
+    try:
+        installed_collectors(problems.append)
+    except PluginError as error:
+        problems.append(str(error))
+    return [DoctorLine("collectors", problem, Status.WARNING) for problem in problems]
 
 
 _CPU_FEATURES = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from qsync_core.op_id import OpId
 from qsync_torch.lowered_call import LoweredCall
@@ -54,6 +55,14 @@ class CallSites:
         index = site.counts[name]
         site.counts[name] = index + 1
         return site.calls[name].get(index)
+
+
+def places(model: nn.Module, sites: Mapping[str, CallSite]) -> list[tuple[nn.Module, CallSite | None]]:
+    """The modules whose forward enters something: the owners of the sites, by their FQNs, and those of their children that make no
+    planned calls themselves, with None."""
+    owners: dict[nn.Module, CallSite | None] = {model.get_submodule(owner): site for owner, site in sites.items()}
+    children = dict.fromkeys(child for module in owners for child in module.children())
+    return list((children | owners).items())
 
 
 def split_functional(op_ids: Sequence[OpId], modules: Mapping[str, Any]) -> dict[OpId, tuple[str, str]]:

@@ -17,6 +17,7 @@ from qsync_core.hooks import hookimpl
 from qsync_core.precision import Precision
 from qsync_core.registry import Registry
 from qsync_core.variant import Variant
+from qsync_torch.doctor import doctor_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import observe as observe_module
 from qsync_torch.observing.collectors import collectors_named, installed_collectors
@@ -218,15 +219,34 @@ def test_what_lacks_part_of_the_interface_is_left_out(monkeypatch):
         return registry
 
     monkeypatch.setattr(Registry, "load", with_plugin)
-    lacks = "it lacks part of a collector's interface (name, and collect or collect_step); uninstall that plugin, or mend it"
+    lacks = "it lacks part of a collector's interface (name, and collect or collect_step); mend that plugin, or uninstall it"
     said = []
     found = _observe(None, announce=said.append)
     assert said[0] == f"plugin useless (builtins.object) is disabled: {lacks}"
     assert found.values("stepped", "x") == (2.0,) * len(found.iterations)
+    topics = {line.topic: line for line in doctor_lines()}
+    assert topics["collectors"].finding == said[0]
     with pytest.raises(
         ObservationError, match=r"there is no collector 'foo'; installed are .*; plugin useless \(builtins\.object\)"
     ):
         collectors_named(["foo"])
+
+
+@pytest.mark.parametrize(
+    ("offered", "says"),
+    [
+        (Stepped, "it is a class, where an instance of it is asked for"),
+        (types.SimpleNamespace(name="x", collect_step=3), "it lacks part of a collector's interface"),
+        (types.SimpleNamespace(name="a,b", collect=print), "its name is 'a,b', and must be text without blanks and commas"),
+        (types.SimpleNamespace(name="", collect=print), "its name is '', and must be text"),
+    ],
+)
+def test_what_could_never_run_is_refused_beforehand(offered, says, monkeypatch):
+    installed = Registry.collect
+    refused = []
+    monkeypatch.setattr(Registry, "collect", lambda self, hook, problem: refused.append(problem(offered)) or installed(self, hook))
+    assert "lossvar" in installed_collectors()
+    assert refused[0].startswith(says)
 
 
 class Loss(Stepped):

@@ -179,6 +179,29 @@ def test_functional_calls_count_as_modules_do():
     assert len(modules) == 4
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_functions_that_share_a_bias_alone_are_apart(twice):
+    """Each weight is lowered for itself, its calls together; in parts a bias belongs to the same calls as in one."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(32, 32) / 4), nn.Parameter(torch.randn(32, 32) / 4)
+            self.bias = nn.Parameter(torch.randn(32))
+
+        def forward(self, x):
+            y = x.flatten(1)
+            for weight in (self.first, self.second) * (2 if twice else 1):
+                y = torch.tanh(F.linear(y, weight, self.bias))
+            return y
+
+    step = _step(Shared)
+    whole, split = (HutchinsonCollector(parts).collect_step(step, [BFLOAT16]) for parts in (1, 2))
+    assert len({op_id for op_id, _, _ in whole}) == (4 if twice else 2)
+    for key, value in whole.items():
+        assert split[key] == pytest.approx(value, rel=0.02 if key[-1] == terms.GRADIENT else 1e-3), key
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_variants_asked_together_get_what_each_gets_alone(parts):
     """They share casts; what depends on the rest of a variant they do not."""

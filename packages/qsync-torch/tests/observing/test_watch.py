@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qsync_core.op_id import OpId
+from qsync_core.precision import Precision
+from qsync_core.variant import Variant
+from qsync_torch.apply import apply_
 from qsync_torch.job import Batch, Job
+from qsync_torch.lowered_call import LoweredCall
 from qsync_torch.observing.watch import watched
 from qsync_torch.trace import trace
 
@@ -53,6 +58,23 @@ class Repeated(nn.Module):
         return F.linear(torch.tanh(F.linear(y, self.last)), self.last)
 
 
+class Tied(nn.Module):
+    """A head that reads the embedding's weight, and attention, as direct children of one module: both make functional calls."""
+
+    def __init__(self, before=False):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first = nn.Parameter(torch.randn(8, 8)) if before else None
+
+    def forward(self, x):
+        y = self.embedding((x.abs() * 3).long().clamp(max=10))
+        if self.first is not None:
+            y = F.linear(y, self.first)
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        return F.linear(y, self.embedding.weight).mean(1)
+
+
 class Watcher:
     """Notes for every call the operator that it is said to be, and the parameter that it reads."""
 
@@ -68,8 +90,13 @@ class Watcher:
         return geometry.product(x, weight, bias)
 
 
-@pytest.mark.parametrize("kind", [Sliced, Decoder, Repeated])
-def test_each_call_is_told_by_its_own_name(kind):
+KINDS = {"sliced": (Sliced, 2), "decoder": (Decoder, 6), "repeated": (Repeated, 4), "tied": (Tied, 3)}
+KINDS["tied behind a function"] = (lambda: Tied(before=True), 4)
+
+
+@pytest.mark.parametrize(("kind", "count"), KINDS.values(), ids=KINDS)
+def test_each_call_is_told_by_its_own_name(kind, count, monkeypatch):
+    """As the graph has it, and as ``apply_`` lowers it."""
     job = Job(
         "net",
         kind(),
@@ -84,4 +111,12 @@ def test_each_call_is_told_by_its_own_name(kind):
         for _ in range(2):
             job.compute_loss(job.batch(0, 4), model)
     assert watcher.seen == [(operator.op_id, operator.parameters[0]) for operator in dag.adjustable]
-    assert len(watcher.seen) == {Sliced: 2, Decoder: 6, Repeated: 4}[kind]
+    assert len(watcher.seen) == count
+    lowered = []
+    linear = LoweredCall.linear
+    monkeypatch.setattr(LoweredCall, "linear", lambda self, *args: lowered.append(self.op_id) or linear(self, *args))
+    apply_(model, {operator.op_id: Variant.of(Precision.INT8) for operator in dag.adjustable})
+    job.compute_loss(job.batch(0, 4), model)
+    # All calls of a module are one there.
+    modules = dict(model.named_modules())
+    assert lowered == [OpId(o.op_id.fqn) if o.op_id.fqn in modules else o.op_id for o in dag.adjustable]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +55,20 @@ def available_indicators(
 
 
 def _problem(offered: Any) -> str:
-    if isinstance(offered, Indicator) and isinstance(offered.name, str):
-        return ""
-    return (
-        "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
-        "qsync_planner.indicators.Indicator); uninstall that plugin, or mend it"
-    )
+    if isinstance(offered, type):
+        return "it is a class, where an instance of it is asked for; mend that plugin, or uninstall it"
+    if (
+        not isinstance(offered, Indicator)
+        or not (callable(offered.omega) and callable(offered.notes) and isinstance(offered.summary, str))
+        or not (isinstance(offered.collectors, tuple | list) and all(isinstance(name, str) for name in offered.collectors))
+    ):
+        return (
+            "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
+            "qsync_planner.indicators.Indicator); mend that plugin, or uninstall it"
+        )
+    if not isinstance(offered.name, str) or not re.fullmatch(r"[^\s,]+", offered.name):
+        return f"its name is {offered.name!r}, and must be text without blanks and commas; mend that plugin, or uninstall it"
+    return ""
 
 
 def get_indicator(name: str, registry: Registry | None = None) -> Indicator:

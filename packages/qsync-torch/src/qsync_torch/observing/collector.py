@@ -67,7 +67,8 @@ class OperatorCall:
 
     def is_finite(self) -> bool:
         """Whether its tensors are; what is computed of others is not the fault of who computes it."""
-        return all(bool(tensor.isfinite().all()) for tensor in (self.x, self.weight, self.grad_output))
+        tensors = (self.x, self.weight, self.bias, self.grad_output)
+        return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
 
     @cached_property
     def _variances(self) -> dict[tuple[str, Precision, Granularity, Rounding], torch.Tensor]:

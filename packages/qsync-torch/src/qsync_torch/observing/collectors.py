@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,9 +40,14 @@ def installed_collectors(announce: Callable[[str], None] = lambda text: None) ->
 
 
 def _problem(offered: Any) -> str:
-    if isinstance(offered, Collector | StepCollector) and isinstance(offered.name, str):
-        return ""
-    return "it lacks part of a collector's interface (name, and collect or collect_step); uninstall that plugin, or mend it"
+    if isinstance(offered, type):
+        return "it is a class, where an instance of it is asked for; mend that plugin, or uninstall it"
+    functions = [getattr(offered, name, None) for name in ("collect", "collect_step")]
+    if not isinstance(offered, Collector | StepCollector) or not any(map(callable, functions)):
+        return "it lacks part of a collector's interface (name, and collect or collect_step); mend that plugin, or uninstall it"
+    if not isinstance(offered.name, str) or not re.fullmatch(r"[^\s,]+", offered.name):
+        return f"its name is {offered.name!r}, and must be text without blanks and commas; mend that plugin, or uninstall it"
+    return ""
 
 
 def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:

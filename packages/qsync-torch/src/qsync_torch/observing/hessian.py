@@ -20,7 +20,7 @@ from qsync_core.variant import Variant
 from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.geometry import Geometry
-from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
+from qsync_torch.observing.second_derivatives import no_second_derivative, refuse_checkpointing, twice_differentiable
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
 from qsync_torch.observing.watch import watched
 
@@ -51,6 +51,8 @@ class _Weights:
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
         """The operator's own product; a frozen weight is differentiated for like any other."""
+        if not weight.requires_grad and torch.is_grad_enabled():
+            refuse_checkpointing(operator.op_id)
         used = self._trainable.setdefault(id(weight), weight if weight.requires_grad else weight.detach().requires_grad_())
         self.by_operator[operator.op_id] = used
         return geometry.product(x, used, bias)

@@ -122,7 +122,7 @@ class _Pass:
             calls = by_group[operator.variant_group or str(operator.op_id)]
             calls.append(operator.op_id)
             self._calls[operator.op_id] = calls
-        self._parameter_responses: dict[tuple[Phase, str, Place, int | OpId], _ParameterResponse] = {}
+        self._parameter_responses: dict[tuple[Phase, OpId, Place, int | OpId], _ParameterResponse] = {}
         self._parameter_gradients: dict[tuple[OpId, Place], torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
         self._reached: set[OpId] = set()
@@ -219,7 +219,7 @@ class _Pass:
         # What is computed anew for every part is told by the call.
         which = id(read) if isinstance(read, torch.nn.Parameter) else op_id
         found = self._parameter_responses.setdefault(
-            (phase, op_id.fqn, place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
+            (phase, self._calls[op_id][0], place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
         )
         found.h += h
         found.calls[op_id] = None

@@ -24,7 +24,7 @@ from qsync_torch.observing import products
 from qsync_torch.observing.flips import Masks
 from qsync_torch.observing.geometry import Geometry
 from qsync_torch.observing.rounding_noise import Scales
-from qsync_torch.observing.step_collector import CollectorUnavailable
+from qsync_torch.observing.second_derivatives import refuse_checkpointing
 
 
 class Place(enum.StrEnum):
@@ -137,11 +137,7 @@ class NoiseResponse:
         """
         if not torch.is_grad_enabled():
             return geometry.product(x, weight, bias)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            raise CollectorUnavailable(
-                f"operator {operator.op_id} runs under activation checkpointing or other saved-tensor hooks, and would be seen "
-                "twice; observe the model without them"
-            )
+        refuse_checkpointing(operator.op_id)
         x_copy, weight_copy = self._copy(x), self._copy(weight)
         bias_copy = None if bias is None else self._copy(bias)
         output = products.product(x_copy, weight_copy, bias_copy, geometry)

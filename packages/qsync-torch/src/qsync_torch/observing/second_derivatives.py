@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_core.op_id import OpId
+from qsync_torch.observing.step_collector import CollectorUnavailable
 
 _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
@@ -21,3 +25,16 @@ def no_second_derivative(error: BaseException) -> str:
     """What lacks a second derivative, where that is what an error says; "" for any other error."""
     text = str(error).splitlines()[0] if str(error) else ""
     return text if any(sign in str(error) for sign in _SIGNS) else ""
+
+
+def refuse_checkpointing(op_id: OpId) -> None:
+    """For collectors that change what an operator reads: the second run of its forward would not come by them.
+
+    Raises:
+        CollectorUnavailable: inside activation checkpointing.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise CollectorUnavailable(
+            f"operator {op_id} runs under activation checkpointing or other saved-tensor hooks, and would be seen twice; observe "
+            "the model without them"
+        )

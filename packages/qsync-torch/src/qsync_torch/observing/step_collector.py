@@ -64,12 +64,13 @@ class ObservedStep:
         return self.job.compute_loss(self.batch, self.model)
 
     def is_finite(self) -> bool:
-        """Whether the loss and its gradient are; what is computed of others is not the fault of who computes it."""
+        """Whether loss, gradients, parameters and buffers are; what is computed of others is not the fault of who computes it."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.undisturbed():
             loss = self.loss()
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
-        return all(bool(found.isfinite().all()) for found in (loss, *gradients) if found is not None)
+        tensors = (loss, *gradients, *self.model.parameters(), *self.model.buffers())
+        return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
 
 
 @runtime_checkable

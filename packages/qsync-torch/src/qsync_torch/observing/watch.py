@@ -16,7 +16,7 @@ from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.apply import Applied
-from qsync_torch.functional_calls import CallSite, CallSites
+from qsync_torch.functional_calls import CallSite, CallSites, places
 from qsync_torch.interception import Interception
 from qsync_torch.observing.geometry import Geometry
 from qsync_torch.operators.conv2d import pair, resolve_padding
@@ -110,16 +110,17 @@ def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watc
         for op_id, module in addressed.modules:
             call = _WatchedCall(calls, functools.partial(calls.next_of, op_id.fqn))
             applied.replace_forward(module, functools.partial(_watched_forward, call))
-        for owner, by_name in addressed.functional.items():
-            # The site counts those calls too that nobody watches.
-            site = CallSite(
-                {name: {op_id.call: _WatchedCall(calls, lambda o=op_id: o) for op_id in ids} for name, ids in by_name.items()}
+        # Sites count those calls too that nobody watches.
+        sites = {
+            owner: CallSite(
+                {name: {o.call: _WatchedCall(calls, lambda o=o: o) for o in op_ids} for name, op_ids in by_name.items()}
             )
-            applied.sites.all.append(site)
-            module = model.get_submodule(owner)
-            for place, running in ((module, site), *((child, None) for child in module.children())):
-                stack.callback(place.register_forward_pre_hook(functools.partial(_enter, applied.sites, running)).remove)
-                stack.callback(place.register_forward_hook(functools.partial(_leave, applied.sites), always_call=True).remove)
+            for owner, by_name in addressed.functional.items()
+        }
+        applied.sites.all.extend(sites.values())
+        for module, site in places(model, sites):
+            stack.callback(module.register_forward_pre_hook(functools.partial(_enter, applied.sites, site)).remove)
+            stack.callback(module.register_forward_hook(functools.partial(_leave, applied.sites), always_call=True).remove)
         applied.replace_forward(model, functools.partial(_intercepted, applied))
         yield
 
