@@ -38,7 +38,7 @@ class Channels:
         z_sum, dot, by_weight, by_bias = torch.batch_norm_backward_reduce(
             grad, self._x, self._mean, self._r, weight, True, True, True
         )
-        count = torch.full((1,), self.count, dtype=torch.int32, device=grad.device)
+        count = _count(self.count, grad.device)
         by_x = torch.batch_norm_backward_elemt(grad, self._x, self._mean, self._r, weight, z_sum, dot, count)
         return by_x, by_weight, by_bias
 
@@ -90,4 +90,10 @@ def _by_channel(values: torch.Tensor) -> torch.Tensor:
 def _constants(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Zeros and ones for every channel, and a count of 1."""
     zeros = torch.zeros(channels, dtype=dtype, device=device)
-    return zeros, torch.ones_like(zeros), torch.ones(1, dtype=torch.int32, device=device)
+    return zeros, torch.ones_like(zeros), _count(1, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _count(elements: int, device: torch.device) -> torch.Tensor:
+    """As PyTorch's kernels take it."""
+    return torch.full((1,), elements, dtype=torch.int32, device=device)

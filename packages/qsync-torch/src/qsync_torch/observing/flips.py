@@ -31,20 +31,40 @@ FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 
 
 @attrs.define(eq=False)
+class Spreads:
+    """The standard deviations of what all masks of a pass read, 0-d each; what follows from them is computed for all at once."""
+
+    stds: list[torch.Tensor] = attrs.field(factory=list)
+    _densities: tuple[torch.Tensor, ...] = attrs.field(default=(), init=False)
+
+    def density(self, index: int) -> torch.Tensor:
+        """Of the window of one of them: 1/(2t)."""
+        if len(self._densities) != len(self.stds):
+            self._densities = _density(WINDOW * torch.stack(self.stds)).unbind()
+        return self._densities[index]
+
+
+@attrs.define(eq=False)
 class Mask:
     """One ReLU or max pooling of a forward pass.
 
     Attributes:
         edge: where the graph of what it read, ``a``, begins; ``a`` itself is not kept.
         like: shape and layout of ``a``, without memory.
-        std: of ``a``, 0-d.
+        spreads, index: where the standard deviation of ``a`` is.
         flips: the gradient with respect to ``a`` that windows bring about; None until a double backward pass came by.
     """
 
     edge: GradientEdge
     like: torch.Tensor
-    std: torch.Tensor
+    spreads: Spreads
+    index: int
     flips: torch.Tensor | None = None
+
+    @property
+    def std(self) -> torch.Tensor:
+        """Of ``a``, 0-d."""
+        return self.spreads.stds[self.index]
 
 
 class Masks(TorchFunctionMode):
@@ -53,6 +73,7 @@ class Masks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Mask] = []
+        self.spreads = Spreads()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +86,8 @@ class Masks(TorchFunctionMode):
 
     def add(self, a: torch.Tensor) -> Mask:
         """A mask that reads ``a``."""
-        self.seen.append(Mask(get_gradient_edge(a), torch.empty_like(a, device="meta"), a.detach().std(correction=0)))
+        self.spreads.stds.append(a.detach().std(correction=0))
+        self.seen.append(Mask(get_gradient_edge(a), torch.empty_like(a, device="meta"), self.spreads, len(self.spreads.stds) - 1))
         return self.seen[-1]
 
 
@@ -149,7 +171,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, v: torch.Tensor) -> Any:
         grad, code = ctx.saved_tensors
         # Few elements are near; two bytes hold them well enough.
-        ctx.mask.flips = ((code > 1) * grad).mul_(v).mul_(_density(WINDOW * ctx.mask.std)).bfloat16()
+        mask: Mask = ctx.mask
+        mask.flips = ((code > 1) * grad).mul_(v).mul_(mask.spreads.density(mask.index)).bfloat16()
         return v * (code & 1), None, None
 
 

@@ -180,12 +180,12 @@ class _Pass:
 
     def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
         """Random signs, by which responses are those of what each mask reads relative to its standard deviation."""
-        first = masks.seen[0].std
-        places = (torch.empty_like(mask.like, device=first.device) for mask in masks.seen)
+        stds = torch.stack(masks.spreads.stds)
+        places = (torch.empty_like(mask.like, device=stds.device) for mask in masks.seen)
         signs = random_signs(places, self._step.seed + _MASK_SEED + number)
-        tiny = torch.finfo(torch.float32).tiny
-        lengths = [mask.std * math.sqrt(mask.like.numel()) for mask in masks.seen]
-        return [sign.mul_(1 / length.clamp(min=tiny)) for sign, length in zip(signs, lengths, strict=True)]
+        lengths = stds * torch.tensor([math.sqrt(mask.like.numel()) for mask in masks.seen]).to(stds)
+        factors = 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny)
+        return [sign.mul_(factor) for sign, factor in zip(signs, factors.unbind(), strict=True)]
 
     def _set_scale(self, norm: float) -> None:
         """Make directions so long that responses are numbers whose squares float32 holds, whatever the gradient's size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
@@ -44,7 +45,9 @@ class ObservedStep:
 
         Buffers (batch norm's statistics), gradients and the state of the random generators are put back at the end.
         """
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        buffers = dict(self.model.named_buffers())
+        kept = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        _copy_each(kept, buffers)
         gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
         device = next(self.model.parameters()).device
         cuda = [device.index or 0] if device.type == "cuda" else []
@@ -53,9 +56,7 @@ class ObservedStep:
             try:
                 yield
             finally:
-                with torch.no_grad():
-                    for name, buffer in self.model.named_buffers():
-                        buffer.copy_(buffers[name])
+                _copy_each(dict(self.model.named_buffers()), kept)
                 for name, parameter in self.model.named_parameters():
                     parameter.grad = gradients[name]
 
@@ -115,3 +116,13 @@ class RestoredCollector(Protocol):
 
 class CollectorUnavailable(Exception):
     """A collector can not work on this model, for the stated reason."""
+
+
+@torch.no_grad()
+def _copy_each(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors of the same names, with a launch for each format and device rather than for each of them."""
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    for name, tensor in into.items():
+        groups[tensor.device, tensor.dtype].append(name)
+    for names in groups.values():
+        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
