@@ -27,7 +27,7 @@ from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_torch.cast_cache import CastCache
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
-from qsync_torch.functional_calls import CallSite, CallSites, places
+from qsync_torch.functional_calls import CallSite, CallSites, may_call_functions, places
 from qsync_torch.guarded import in_float32, layer_norm
 from qsync_torch.interception import Interception, is_indifferent
 from qsync_torch.kernel_selection import default_backend
@@ -235,7 +235,7 @@ def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
     for module in applied.model.modules():
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             applied.replace_forward(module, _recurrent)
-        if id(module) not in elsewhere and _may_need_interception(module):
+        if id(module) not in elsewhere and may_call_functions(module):
             applied.replace_forward(module, functools.partial(_part_of_model, applied, around))
     applied.replace_forward(applied.model, functools.partial(_whole_model, applied, around))
 
@@ -261,12 +261,6 @@ def _call_site(sites: CallSites, site: CallSite | None, inner: Callable[..., Any
             sites.leave()
 
     return forward
-
-
-def _may_need_interception(module: nn.Module) -> bool:
-    """False for PyTorch's own leaves without parameters (ReLU, pooling, dropout), which run in any format."""
-    own = type(module).__module__.startswith("torch.nn.modules.")
-    return not own or next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
 
 
 def _recurrent(inner: Callable[..., Any]) -> Callable[..., Any]:

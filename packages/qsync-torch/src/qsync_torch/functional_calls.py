@@ -58,11 +58,17 @@ class CallSites:
 
 
 def places(model: nn.Module, sites: Mapping[str, CallSite]) -> list[tuple[nn.Module, CallSite | None]]:
-    """The modules whose forward enters something: the owners of the sites, by their FQNs, and those of their children that make no
-    planned calls themselves, with None."""
+    """The modules whose forward enters something: the owners of the sites, by their FQNs, and with None all modules inside of them
+    that make no planned calls themselves, for any may be called by itself (those of a ModuleList are)."""
     owners: dict[nn.Module, CallSite | None] = {model.get_submodule(owner): site for owner, site in sites.items()}
-    children = dict.fromkeys(child for module in owners for child in module.children())
-    return list((children | owners).items())
+    inside = dict.fromkeys(module for owner in owners for module in owner.modules() if may_call_functions(module))
+    return list((inside | owners).items())
+
+
+def may_call_functions(module: nn.Module) -> bool:
+    """False for PyTorch's own leaves without parameters (ReLU, pooling, dropout), which run in any format."""
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    return not own or next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
 
 
 def split_functional(op_ids: Sequence[OpId], modules: Mapping[str, Any]) -> dict[OpId, tuple[str, str]]:

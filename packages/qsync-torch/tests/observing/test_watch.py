@@ -75,6 +75,33 @@ class Tied(nn.Module):
         return F.linear(y, self.embedding.weight).mean(1)
 
 
+class Scaled(nn.Module):
+    """A functional call that no plan can lower."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.tanh(F.linear(x, self.weight * 2))
+
+
+class Listed(nn.Module):
+    """Blocks in a list, which has no forward of its own, before functional calls; one block is called past its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))])
+        self.chain = nn.Sequential(nn.Sequential(Scaled(), nn.ReLU()), nn.Linear(8, 8))
+        self.middle, self.last = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = self.chain[0][0](x) + self.chain(x)
+        return F.linear(torch.tanh(F.linear(x, self.middle)), self.last)
+
+
 class Watcher:
     """Notes for every call the operator that it is said to be, and the parameter that it reads."""
 
@@ -91,6 +118,7 @@ class Watcher:
 
 
 KINDS = {"sliced": (Sliced, 2), "decoder": (Decoder, 6), "repeated": (Repeated, 4), "tied": (Tied, 3)}
+KINDS["listed"] = (Listed, 4)
 KINDS["tied behind a function"] = (lambda: Tied(before=True), 4)
 
 
@@ -115,8 +143,12 @@ def test_each_call_is_told_by_its_own_name(kind, count, monkeypatch):
     lowered = []
     linear = LoweredCall.linear
     monkeypatch.setattr(LoweredCall, "linear", lambda self, *args: lowered.append(self.op_id) or linear(self, *args))
-    apply_(model, {operator.op_id: Variant.of(Precision.INT8) for operator in dag.adjustable})
-    job.compute_loss(job.batch(0, 4), model)
     # All calls of a module are one there.
     modules = dict(model.named_modules())
-    assert lowered == [OpId(o.op_id.fqn) if o.op_id.fqn in modules else o.op_id for o in dag.adjustable]
+    expected = [OpId(o.op_id.fqn) if o.op_id.fqn in modules else o.op_id for o in dag.adjustable]
+    for precision in (Precision.INT8, Precision.BFLOAT16):
+        lowered.clear()
+        applied = apply_(model, {operator.op_id: Variant.of(precision) for operator in dag.adjustable})
+        job.compute_loss(job.batch(0, 4), model)
+        assert lowered == expected
+        applied.remove()
