@@ -23,9 +23,12 @@ from qsync_kernels_triton.quantize_many import build_quantize_many
 CALLS: list[list] = []
 
 
-def plain(value):
+def plain(value, kind):
+    """As JSON; an address as a list of one, which no number is."""
     if hasattr(value, "data_ptr"):
-        return value.data_ptr()
+        value = value.data_ptr()
+    if str(kind).startswith("*"):
+        return [value]
     return value if isinstance(value, (int, str)) else str(type(value).__name__)
 
 
@@ -37,7 +40,7 @@ class Launcher:
 
     def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
         assert len(arguments) == len(self._signature), self._name
-        given = [plain(a) for a, kind in zip(arguments, self._signature, strict=True) if kind != "constexpr"]
+        given = [plain(a, kind) for a, kind in zip(arguments, self._signature, strict=True) if kind != "constexpr"]
         CALLS.append([self._name, [x, y, z], stream, function, given])
 
 

@@ -35,7 +35,7 @@ def test_the_second_launch_passes_on_what_the_first_one_did(tmp_path):
             if one[0] in TABLES_AND_PARTIALS or one[0].endswith("_many"):
                 # An address of scratch memory may differ; numbers may not.
                 differing = [pair for pair in zip(one[4], other[4], strict=True) if pair[0] != pair[1]]
-                assert all(min(pair) > 2**32 for pair in differing)
+                assert all(isinstance(value, list) for pair in differing for value in pair)
             else:
                 assert one[4] == other[4]
 
