@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from qsync_core.errors import BackendError
@@ -54,6 +54,8 @@ exit $status
 ends, no compiler outlives it.  Its own session keeps Ctrl-C from it, so that errors of ended compilers are not printed."""
 
 _ERROR_CHARACTERS = 2000
+_AWAKE_S = 0.05
+"""How long a signal may wait."""
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -214,9 +216,15 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
         return None
 
     with _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
-        futures = []
+        futures: list[Future[BackendError | None]] = []
+        done: list[Future[BackendError | None]] = []
         try:
-            futures += [pool.submit(make, item) for item in missing.items()]
+            for item in missing.items():
+                futures.append(pool.submit(make, item))
+                futures[-1].add_done_callback(done.append)
+            # A signal that the kernel hands to another thread does not wake this one from a wait without end.
+            while len(done) < len(futures):
+                time.sleep(_AWAKE_S)
             errors = [future.result() for future in futures]
         except BaseException:  # Ctrl-C, SIGTERM: compilers that run are ended, those that wait do not start
             stopped.set()
