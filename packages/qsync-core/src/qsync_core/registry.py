@@ -125,8 +125,6 @@ class Registry:
                 if options is not None and (options["wrapper"] or options["hookwrapper"]):
                     raise PluginError(f"{function} is a wrapper, which QSync's hooks do not have; see docs/hooks.md")
         except (pluggy.PluginValidationError, PluginError, ValueError) as error:
-            if self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
             self._disable(name, f"its hooks do not fit: {_one_line(error)}")
 
     def _hook_names(self, plugin: Any) -> list[str]:

@@ -26,13 +26,7 @@ def qsync_register_commands(cli: click.Group) -> None:
 @hookimpl
 def qsync_doctor() -> list[DoctorLine]:
     """Indicators that plugins offer and that can not be used."""
-    from qsync_core.doctor import DoctorLine, Status
-    from qsync_core.errors import PluginError
+    from qsync_core.contributions import problem_lines
     from qsync_planner.indicators import available_indicators
 
-    problems: list[str] = []
-    try:
-        available_indicators(announce=problems.append)
-    except PluginError as error:
-        problems.append(str(error))
-    return [DoctorLine("indicators", problem, Status.WARNING) for problem in problems]
+    return problem_lines("indicators", lambda announce: available_indicators(announce=announce))

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from qsync_core.contributions import problem_lines
 from qsync_core.doctor import DoctorLine, Status
-from qsync_core.errors import PluginError
 from qsync_torch.observing.collectors import installed_collectors
 
 _RENDEZVOUS = timedelta(seconds=30)
@@ -25,7 +25,7 @@ _TEXT_BYTES = 4096
 def doctor_lines() -> list[DoctorLine]:
     """All findings; under torchrun with a comparison of the ranks."""
     lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
-    lines += [*_collective_lines(), *_compiler_lines(), *_collector_lines()]
+    lines += [*_collective_lines(), *_compiler_lines(), *problem_lines("collectors", installed_collectors)]
     return lines + _agreement_lines(lines)
 
 
@@ -39,16 +39,6 @@ def _cpu_lines() -> list[DoctorLine]:
         else:
             lines.append(DoctorLine(f"cpu {precision}", "products emulated: no faster than float32, often slower", Status.INFO))
     return lines
-
-
-def _collector_lines() -> list[DoctorLine]:
-    """What plugins offer and can not be used."""
-    problems: list[str] = []
-    try:
-        installed_collectors(problems.append)
-    except PluginError as error:
-        problems.append(str(error))
-    return [DoctorLine("collectors", problem, Status.WARNING) for problem in problems]
 
 
 _CPU_FEATURES = {

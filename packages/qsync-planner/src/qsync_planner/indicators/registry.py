@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from qsync_core import terms
-from qsync_core.errors import ObservationError, PluginError
+from qsync_core.contributions import contributed, ignore
+from qsync_core.errors import ObservationError
 from qsync_core.observations import Observations
 from qsync_core.registry import Registry
 from qsync_planner.indicators.blame import observed_collectors
@@ -29,9 +29,7 @@ def builtin_indicators() -> list[Indicator]:
     return [Hutchinson(), LossVar(), Paper(), RandomScheme(), Hessian()]
 
 
-def available_indicators(
-    registry: Registry | None = None, announce: Callable[[str], None] = lambda text: None
-) -> dict[str, Indicator]:
+def available_indicators(registry: Registry | None = None, announce: Callable[[str], None] = ignore) -> dict[str, Indicator]:
     """All indicators by name.
 
     Args:
@@ -42,33 +40,22 @@ def available_indicators(
         PluginError: when a plugin's indicator has a name that is taken.
     """
     found = {indicator.name: indicator for indicator in builtin_indicators()}
-    registry = registry or Registry.load()
-    known = set(registry.disabled)
-    for offered in registry.collect("qsync_register_indicators", _problem):
-        if offered.name in found:
-            raise PluginError(f"two indicators are called {offered.name!r}; uninstall the plugin with the second, or rename it")
-        found[offered.name] = offered
-    for plugin, reason in registry.disabled.items():
-        if plugin not in known:
-            announce(f"plugin {plugin} is disabled: {reason}")
-    return found
+    return found | contributed(
+        registry or Registry.load(), "qsync_register_indicators", "indicator", _lacks, taken=found, announce=announce
+    )
 
 
-def _problem(offered: Any) -> str:
-    if isinstance(offered, type):
-        return "it is a class, where an instance of it is asked for; mend that plugin, or uninstall it"
+def _lacks(offered: Any) -> str:
     if (
-        not isinstance(offered, Indicator)
-        or not (callable(offered.omega) and callable(offered.notes) and isinstance(offered.summary, str))
-        or not (isinstance(offered.collectors, tuple | list) and all(isinstance(name, str) for name in offered.collectors))
+        isinstance(offered, Indicator)
+        and (callable(offered.omega) and callable(offered.notes) and isinstance(offered.summary, str))
+        and (isinstance(offered.collectors, tuple | list) and all(isinstance(name, str) for name in offered.collectors))
     ):
-        return (
-            "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
-            "qsync_planner.indicators.Indicator); mend that plugin, or uninstall it"
-        )
-    if not isinstance(offered.name, str) or not re.fullmatch(r"[^\s,]+", offered.name):
-        return f"its name is {offered.name!r}, and must be text without blanks and commas; mend that plugin, or uninstall it"
-    return ""
+        return ""
+    return (
+        "it lacks part of an indicator's interface (name, collectors, summary, omega, notes; see "
+        "qsync_planner.indicators.Indicator)"
+    )
 
 
 def get_indicator(name: str, registry: Registry | None = None) -> Indicator:

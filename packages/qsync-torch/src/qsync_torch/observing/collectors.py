@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from qsync_core.contributions import contributed, ignore
 from qsync_core.dag import PrecisionDag
-from qsync_core.errors import ObservationError, PluginError
+from qsync_core.errors import ObservationError
+from qsync_core.registry import Registry
 from qsync_core.variant import Variant
 from qsync_torch.observing.collector import Collector
 from qsync_torch.observing.step_collector import StepCollector
@@ -15,7 +16,7 @@ from qsync_torch.observing.step_collector import StepCollector
 AnyCollector = Collector | StepCollector
 
 
-def installed_collectors(announce: Callable[[str], None] = lambda text: None) -> dict[str, AnyCollector]:
+def installed_collectors(announce: Callable[[str], None] = ignore) -> dict[str, AnyCollector]:
     """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name.
 
     Args:
@@ -24,33 +25,17 @@ def installed_collectors(announce: Callable[[str], None] = lambda text: None) ->
     Raises:
         PluginError: for two of one name.
     """
-    from qsync_core.registry import Registry
-
-    found: dict[str, AnyCollector] = {}
-    registry = Registry.load()
-    known = set(registry.disabled)
-    for offered in registry.collect("qsync_register_collectors", _problem):
-        if offered.name in found:
-            raise PluginError(f"two collectors are called {offered.name!r}; uninstall the plugin with the second, or rename it")
-        found[offered.name] = offered
-    for plugin, reason in registry.disabled.items():
-        if plugin not in known:
-            announce(f"plugin {plugin} is disabled: {reason}")
-    return found
+    return contributed(Registry.load(), "qsync_register_collectors", "collector", _lacks, announce=announce)
 
 
-def _problem(offered: Any) -> str:
-    if isinstance(offered, type):
-        return "it is a class, where an instance of it is asked for; mend that plugin, or uninstall it"
+def _lacks(offered: Any) -> str:
     functions = [getattr(offered, name, None) for name in ("collect", "collect_step")]
-    if not isinstance(offered, Collector | StepCollector) or not any(map(callable, functions)):
-        return "it lacks part of a collector's interface (name, and collect or collect_step); mend that plugin, or uninstall it"
-    if not isinstance(offered.name, str) or not re.fullmatch(r"[^\s,]+", offered.name):
-        return f"its name is {offered.name!r}, and must be text without blanks and commas; mend that plugin, or uninstall it"
-    return ""
+    if isinstance(offered, Collector | StepCollector) and any(map(callable, functions)):
+        return ""
+    return "it lacks part of a collector's interface (name, and collect or collect_step)"
 
 
-def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:
+def default_collectors(announce: Callable[[str], None] = ignore) -> list[AnyCollector]:
     """Those that run unless others are asked for: all but the ones that say ``by_default = False`` because they take long."""
     return [collector for collector in installed_collectors(announce).values() if getattr(collector, "by_default", True)]
 
