@@ -30,7 +30,8 @@ from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replay import Replayer
 from qsync_torch.apply import apply_
-from qsync_torch.job import Job, load_job
+from qsync_torch.job import Job
+from qsync_torch.load_job import load_job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
 from qsync_torch.trace import trace

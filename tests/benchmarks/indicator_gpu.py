@@ -27,7 +27,7 @@ from qsync_core.precision import Precision
 from qsync_core.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector

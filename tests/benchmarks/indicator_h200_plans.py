@@ -34,7 +34,7 @@ from qsync_core.sensitivity import Sensitivity
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.series import geometric_mean
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe

@@ -25,7 +25,8 @@ from results import write_rows
 from qsync_core.dag import PrecisionDag
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
-from qsync_torch.job import Job, load_job
+from qsync_torch.job import Job
+from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.stopwatch import make_stopwatch
 from qsync_torch.trace import trace

@@ -24,7 +24,7 @@ LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 @pytest.fixture(scope="session")
 def make_plan(tmp_path_factory):
     """Writes a plan in which the infer group runs some operators of the example's model lower; returns its path."""
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.trace import trace
 
     dag = trace(load_job(f"{EXAMPLES / 'digits_net.py'}:job", batch_size=32))

@@ -10,7 +10,7 @@ from qsync_core.observations import Observations
 from qsync_core.precision import Precision
 from qsync_core.profile import Profile
 from qsync_core.variant import Variant
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.timing import Effort
 from qsync_torch.trace import trace

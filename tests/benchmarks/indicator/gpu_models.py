@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from indicator.data import BYTES, digits_batch, text_batch
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 
 _MASKED = 0.15
 _MASK_TOKEN = BYTES - 1

@@ -14,7 +14,7 @@ from qsync_core.plan import Assignment
 from qsync_core.tuning_record import formats_of
 from qsync_core.variant import Variant
 from qsync_torch.binding import device_facts
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.job_tuning import Effort, JobTuning, tune_requests

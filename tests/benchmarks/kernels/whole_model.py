@@ -16,7 +16,8 @@ from qsync_core.op_id import OpId
 from qsync_core.plan import Assignment
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 
 _LEARNING_RATE = 1e-5
 """So small that random data do not drive the weights to infinity, whose kernels might take another time."""

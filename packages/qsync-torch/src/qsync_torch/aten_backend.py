@@ -50,10 +50,10 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten can not run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
+        from qsync_core.geometry import Geometry
         from qsync_torch import aten_convolutions as convolutions
         from qsync_torch import aten_kernels as linear
         from qsync_torch import aten_quantize as quantization
-        from qsync_torch.binding import Geometry
 
         variant = request.variant
         if request.op == Op.QUANTIZE:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from qsync_core.geometry import Geometry
 from qsync_core.precision import Granularity, Precision
 from qsync_core.variant import Variant
 from qsync_torch.aten_kernels import dequantize_product, dequantized, integers, scaled
-from qsync_torch.binding import Geometry
 from qsync_torch.int8_product import int8_conv2d
 
 

@@ -6,11 +6,12 @@ A custom operator takes plain values only, so a binding travels through it as te
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from qsync_core.backend import Kernel, KernelRequest, Op
+from qsync_core.geometry import Geometry
 from qsync_core.kernel_choice import QUANTIZE_WEIGHT, KernelChoice, split_chain
 from qsync_core.precision import Granularity, Precision, Rounding
 from qsync_core.semantics import gradient_precision
@@ -19,23 +20,6 @@ from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernel_selection import DEFAULT_BACKEND, build_kernel, parse_choice
 
 Attributes = tuple[tuple[str, str], ...]
-
-
-class Geometry:
-    """Stride, padding, dilation and groups of a 2-d convolution."""
-
-    def __init__(self, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], groups: int) -> None:
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
-
-    @classmethod
-    def of(cls, attributes: Mapping[str, str]) -> Geometry:
-        """Read the canonical text of an operator's attributes (``stride="1,1"``, ``groups="1"``)."""
-
-        def pair(name: str, default: str) -> tuple[int, int]:
-            first, second = attributes.get(name, default).split(",")
-            return int(first), int(second)
-
-        return cls(pair("stride", "1,1"), pair("padding", "0,0"), pair("dilation", "1,1"), int(attributes.get("groups", "1")))
 
 
 class Binding:

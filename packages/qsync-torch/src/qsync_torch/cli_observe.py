@@ -60,7 +60,7 @@ def observe(
     interrupted observation leaves OUTPUT.partial and is continued by the same command.
     """
     from qsync_torch.cli_ladder import ladder_of_group, read_rungs
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe
     from qsync_torch.observing.record import JobFault

@@ -64,7 +64,7 @@ def profile(
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.cli_ladder import ladder_of_group, read_rungs
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.process_group import process_group_from_environment
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.profiling.software import gradient_format, parse_device

@@ -40,7 +40,7 @@ def trace(job: str, output: Path, batch_size: int | None, bucket_cap_mb: float |
 
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.
     """
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.trace import trace as run_trace
 
     dag = run_trace(load_job(job, batch_size), bucket_cap_mb=bucket_cap_mb)

@@ -164,7 +164,7 @@ def _graph(job: str, batch_size: int | None) -> PrecisionDag:
         if batch_size is not None:
             raise QSyncError(f"{job} is a graph, whose batch size is fixed; give --batch-size to 'qsync trace'")
         return artifact.load(path, PrecisionDag)
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.trace import trace
 
     return trace(load_job(job, batch_size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +12,8 @@ from qsync_core.errors import BackendError
 from qsync_core.kernel_choice import AUTO_BACKEND, KernelChoice, OpChoice, split_chain
 from qsync_core.tuning import CompilingBackend
 from qsync_torch.aten_backend import AtenBackend
-
-if TYPE_CHECKING:
-    from qsync_core.registry import Registry
+from qsync_torch.kernels.installed import installed
+from qsync_torch.tuning.tuned_store import store_of_request
 
 DEFAULT_BACKEND = AtenBackend.name
 
@@ -25,14 +23,6 @@ parse_choice = functools.lru_cache(maxsize=4096)(KernelChoice.parse)
 def default_backend(device: torch.device) -> str:
     """Where nobody names a backend: ``auto`` on a GPU, where kernels differ; ``aten`` on a CPU."""
     return AUTO_BACKEND if device.type == "cuda" else DEFAULT_BACKEND
-
-
-@functools.cache
-def installed() -> Registry:
-    """The installed plugins, loaded when somebody first asks for a backend other than ``aten``."""
-    from qsync_core.registry import Registry
-
-    return Registry.load()
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,8 +129,6 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
     """
     chain, pinned = asked_for(request.op, names, config)
     if chain == AUTO_BACKEND:
-        from qsync_torch.tuning.tuned_store import store_of_request
-
         backend, chosen = installed().select(request, store=store_of_request(request))
         return backend.build(request, chosen)
     for backend in find_backends(chain):

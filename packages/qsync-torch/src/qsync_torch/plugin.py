@@ -43,7 +43,7 @@ def qsync_register_backends() -> list[KernelBackend]:
 @hookimpl
 def qsync_trace_job(job: str) -> PrecisionDag:
     """Named models and functions in files."""
-    from qsync_torch.job import load_job
+    from qsync_torch.load_job import load_job
     from qsync_torch.trace import trace
 
     return trace(load_job(job))

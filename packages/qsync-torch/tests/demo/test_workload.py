@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qsync_torch.demo import masked_sources
 from qsync_torch.demo.digits import _digits
-from qsync_torch.demo.workload import load_workload
+from qsync_torch.demo.workloads import load_workload
 
 
 @pytest.mark.parametrize("name", ["resnet", "bert"])

@@ -13,7 +13,7 @@ from qsync_core.observations import Observations
 from qsync_core.op_id import OpId
 from qsync_core.precision import Precision
 from qsync_core.variant import Variant
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.observing import measure_truth as measure_truth_module
 from qsync_torch.observing.measure_truth import measure_truth
 from qsync_torch.observing.montecarlo import MonteCarloCollector

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from qsync_core import artifact
 from qsync_core.cli.root import cli
 from qsync_core.observations import Observations
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.trace import trace
 
 JOB = """

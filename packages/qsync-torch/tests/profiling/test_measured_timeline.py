@@ -9,7 +9,7 @@ from qsync_core.precision import Precision
 from qsync_core.timeline import Interval, Timeline
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.profiling.measured_timeline import measured_timeline, merge_timelines
 from qsync_torch.profiling.operator_spans import spans_of
 from qsync_torch.profiling.recorded_step import RANGE, STEP, Event

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from qsync_core.dag import OpClass, Operator, PrecisionDag
 from qsync_core.op_id import OpId
 from qsync_torch.aten_call import AtenCall
-from qsync_torch.job import load_job
+from qsync_torch.load_job import load_job
 from qsync_torch.trace import trace
 
 BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"

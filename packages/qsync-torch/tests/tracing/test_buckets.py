@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_torch.buckets import form_buckets
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 from qsync_torch.trace import trace
 
 

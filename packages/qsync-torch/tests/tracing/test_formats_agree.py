@@ -13,7 +13,8 @@ from qsync_core.precision import Precision
 from qsync_core.semantics import output_precision
 from qsync_core.variant import Variant
 from qsync_torch.apply import apply_
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 from qsync_torch.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from qsync_core.errors import JobError
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 
 TINY_BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
 TINY = {

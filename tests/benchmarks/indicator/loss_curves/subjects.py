@@ -11,7 +11,8 @@ from torch import nn
 from indicator.data import BYTES, digits_batch, text_batch
 from indicator.gpu_models import resnet18
 from indicator.loss_curves.images import CLASSES, SIDE, image_batch
-from qsync_torch.job import Batch, Job, load_job
+from qsync_torch.job import Batch, Job
+from qsync_torch.load_job import load_job
 
 _NOISE = 8.0
 """Standard deviation of what is added to images of unit variance: without it hardly any loss is left in the end."""

@@ -24,7 +24,7 @@ from qsync_torch.demo.measuring import LADDER
 from qsync_torch.demo.outcome import Outcome, make_outcome
 from qsync_torch.demo.planning import Plans, cluster_toml, infer_variants, local_batches, make_plans
 from qsync_torch.demo.tasks import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
-from qsync_torch.demo.workload import load_workload
+from qsync_torch.demo.workloads import load_workload
 from qsync_torch.trace import trace
 
 MOST_STEPS, LEAST_STEPS = 40, 30

@@ -16,7 +16,7 @@ from qsync_torch.demo.step_ratio import StepRatio, measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, Measured, MeasureTask, write_json
 from qsync_torch.demo.weak_worker import Weakness, WeakWorker
 from qsync_torch.demo.worker_events import report
-from qsync_torch.demo.workload import load_workload
+from qsync_torch.demo.workloads import load_workload
 from qsync_torch.job import Job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.collective import measure_collective

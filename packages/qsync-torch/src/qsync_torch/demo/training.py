@@ -28,7 +28,8 @@ from qsync_torch.demo.step_ratio import measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, INFER, Method, MethodResult, Trained, TrainTask, write_json
 from qsync_torch.demo.weak_worker import WeakWorker
 from qsync_torch.demo.worker_events import report
-from qsync_torch.demo.workload import Evaluation, Workload, load_workload
+from qsync_torch.demo.workload import Evaluation, Workload
+from qsync_torch.demo.workloads import load_workload
 from qsync_torch.job import Batch
 from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes

@@ -73,14 +73,3 @@ class Workload:
                 return self.evaluate_once(model)
         finally:
             model.train(was_training)
-
-
-def load_workload(name: str, *, tiny: bool = False) -> Workload:
-    """The workload of that name, ``resnet`` or ``bert``."""
-    if name == "resnet":
-        from qsync_torch.demo.digits import digits_resnet
-
-        return digits_resnet(tiny)
-    from qsync_torch.demo.masked_sources import masked_sources_bert
-
-    return masked_sources_bert(tiny)

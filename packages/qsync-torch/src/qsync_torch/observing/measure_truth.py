@@ -13,7 +13,8 @@ from qsync_core.errors import ObservationError
 from qsync_core.hooks import TruthRequest
 from qsync_core.observations import Observations
 from qsync_core.variant import Variant
-from qsync_torch.job import Job, load_job
+from qsync_torch.job import Job
+from qsync_torch.load_job import load_job
 from qsync_torch.observing.montecarlo import MonteCarloCollector, subjects
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import ObservedStep

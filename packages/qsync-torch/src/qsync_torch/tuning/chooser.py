@@ -16,7 +16,8 @@ from qsync_core.registry import Answer
 from qsync_core.tuning import TuningStore
 from qsync_core.variant import Variant
 from qsync_torch.binding import device_facts
-from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, installed, reasons_against
+from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, reasons_against
+from qsync_torch.kernels.installed import installed
 
 
 @attrs.frozen

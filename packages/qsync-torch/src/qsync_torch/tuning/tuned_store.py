@@ -11,7 +11,7 @@ from qsync_core.backend import KernelRequest
 from qsync_core.errors import QSyncError
 from qsync_core.hooks import DeviceFacts
 from qsync_core.tuning import TuningStore, default_store_path
-from qsync_torch.kernel_selection import installed
+from qsync_torch.kernels.installed import installed
 from qsync_torch.profiling.software import device_type, parse_device
 
 
