@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import qsync_torch as qsync
-from qsync_core.artifact import load
+from qsync_core.artifacts.files import load
 from qsync_core.errors import QSyncError
-from qsync_core.plan import PrecisionPlan
+from qsync_core.ir.plan import PrecisionPlan
 
 
 def parse_arguments() -> argparse.Namespace:

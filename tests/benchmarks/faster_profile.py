@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import attrs
 
-from qsync_core.artifact import load, save
-from qsync_core.profile import Profile
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.profile import Profile
 
 FACTOR = 2
 T = TypeVar("T", bound=attrs.AttrsInstance)

@@ -22,7 +22,7 @@ from typing import Any
 
 from results import ROOT, write_rows
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.errors import ArtifactError
 
 sys.path.insert(0, str(ROOT / "packages" / "qsync-core" / "tests"))

@@ -25,7 +25,7 @@ from kernels.contenders import compile_ahead
 from kernels.whole_model import Mode, release
 from results import write_rows
 
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 
 COMPILED = ("K1", "K2", "K3", "K6")
 """Rows whose kernels are compiled all at once, when the first of them is reached."""

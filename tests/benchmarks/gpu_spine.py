@@ -18,23 +18,23 @@ from pathlib import Path
 import torch
 from results import write_rows
 
-from qsync_core.artifact import save
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import save
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
-from qsync_planner.replay import Replayer
-from qsync_torch.apply import apply_
+from qsync_planner.replayer.replay import Replayer
+from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 JOBS = {"resnet50": ("resnet50:image=224", 128), "bert-base": ("bert-base:seq=384", 12)}
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))

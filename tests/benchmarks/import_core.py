@@ -14,8 +14,8 @@ import time
 from results import write_rows
 
 _STATEMENTS = {
-    "S2": "import qsync_core.artifact, qsync_core.cluster_file",
-    "S2b": "import qsync_core.artifact, qsync_core.cluster_file, qsync_core.registry, qsync_core.cli.root",
+    "S2": "import qsync_core.artifacts.files, qsync_core.cluster_file",
+    "S2b": "import qsync_core.artifacts.files, qsync_core.cluster_file, qsync_core.plugins.registry, qsync_core.cli.root",
 }
 _WHAT = {
     "S2": "import of core: all types, artifacts, cluster files",

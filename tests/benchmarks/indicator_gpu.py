@@ -22,9 +22,9 @@ import torch
 from indicator.gpu_models import MODELS
 from results import write_rows
 
-from qsync_core.artifact import save
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import save
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_torch.load_job import load_job
@@ -35,7 +35,7 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.profiling.whole_step import StepRunner
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 LADDER = tuple(map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32)))
 COSTS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:seq=384,batch=12"}

@@ -24,13 +24,13 @@ from indicator.measuring import BFLOAT16, FLOAT32, INT8
 from indicator.plans import Plan, PlanErrors
 from results import ROOT, write_rows
 
-from qsync_core.artifact import digest, load, save
+from qsync_core.artifacts.files import digest, load, save
 from qsync_core.cluster_file import read_cluster
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.series import geometric_mean

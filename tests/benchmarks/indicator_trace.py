@@ -24,14 +24,14 @@ from indicator.measuring import INT8, SETS
 from indicator.models import SUBJECTS
 from results import write_rows
 
-from qsync_core.observations import Observations
+from qsync_core.ir.observations import Observations
 from qsync_planner.indicate import indicate
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.observing.settled import SettledRule, spearman
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 UPDATES = 50
 STATES = {"scratch": 0, "trained": 400}

@@ -41,8 +41,8 @@ from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import How, train
 from results import write_rows
 
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 UPDATES = 400
 BACKEND = "triton+aten"

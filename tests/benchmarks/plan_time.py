@@ -53,7 +53,7 @@ def store_synthetic(folder: Path) -> dict[str, Path]:
     sys.path.insert(0, str(ROOT / "packages" / "qsync-planner" / "tests"))
     import synthetic
 
-    from qsync_core.artifact import digest, save
+    from qsync_core.artifacts.files import digest, save
     from qsync_planner.indicate import indicate
 
     found = {}

@@ -25,18 +25,18 @@ from pathlib import Path
 import attrs
 from results import ROOT, write_rows
 
-from qsync_core.artifact import load
-from qsync_core.cluster import Cluster
+from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
-from qsync_core.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.replay import Replayer, plan_variants, uniform_variants
+from qsync_planner.replayer.replay import Replayer, plan_variants, uniform_variants
 
 DATA = ROOT / "tests" / "data"
 PAGE = ROOT / "docs" / "plans-compared.md"

@@ -22,14 +22,14 @@ import attrs
 import torch
 from results import write_rows
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.stopwatch import make_stopwatch
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import Chosen
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qsync_core.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"

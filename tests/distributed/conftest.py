@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import EXAMPLES
 
-from qsync_core.artifact import digest, save
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, DeviceType
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest, save
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 
 LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 
@@ -25,7 +25,7 @@ LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
 def make_plan(tmp_path_factory):
     """Writes a plan in which the infer group runs some operators of the example's model lower; returns its path."""
     from qsync_torch.load_job import load_job
-    from qsync_torch.trace import trace
+    from qsync_torch.tracing.trace import trace
 
     dag = trace(load_job(f"{EXAMPLES / 'digits_net.py'}:job", batch_size=32))
     op_ids = tuple(operator.op_id for operator in dag.adjustable)

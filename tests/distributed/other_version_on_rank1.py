@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from qsync_torch import agreement
+from qsync_torch.distributed import ranks as agreement
 
 if os.environ["RANK"] == "1":
     agreement.versions_text = lambda: "qsync-core 0.1.0, qsync-torch 9.9.9"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from launching import run_machines
 
-from qsync_core.artifact import load
-from qsync_core.plan import PrecisionPlan
-from qsync_core.timeline import Timeline
+from qsync_core.artifacts.files import load
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.timeline import Timeline
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import EXAMPLES, Ended, run_machines, train
 
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 
 pytestmark = pytest.mark.distributed
 OTHER_VERSION = Path(__file__).with_name("other_version_on_rank1.py")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from launching import EXAMPLES, train
 
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 
 pytestmark = pytest.mark.distributed
 

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("qsync_kernels_cutlass")
 
-from qsync_core.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Granularity, Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Granularity, Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_cutlass.architectures import architecture_of  # noqa: E402
 from qsync_kernels_cutlass.backend import CutlassBackend, parse_config  # noqa: E402
 from qsync_kernels_cutlass.compile import compile_files  # noqa: E402

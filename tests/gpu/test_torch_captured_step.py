@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.op_id import OpId  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.op_id import OpId  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), output=Precision.BFLOAT16)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.op_id import OpId  # noqa: E402
-from qsync_core.precision import Granularity, Precision, Rounding  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.op_id import OpId  # noqa: E402
+from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
 
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN, rounding=Rounding.NEAREST, w_granularity=Granularity.PER_TENSOR)
 

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.precision import Granularity, Precision, Rounding  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
 
 INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.op_id import OpId  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.op_id import OpId  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
 
 INT8 = Variant.parse("int8")
 
@@ -20,7 +20,8 @@ def model():
 
 
 def steps(backend, batched, monkeypatch):
-    from qsync_torch import apply_, weight_batch
+    from qsync_torch import apply_
+    from qsync_torch.apply import lowered_call as weight_batch
 
     asked = []
     original = weight_batch.quantize_many

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.backend import KernelRequest, Op  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qsync_core.backend import KernelRequest, Op  # noqa: E402
-from qsync_core.precision import Granularity, Precision, Rounding  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 
 SHAPES = [(16, 64, 56, 56), (4608, 768), (3, 1001), (5, 100_003), (1, 1), (33, 65), (2048, 40), (12, 70_000)]
 

@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_core.kernel_choice import KernelChoice
-from qsync_core.op_id import OpId
-from qsync_core.operator_requests import CallShapes, operator_requests
-from qsync_core.plan import Assignment
-from qsync_core.precision import Precision, Rounding
-from qsync_core.roofline import lower_bound_ns
-from qsync_core.tuning import Effort
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_core.kernels.roofline import lower_bound_ns
+from qsync_core.tuning.search import Effort
 from qsync_torch import apply_
-from qsync_torch.binding import device_facts
 from qsync_torch.job import Batch, Job
-from qsync_torch.kernel_selection import find_backends
+from qsync_torch.kernels.binding import device_facts
+from qsync_torch.kernels.selection import find_backends
+from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.profile import chooser_of
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
 from qsync_torch.tuning.peaks import device_peaks
-from qsync_torch.tuning.tuned_store import open_store
 
 CUDA = torch.device("cuda", 0)
 # Rounding to nearest: backends need not draw the same random numbers.
@@ -113,7 +113,7 @@ def test_the_fastest_kernels_train_as_the_reference_does(tuned):
 def test_the_command_line(tuned, tmp_path, monkeypatch):
     from click.testing import CliRunner
 
-    from qsync_core import artifact
+    from qsync_core.artifacts import files as artifact
     from qsync_core.cli.root import cli
 
     _, dag, path, _ = tuned
@@ -129,7 +129,7 @@ def test_the_command_line(tuned, tmp_path, monkeypatch):
 
 
 def test_a_plan_of_variants_runs_on_what_was_tuned(tuned, monkeypatch):
-    from qsync_torch import binding
+    from qsync_torch.kernels import binding
 
     _, _dag, path, _found = tuned
     monkeypatch.setenv("QSYNC_TUNING", str(path))

@@ -9,10 +9,10 @@ import re
 import attrs
 import pytest
 
-from qsync_core.artifact import load, save
-from qsync_core.plan import PrecisionPlan
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Timeline
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
 
 ADJUSTABLE = {"resnet50": 54, "vgg16_bn": 16, "bert-base": 13, "roberta-base": 14}
 """ResNet50 has 53 convolutions and a linear layer, VGG16 13 and 3; a layer of BERT has 6 linear layers; its head for questions has

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, DeviceType
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
-from qsync_core.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
-from qsync_core.precision import Precision, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile, StepMeasurement
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Interval, Timeline
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile, StepMeasurement
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Interval, Timeline
+from qsync_core.ir.variant import Variant
 
 LADDER = tuple(Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 _T4 = DeviceType("T4", DeviceKind.CUDA, 1.0, 0, "7.5")

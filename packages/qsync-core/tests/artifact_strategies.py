@@ -6,15 +6,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from qsync_core.checks import MAX_INT
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
-from qsync_core.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import (
+from qsync_core.ir.checks import MAX_INT
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import (
     CastKey,
     CastModel,
     CollectiveModel,
@@ -24,9 +24,9 @@ from qsync_core.profile import (
     Profile,
     StepMeasurement,
 )
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Interval, Timeline
-from qsync_core.variant import Variant
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Interval, Timeline
+from qsync_core.ir.variant import Variant
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
 names = st.text("abcdefghij", min_size=1, max_size=6)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import attrs
 
-from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 
 LINEAR_INT8 = KernelRequest(Op.LINEAR_OUTPUT, Variant.of(Precision.INT8), ((128, 64), (32, 64)))
 

@@ -6,8 +6,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from qsync_core.hooks import hookimpl
-from qsync_core.registry import Registry
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.registry import Registry
 
 
 def plugin(**hooks: Callable[..., Any]) -> types.ModuleType:

@@ -15,16 +15,16 @@ import msgpack
 import pytest
 from artifact_examples import examples
 
-from qsync_core import artifact
-from qsync_core.dag import PrecisionDag
-from qsync_core.dfg import LocalDfg, Phase, Resource
+from qsync_core.artifacts import files as artifact
 from qsync_core.errors import ArtifactError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Interval, Timeline
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dfg import LocalDfg, Phase, Resource
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Interval, Timeline
 
 EXAMPLES = examples(layers=2)
 HEADER = struct.Struct(">8s16sIQ")

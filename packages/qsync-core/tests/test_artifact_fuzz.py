@@ -11,7 +11,7 @@ from collections import Counter
 from artifact_examples import examples
 from artifact_mutations import MUTATIONS, mutate
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.errors import ArtifactError
 
 

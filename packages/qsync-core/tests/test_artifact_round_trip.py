@@ -16,10 +16,11 @@ from artifact_strategies import ARTIFACTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_core import artifact, schema
+from qsync_core.artifacts import files as artifact
+from qsync_core.artifacts import schema
 from qsync_core.errors import ArtifactError
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Timeline
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
 
 
 def test_every_kind_has_a_strategy_and_an_example() -> None:

@@ -10,14 +10,14 @@ from artifact_examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core import artifact
-from qsync_core.cluster import Cluster, DeviceGroup, Link
+from qsync_core.artifacts import files as artifact
 from qsync_core.cluster_file import check_profiles, parse_cluster, read_cluster
 from qsync_core.errors import ClusterError
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
 

@@ -14,19 +14,20 @@ from artifact_examples import examples
 from backend_doubles import FakeBackend
 from click.testing import CliRunner, Result
 
-from qsync_core import artifact, registry
-from qsync_core.backend import KernelRequest
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli import root
 from qsync_core.cli.options import output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar
-from qsync_core.dag import PrecisionDag
-from qsync_core.doctor import DoctorLine, Status
 from qsync_core.errors import PlanError
-from qsync_core.hooks import hookimpl
-from qsync_core.plan import PrecisionPlan
-from qsync_core.precision import Precision
-from qsync_core.tuning import TuningRecord, TuningStore
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest
+from qsync_core.plugins import registry
+from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.tuning.search import TuningRecord, TuningStore
 
 
 class Plugin:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.compat import check_versions, installed_versions, series
 from qsync_core.devices import CHIPS, find_chip, precision_problem, same_device
 from qsync_core.errors import CompatibilityError
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
+from qsync_core.plugins.compat import check_versions, installed_versions, series
 from qsync_core.units import format_bytes, format_ns, parse_bytes
 
 
@@ -113,7 +113,7 @@ def test_core_is_installed() -> None:
 def test_importing_core_imports_nothing_heavy() -> None:
     """What takes long, or is not a dependency, is imported when it is used; torch and numpy never."""
     code = (
-        "import sys, qsync_core.artifact, qsync_core.cluster_file\n"
+        "import sys, qsync_core.artifacts.files, qsync_core.cluster_file\n"
         "heavy = ('torch', 'numpy', 'rich', 'click', 'cattrs', 'pluggy', 'importlib.metadata')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.backend import Op
 from qsync_core.errors import BackendError
-from qsync_core.kernel_choice import KernelChoice, OpChoice, split_chain
+from qsync_core.kernels.backend import Op
+from qsync_core.kernels.choice import KernelChoice, OpChoice, split_chain
 
 backends = st.from_regex(r"[A-Za-z0-9_.-]{1,8}", fullmatch=True)
 configs = st.from_regex(r"[A-Za-z0-9_.,;:=x-]{0,20}", fullmatch=True)

@@ -7,9 +7,9 @@ from artifact_strategies import op_ids, variants
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 
 
 @given(op_ids)

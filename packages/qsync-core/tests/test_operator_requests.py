@@ -7,13 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.op_id import OpId
-from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_requests
-from qsync_core.precision import Granularity, Precision
-from qsync_core.roofline import Peaks, lower_bound_ns, operations, read_bytes
-from qsync_core.semantics import gradient_precisions
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.kernels.roofline import Peaks, lower_bound_ns, operations, read_bytes
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

@@ -7,10 +7,10 @@ import json
 from artifact_strategies import timelines
 from hypothesis import given
 
-from qsync_core.dfg import Phase, Resource
-from qsync_core.op_id import OpId
-from qsync_core.perfetto import to_perfetto
-from qsync_core.timeline import Interval, Timeline
+from qsync_core.artifacts.perfetto import to_perfetto
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.timeline import Interval, Timeline
 
 
 def test_a_timeline_by_hand() -> None:

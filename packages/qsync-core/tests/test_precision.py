@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.precision import Precision, join, promote
+from qsync_core.ir.precision import Precision, join, promote
 
 INT8, FLOAT8, BFLOAT16, FLOAT16, FLOAT32 = Precision
 precisions = st.sampled_from(Precision)

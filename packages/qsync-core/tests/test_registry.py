@@ -15,11 +15,11 @@ import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
 from plugin_doubles import offering, plugin, registry
 
-from qsync_core.backend import KernelConfig, KernelRequest, KernelSpec
-from qsync_core.doctor import DoctorLine
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
-from qsync_core.registry import Answer, Registry
-from qsync_core.tuning import CompilingBackend, TuningStore, tune
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, KernelSpec
+from qsync_core.plugins.doctor import DoctorLine
+from qsync_core.plugins.registry import Answer, Registry
+from qsync_core.tuning.search import CompilingBackend, TuningStore, tune
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def write_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
 
 GOOD_SOURCE = """
-from qsync_core.hooks import hookimpl
-from qsync_core.doctor import DoctorLine
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.doctor import DoctorLine
 
 @hookimpl
 def qsync_doctor():
@@ -229,7 +229,7 @@ def test_two_backends_of_one_name_are_refused() -> None:
 
 
 def test_versions_of_different_series_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qsync_core.compat.installed_versions", lambda: {"qsync-core": "0.1.3", "qsync-planner": "0.2.0"})
+    monkeypatch.setattr("qsync_core.plugins.compat.installed_versions", lambda: {"qsync-core": "0.1.3", "qsync-planner": "0.2.0"})
     with pytest.raises(CompatibilityError) as caught:
         Registry.load([])
     assert str(caught.value) == (

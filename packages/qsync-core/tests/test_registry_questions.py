@@ -9,11 +9,11 @@ import pytest
 from backend_doubles import LINEAR_INT8, FakeBackend
 from plugin_doubles import offering, plugin, registry
 
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.hooks import DeviceFacts, hookimpl
-from qsync_core.observations import Observations
-from qsync_core.registry import Registry
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.plugins.hooks import DeviceFacts, hookimpl
+from qsync_core.plugins.registry import Registry
 
 GRAPH = PrecisionDag("resnet50", (), ())
 TRUTH = Observations("resnet50", "0" * 64, (), 8, "budget", ())

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding, promote
-from qsync_core.profile import CastKey
-from qsync_core.semantics import Cast, CastSite, casts, gradient_precision, gradient_precisions, output_precision, run_precision
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.semantics import Cast, CastSite, casts, gradient_precision, gradient_precisions, output_precision, run_precision
+from qsync_core.ir.variant import Variant
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
 X, W, Y = 12 * 64, 32 * 64, 12 * 32  # elements of input, weight and output

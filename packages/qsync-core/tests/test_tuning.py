@@ -13,10 +13,19 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.backend import Kernel, KernelConfig, KernelRequest
 from qsync_core.errors import ArtifactError, BackendError
-from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, Measurement, TuningKey, TuningRecord, TuningStore, tune
-from qsync_core.tuning_store import _Contents
+from qsync_core.kernels.backend import Kernel, KernelConfig, KernelRequest
+from qsync_core.tuning.search import (
+    CompilingBackend,
+    DeviceLostError,
+    Effort,
+    Measurement,
+    TuningKey,
+    TuningRecord,
+    TuningStore,
+    tune,
+)
+from qsync_core.tuning.store import _Contents
 
 
 def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:

@@ -13,13 +13,13 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_core.backend import Kernel, KernelRequest, Op
 from qsync_core.errors import ArtifactError
-from qsync_core.precision import Granularity, Precision
-from qsync_core.tuning import TuningStore, default_store_path, merge_stores, tune
-from qsync_core.tuning_record import Measurement, TuningKey, TuningRecord, formats_of, read_line, record_line, shape_distance
-from qsync_core.tuning_store import HEADER, read_contents
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
+from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord, formats_of, read_line, record_line, shape_distance
+from qsync_core.tuning.search import TuningStore, default_store_path, merge_stores, tune
+from qsync_core.tuning.store import HEADER, read_contents
 
 
 def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:

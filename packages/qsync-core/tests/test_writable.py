@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qsync_core.artifacts.atomic_file import check_writable
 from qsync_core.errors import ArtifactError
-from qsync_core.writable import check_writable
 
 
 @pytest.mark.parametrize("path", [".", "..", "", "made", "made/", "/"])

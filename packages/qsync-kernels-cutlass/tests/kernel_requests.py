@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
 
 INT8 = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
-from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest, Op
+from qsync_core.plugins.registry import Registry
 from qsync_kernels_cutlass import architectures, availability, candidates, plugin, refusal, toolchain
 from qsync_kernels_cutlass.backend import CutlassBackend, parse_config
 from qsync_kernels_cutlass.cache import KernelCache

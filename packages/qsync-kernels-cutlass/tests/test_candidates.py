@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 
-from qsync_core.backend import Op
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass import candidates, latency_model, validity
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_89, SM_90A
 from qsync_kernels_cutlass.config import Family, GemmConfig, Iterator, Schedule

@@ -13,8 +13,8 @@ import subprocess
 import pytest
 from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 
-from qsync_core.backend import Op
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass import abi, candidates, toolchain
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_90A
 from qsync_kernels_cutlass.compile import compile_all

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 
 from conv_interpreter import Interpreter  # noqa: E402
 
-from qsync_core.backend import Op  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import Op  # noqa: E402
 from qsync_kernels_cutlass import abi, candidates, conv_folding, validity  # noqa: E402
 from qsync_kernels_cutlass.architectures import SM_80, SM_90A  # noqa: E402
 from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig  # noqa: E402

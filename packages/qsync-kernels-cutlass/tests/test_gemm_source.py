@@ -7,7 +7,7 @@ import re
 import attrs
 import pytest
 
-from qsync_core.backend import Op
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass.architectures import SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
 from qsync_kernels_cutlass.compile import TEMPLATES
 from qsync_kernels_cutlass.config import Family, GemmConfig, Raster, Schedule, Scheduler

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 from simulated_kernels import SimulatedLibrary  # noqa: E402
 
-from qsync_core.backend import KernelRequest, Op  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 from qsync_kernels_cutlass.architectures import SM_90A  # noqa: E402
 from qsync_kernels_cutlass.config import GemmConfig  # noqa: E402
 from qsync_kernels_cutlass.kernels import linear, operands, product  # noqa: E402

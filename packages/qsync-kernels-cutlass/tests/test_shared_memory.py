@@ -12,8 +12,8 @@ import attrs
 import pytest
 from kernel_requests import FLOAT8, INT8, conv2d, linear
 
-from qsync_core.backend import Op
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass import toolchain, validity
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_90A
 from qsync_kernels_cutlass.compile import compile_files

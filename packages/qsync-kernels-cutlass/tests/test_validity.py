@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
-from qsync_core.backend import Op
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
 from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler

@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qsync_core.precision import Granularity, Rounding
+from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.conv2d import build_conv2d_output
 from qsync_kernels_triton.linear import build_linear_grad_weight, build_linear_output

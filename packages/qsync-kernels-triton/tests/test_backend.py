@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from qsync_core.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_kernels_triton.backend import TritonBackend
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.product_config import SHARED_BYTES, ProductConfig, ranked

@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from qsync_core.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
-from qsync_core.variant import Variant  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
 from qsync_kernels_triton.dequantize import build_conv2d_grad_weight, dequantized  # noqa: E402
 

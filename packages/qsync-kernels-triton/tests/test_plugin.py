@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from qsync_core.backend import KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.plugins.registry import Registry
 from qsync_kernels_triton import plugin
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Granularity, Rounding  # noqa: E402
+from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton import quantize_plan as quantize_module  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
 from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.precision import Granularity, Rounding  # noqa: E402
+from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton import quantize_many  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
 from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402

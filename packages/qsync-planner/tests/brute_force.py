@@ -22,12 +22,12 @@ from brute_force_instances import Choice, Instance, choices, random_instance
 from brute_force_network import collective_durations
 from brute_force_walk import Walker
 
-from qsync_core.cluster import DeviceGroup
 from qsync_core.errors import InfeasibleError
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.profile import Profile, StepMeasurement
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import Profile, StepMeasurement
+from qsync_core.ir.variant import Variant
 
 PROVEN = ("exact", "auto")
 """Solvers that must find the optimum; the others may miss it, but not beat it."""

@@ -17,9 +17,9 @@ from brute_force_formats import BEFORE_FORWARD, WantedCast, size
 from brute_force_memory import peak_bytes
 from brute_force_walk import Walked, Walker
 
-from qsync_core.op_id import OpId
-from qsync_core.profile import StepMeasurement
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.profile import StepMeasurement
+from qsync_core.ir.variant import Variant
 
 Columns = tuple[int, int, int, int]
 NONE: Columns = (0, 0, 0, 0)

@@ -15,7 +15,7 @@ from brute_force_calibration import WholeSteps, cast_times, one_clock
 from brute_force_formats import BEFORE_FORWARD, INPUT_GRADIENT, OUTPUT_GRADIENT
 from brute_force_walk import Walked, Walker
 
-from qsync_core.dag import PrecisionDag
+from qsync_core.ir.dag import PrecisionDag
 
 
 @attrs.frozen

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.precision import Precision, Rounding
-from qsync_core.profile import CastKey
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.variant import Variant
 
 BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 EIGHT_BIT = ("int8", "float8_e4m3fn")

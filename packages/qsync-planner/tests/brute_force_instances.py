@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 import attrs
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import Bucket, OpClass, Operator, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 
 FULL, HALF, BRAIN = Variant.of(FLOAT32), Variant.of(FLOAT16), Variant.of(BFLOAT16)
 EIGHT_HALF, EIGHT_BRAIN = Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(INT8, sixteen_bit=BFLOAT16)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from qsync_core.cluster import Cluster
-from qsync_core.profile import CollectiveModel, Profile
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.profile import CollectiveModel, Profile
 
 
 def collective_durations(cluster: Cluster, profiles: Mapping[str, Profile], bucket_bytes: list[int]) -> list[int]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import attrs
 from brute_force_formats import WantedCast, follows, wanted_casts
 
-from qsync_core.dag import OpClass, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.profile import CastKey, CastModel, OpCost, Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
+from qsync_core.ir.variant import Variant
 
 NOTHING = OpCost(0, 0, 0, 0)
 

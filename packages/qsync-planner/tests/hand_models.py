@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8
 
-from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile, StepMeasurement
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile, StepMeasurement
+from qsync_core.ir.variant import Variant
 
 FP32, BF16, FP16 = Variant.of(FLOAT32), Variant.of(BFLOAT16), Variant.of(FLOAT16)
 I8 = Variant.of(INT8)

@@ -11,18 +11,18 @@ import attrs
 import pytest
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import Operator, PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import InfeasibleError
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.replay import Prediction, Replayer
+from qsync_planner.replayer.replay import Prediction, Replayer
 
 FULL = Variant.of(FLOAT32)
 LADDERS = (

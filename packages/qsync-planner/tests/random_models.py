@@ -8,13 +8,13 @@ import attrs
 from hypothesis import strategies as st
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import Bucket, OpClass, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import Bucket, OpClass, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
+from qsync_core.ir.variant import Variant
 
 RUNGS = (
     Variant.of(INT8, sixteen_bit=FLOAT16),

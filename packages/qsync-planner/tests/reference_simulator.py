@@ -9,7 +9,7 @@ import heapq
 from collections import defaultdict, deque
 from fractions import Fraction
 
-from qsync_core.dfg import GlobalDfg, Phase, Resource
+from qsync_core.ir.dfg import GlobalDfg, Phase, Resource
 
 WINDOW = 120
 """Steps over which the rate is taken: a multiple of every short cycle length."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKind, DeviceType, OpCost, Profile
+from qsync_core.ir.variant import Variant
 
 FLOAT32, FLOAT16, BFLOAT16, INT8 = Precision.FLOAT32, Precision.FLOAT16, Precision.BFLOAT16, Precision.INT8
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20

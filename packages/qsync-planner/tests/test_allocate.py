@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, leanest, random_case
 from synthetic import BFLOAT16, FLOAT16, FLOAT32
 
-from qsync_core.artifact import digest, to_bytes
+from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import DeviceKind
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_core.variant import Variant
 from qsync_planner.allocator import SOLVERS, allocate
 from qsync_planner.allocator.problem import build_problem
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 
 BFLOAT16_RUNG = Variant.of(BFLOAT16)
 

@@ -20,14 +20,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning_cases import LADDERS, Case, random_case
 
-from qsync_core.artifact import digest, to_bytes
-from qsync_core.cluster import Cluster
-from qsync_core.dag import Bucket, Operator, Parameter, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest, to_bytes
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import Bucket, Operator, Parameter, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import SOLVERS, allocate
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 
 HAS_EXACT = "exact" in SOLVERS and importlib.util.find_spec("highspy") is not None
 exact_only = pytest.mark.skipif(not HAS_EXACT, reason="the solver 'exact' needs the extra qsync-planner[exact]")

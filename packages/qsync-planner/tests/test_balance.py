@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from planning_cases import random_case
 
 from qsync_core.errors import InfeasibleError, PlanError
-from qsync_core.profile import DeviceKind, Profile
+from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import BatchProfile, allocate
-from qsync_planner.allocator.balance import balance
-from qsync_planner.allocator.batch_scaling import BatchScaling
+from qsync_planner.allocator.dynamic_batch import BatchScaling, balance
 from qsync_planner.allocator.problem import build_problem
 
 

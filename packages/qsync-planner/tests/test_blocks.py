@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS
 from synthetic import FLOAT32, GraphBuilder, resnet, transformer
 
-from qsync_core.cluster import DeviceGroup
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import Role
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
 from qsync_planner.allocator.blocks import MAX_COMBINATIONS, classes, find_blocks
 from qsync_planner.allocator.problem import GroupProblem, Unit
 

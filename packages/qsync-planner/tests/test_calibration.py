@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import GraphBuilder
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.profile import DeviceKind, OpCost, Profile, StepMeasurement
-from qsync_core.variant import Variant
-from qsync_planner.calibration import spread_integer
-from qsync_planner.cost_model import Scale
-from qsync_planner.replay import Replayer
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.profile import DeviceKind, OpCost, Profile, StepMeasurement
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.calibration import spread_integer
+from qsync_planner.replayer.cost_model import Scale
+from qsync_planner.replayer.replay import Replayer
 
 
 @given(st.integers(-(10**15), 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=20))

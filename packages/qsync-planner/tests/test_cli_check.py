@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 from synthetic import BFLOAT16, INT8
 from test_indicator_check import A, B, C, checked, graph, observed
 
-from qsync_core import terms
-from qsync_core.artifact import digest, save
+from qsync_core.artifacts.files import digest, save
 from qsync_core.errors import ArtifactError, ObservationError
-from qsync_core.hooks import TruthRequest
-from qsync_core.observations import Observations, Series
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
-from qsync_planner.cli_check import CheckRequest, run_check
+from qsync_core.ir import observations as terms
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.hooks import TruthRequest
+from qsync_core.plugins.registry import Registry
+from qsync_planner.cli.check import CheckRequest, run_check
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_planner.indicator_check.page import render_page

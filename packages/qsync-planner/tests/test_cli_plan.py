@@ -11,14 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 from synthetic import FLOAT32_RUNG, LADDER, T4, V100, roofline_profile, transformer
 
-from qsync_core.artifact import digest, load, save
+from qsync_core.artifacts.files import digest, load, save
 from qsync_core.errors import InfeasibleError, PlanError, QSyncError
-from qsync_core.observations import Observations, Series
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.terms import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD
-from qsync_core.timeline import Timeline
+from qsync_core.ir.observations import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD, Observations, Series
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
 from qsync_planner.plugin import qsync_register_commands
 
 CLUSTER = """

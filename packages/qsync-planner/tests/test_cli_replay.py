@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 from synthetic import FLOAT16_RUNG, INT8_RUNG, T4, V100, hybrid_cluster, hybrid_profiles, transformer
 
-from qsync_core.artifact import digest, load, save
+from qsync_core.artifacts.files import digest, load, save
 from qsync_core.cli.root import cli
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan
-from qsync_core.timeline import Timeline
-from qsync_planner.replay import Replayer, uniform_variants
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
+from qsync_core.ir.timeline import Timeline
+from qsync_planner.replayer.replay import Replayer, uniform_variants
 
 TOML = """
 name = "hybrid"

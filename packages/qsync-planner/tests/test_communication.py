@@ -6,11 +6,11 @@ import pytest
 from hand_models import LADDER, profile
 from synthetic import FLOAT32, GraphBuilder
 
-from qsync_core.cluster import Cluster, DeviceGroup, Link
 from qsync_core.errors import ClusterError
-from qsync_core.plan import Role
-from qsync_core.profile import CollectiveModel, Profile
-from qsync_planner.communication import Hop, collective_ns, hop_of
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import CollectiveModel, Profile
+from qsync_planner.replayer.communication import Hop, collective_ns, hop_of
 
 
 def model(world: int, alpha: float, beta: float, measured: tuple[tuple[int, int], ...] = ()) -> CollectiveModel:

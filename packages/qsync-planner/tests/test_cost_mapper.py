@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from random_models import assignments, changes, dags, profiles
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, OpCost
-from qsync_core.variant import Variant
-from qsync_planner.cost_mapper import CostMapper
-from qsync_planner.cost_model import CostModel
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, OpCost
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
 
 
 def mapper(dag: PrecisionDag, variants: Mapping[OpId, Variant], costs: Mapping[str, OpCost] | None = None) -> CostMapper:

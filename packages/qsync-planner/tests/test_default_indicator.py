@@ -8,8 +8,8 @@ import pytest
 from test_cli_check import folder, run
 from test_indicators import observe, two_linears
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
+from qsync_core.ir import observations as terms
 from qsync_planner.indicators.registry import automatic
 
 __all__ = ["folder"]

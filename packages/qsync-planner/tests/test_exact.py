@@ -9,8 +9,8 @@ from planning_cases import leanest, random_case
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import choices, program, solve
-from qsync_planner.allocator.exact.assumptions import NoDeadlineForm, check_deadline_form
 from qsync_planner.allocator.exact.program import Limits, Program
+from qsync_planner.allocator.exact.solve import NoDeadlineForm, check_deadline_form
 
 pytest.importorskip("highspy")
 

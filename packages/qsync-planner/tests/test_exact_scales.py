@@ -14,9 +14,9 @@ from brute_force import Job, optimum
 from brute_force_instances import Instance, random_instance
 
 from qsync_core.errors import InfeasibleError
-from qsync_core.plan import PrecisionPlan
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import group_program, program
 

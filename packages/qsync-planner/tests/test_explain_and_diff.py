@@ -7,11 +7,11 @@ import pytest
 from planning_cases import LADDERS, random_case
 
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
+from qsync_core.ir.op_id import OpId
 from qsync_planner.allocator import allocate
-from qsync_planner.diff import diff_plans
-from qsync_planner.explain import explain, select_operators
 from qsync_planner.matching import check_plan
+from qsync_planner.reporting.diff import diff_plans
+from qsync_planner.reporting.explain import explain, select_operators
 
 
 @pytest.mark.parametrize(

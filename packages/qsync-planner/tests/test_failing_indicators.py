@@ -13,11 +13,11 @@ from test_cli_check import check, folder, run
 from test_indicator_check import A as FIRST
 from test_indicators import I8, A, B, Flat, two_linears
 
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import BackendError, PluginError, QSyncError
-from qsync_core.observations import Observations
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.registry import Registry
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.interface import Omega
 

@@ -10,7 +10,7 @@ from qsync_planner.allocator.blocks import MAX_COMBINATIONS, find_blocks
 from qsync_planner.allocator.fastest_start import _walk, move_to_fastest
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 
 
 def start(case: Case) -> SearchState:

@@ -16,25 +16,24 @@ from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
 from synthetic import FLOAT32, GraphBuilder, resnet, transformer
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.precision import Precision
-from qsync_core.profile import OpCost
-from qsync_core.semantics import run_precision
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import OpCost
+from qsync_core.ir.semantics import run_precision
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_core.variant import Variant
-from qsync_planner.allocator.block_search import initial_plan, memory_budgets
 from qsync_planner.allocator.blocks import classes, find_blocks
-from qsync_planner.allocator.greedy_paper import STARTS, solve_greedy_paper
+from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
 from qsync_planner.allocator.problem import GroupProblem, build_problem
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart, move_to_uniform, time_limit_ns
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 
 
 @attrs.frozen

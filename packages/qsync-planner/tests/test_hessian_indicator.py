@@ -8,14 +8,14 @@ import attrs
 import pytest
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core import terms
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators import get_indicator
 

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import BFLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core import terms
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.precision import Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Rounding
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_planner.indicator_check.agreement import Agreement, split_half
 from qsync_planner.indicator_check.names import variant_names

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
-from qsync_core import terms
-from qsync_core.artifact import digest, to_bytes
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ObservationError, PluginError
-from qsync_core.hooks import hookimpl
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision, Rounding
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.registry import Registry
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators import available_indicators, get_indicator
 from qsync_planner.indicators.paper import epsilon, gamma

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from random_models import assignments, changes, dags, profiles
 from synthetic import GraphBuilder
 
-from qsync_core.dag import Bucket, OpClass, Operator, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, OpCost, Profile
-from qsync_core.semantics import CastSite, casts, gradient_precisions, output_precision
-from qsync_core.variant import Variant
-from qsync_planner.cost_mapper import CostMapper
-from qsync_planner.cost_model import CostModel
-from qsync_planner.memory import MemoryEstimate, MemoryLedger, estimate_memory
+from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, OpCost, Profile
+from qsync_core.ir.semantics import CastSite, casts, gradient_precisions, output_precision
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
+from qsync_planner.replayer.memory import MemoryEstimate, MemoryLedger, estimate_memory
 
 KEEPS_INPUT = OpCost(0, 0, 0, 0, saves_inputs=(0,))
 INT8_COPY = OpCost(0, 0, 0, 0, saved_own_bytes=32)

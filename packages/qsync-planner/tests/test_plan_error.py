@@ -9,16 +9,16 @@ import pytest
 from planning_cases import random_case
 from synthetic import FLOAT16, INT8
 
-from qsync_core import terms
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.plan_error import FLIP_EXPONENT, plan_error
 from qsync_planner.indicate import indicate
-from qsync_planner.plan_error import FLIP_EXPONENT, plan_error
 
 I8, F16 = Variant.of(INT8), Variant.of(FLOAT16)
 A, B, C = OpId("a"), OpId("b"), OpId("c")

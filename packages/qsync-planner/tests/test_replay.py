@@ -12,15 +12,15 @@ from reference_simulator import reference_period
 from synthetic import FLOAT32, INT8_TO_FLOAT16_RUNG, GraphBuilder, hybrid_cluster, hybrid_profiles, resnet, transformer
 from synthetic import LADDER as CHIP_LADDER
 
-from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import Bucket, PrecisionDag
-from qsync_core.dfg import Resource
 from qsync_core.errors import PlanError
-from qsync_core.plan import Role
-from qsync_core.profile import CollectiveModel, DeviceKind, OpCost, Profile
-from qsync_core.variant import Variant
-from qsync_planner.replay import Replayer, uniform_variants
-from qsync_planner.simulator import simulate
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import Bucket, PrecisionDag
+from qsync_core.ir.dfg import Resource
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import CollectiveModel, DeviceKind, OpCost, Profile
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.replay import Replayer, uniform_variants
+from qsync_planner.replayer.simulator import simulate
 
 
 @settings(max_examples=45, deadline=None)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_simulator import reference_period
 
-from qsync_core.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
-from qsync_planner.simulator import max_cycle_mean, simulate
-from qsync_planner.work import NEVER
+from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
+from qsync_planner.replayer.max_plus import NEVER
+from qsync_planner.replayer.simulator import max_cycle_mean, simulate
 
 D, C, COMM = Resource.DISPATCH, Resource.COMPUTE, Resource.COMMUNICATION
 

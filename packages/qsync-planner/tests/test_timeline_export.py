@@ -12,11 +12,11 @@ from synthetic import hybrid_cluster, hybrid_profiles, transformer
 from test_replay import hand_job
 from test_simulator import local
 
-from qsync_core.artifact import from_bytes, to_bytes
-from qsync_core.dfg import GlobalDfg, LocalDfg, Phase, Resource
-from qsync_core.timeline import Timeline
-from qsync_planner.replay import Replayer
-from qsync_planner.timeline_export import predicted_timeline
+from qsync_core.artifacts.files import from_bytes, to_bytes
+from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
+from qsync_core.ir.timeline import Timeline
+from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.timeline_export import predicted_timeline
 
 
 def spans(timeline: Timeline, rank: int, resource: Resource) -> list[tuple[int, int]]:

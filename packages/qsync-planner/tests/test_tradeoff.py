@@ -18,21 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import FULL, LADDERS, Case, random_case
 
-from qsync_core.artifact import save
+from qsync_core.artifacts.files import save
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import InfeasibleError, PlanError
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.variant import Variant
 from qsync_core.units import parse_bytes
-from qsync_core.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import tradeoff as tradeoff_module
 from qsync_planner.allocator.exact.solve import RELAXED
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
-from qsync_planner.cli_tradeoff import show_tradeoff
+from qsync_planner.cli.tradeoff import show_tradeoff
 from qsync_planner.plugin import qsync_register_commands
-from qsync_planner.replay import Replayer
-from qsync_planner.tradeoff_page import render_page
+from qsync_planner.replayer.replay import Replayer
+from qsync_planner.reporting.tradeoff_page import render_page
 
 needs_highs = pytest.mark.skipif(
     importlib.util.find_spec("highspy") is None, reason="the curve needs the extra qsync-planner[exact]"

@@ -6,11 +6,11 @@ import attrs
 import pytest
 from planning_cases import Case, random_case
 
-from qsync_core.cluster import Link
-from qsync_core.plan import Verdict
-from qsync_core.profile import DeviceKind, Profile
+from qsync_core.ir.cluster import Link
+from qsync_core.ir.plan import Verdict
+from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import allocate
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 
 
 def slowed(profile: Profile, factor: int) -> Profile:

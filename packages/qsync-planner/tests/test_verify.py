@@ -6,10 +6,10 @@ import attrs
 import pytest
 from hand_models import op
 
-from qsync_core.dfg import Phase, Resource
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.timeline import Interval, Timeline
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.timeline import Interval, Timeline
 from qsync_planner.verify import Comparison, verify
 
 F, B, COMM = Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_planner.work import NOTHING, Work, device_only, kernel, sequence
+from qsync_planner.replayer.max_plus import NOTHING, Work, device_only, kernel, sequence
 
 KERNELS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=12)
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
-from qsync_core.observations import Observations
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.timing import Effort
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 JOB = """
 import torch

@@ -1,4 +1,4 @@
-from qsync_core.doctor import Status
+from qsync_core.plugins.doctor import Status
 from qsync_torch.doctor import compare_ranks, doctor_lines
 
 

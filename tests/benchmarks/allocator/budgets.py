@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.cluster import Cluster
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import Role
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
-from qsync_planner.replay import Replayer, uniform_variants
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.replay import Replayer, uniform_variants
 
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.9
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import attrs
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, FLOAT32_RUNG, INT8, T4, V100, Chip, roofline_profile
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import Role
-from qsync_core.precision import Precision
-from qsync_core.profile import OpCost, Profile
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import OpCost, Profile
+from qsync_core.ir.variant import Variant
 
 A100 = Chip("A100", {FLOAT32: 156.0, FLOAT16: 312.0, BFLOAT16: 312.0, INT8: 624.0}, 1555.0, launch_ns=5_000)
 A10 = Chip("A10", {FLOAT32: 62.5, FLOAT16: 125.0, BFLOAT16: 125.0, INT8: 250.0}, 600.0, launch_ns=5_000)

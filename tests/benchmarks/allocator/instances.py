@@ -16,13 +16,13 @@ from allocator.budgets import with_budgets
 from allocator.hardware import LINKS_GBPS, PAIRS, Helpers, cluster_of, ladder, profiles_of
 from allocator.models import model
 from allocator.sensitivities import drawn_sensitivity
-from qsync_core.artifact import load
-from qsync_core.cluster import Cluster
+from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import Role
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
 
 REGIMES = ("time", "memory", "both")
 """``time``: no memory budget.  ``memory``: budgets that bind, and time for ten times uniform precision.  ``both``: budgets, and no

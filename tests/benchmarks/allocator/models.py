@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 from synthetic import BUCKET_BYTES, FIRST_BUCKET_BYTES, GraphBuilder, buckets_of, resnet, transformer
 
-from qsync_core.dag import OpClass, PrecisionDag
+from qsync_core.ir.dag import OpClass, PrecisionDag
 
 OPERATORS_A_LAYER = 14
 """Of one layer of :func:`deep_transformer`; 6 of them are adjustable."""

@@ -12,10 +12,10 @@ import attrs
 from allocator.bench import Bench, quartiles, row
 from allocator.instances import Instance, instance
 from allocator.solving import Row
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.variant import Variant
-from qsync_planner.replay import Replayer
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.replay import Replayer
 
 TRIALS, BLOCKS = 2_000, 7
 COMPARED = 3

@@ -6,12 +6,12 @@ import math
 import random
 from collections.abc import Iterable
 
-from qsync_core.artifact import digest
-from qsync_core.dag import Operator, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 
 ROLE_SPREAD, OWN_SPREAD, TREND_SPREAD = 1.5, 1.0, 2.0
 FLOAT_SHARES = {Precision.BFLOAT16: 1 / 25, Precision.FLOAT16: 1 / 1600}

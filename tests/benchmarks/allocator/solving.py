@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from allocator.instances import Instance
-from qsync_core.plan import PrecisionPlan, Role
+from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_planner.allocator import allocate
-from qsync_planner.replay import Replayer, plan_variants
+from qsync_planner.replayer.replay import Replayer, plan_variants
 
 Row = dict[str, Any]
 """A row as :func:`results.write_rows` takes it."""

@@ -6,9 +6,9 @@ import pytest
 
 from allocator.instances import REGIMES, instance, large_instance
 from allocator.models import DEEP, PAPER_SCALE, model
-from qsync_core.artifact import digest
-from qsync_core.plan import Role
-from qsync_planner.replay import Replayer, uniform_variants
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.plan import Role
+from qsync_planner.replayer.replay import Replayer, uniform_variants
 
 
 def digests(found) -> list[str]:

@@ -11,13 +11,13 @@ import attrs
 
 from indicator.measuring import Measured
 from indicator.plans import MEASURED, Plan
-from qsync_core import terms
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
-from qsync_planner import plan_error as product
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator import plan_error as product
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check.ranks import kendall_tau
 from qsync_planner.indicators.series import geometric_mean

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
-from qsync_core.variant import Variant
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
 from qsync_planner.indicator_check.agreement import Agreement

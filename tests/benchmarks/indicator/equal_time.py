@@ -20,19 +20,19 @@ from allocator.hardware import CHIPS
 from indicator.additivity import Omega, measured_omega, with_true_omega
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, Measured
 from indicator.plans import MEASURED, Plan
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.plan_error import FLIP_EXPONENT, plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.series import geometric_mean
-from qsync_planner.plan_error import FLIP_EXPONENT, plan_error
 
 Row = dict[str, Any]
 INDICATORS = ("hutchinson", "lossvar", "paper", "hessian")

@@ -11,18 +11,18 @@ import attrs
 import torch
 
 from indicator.models import SUBJECTS, Reached, reached
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16, FLOAT32 = map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 SETS = {

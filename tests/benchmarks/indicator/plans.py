@@ -13,16 +13,16 @@ import torch
 
 from indicator.measuring import BFLOAT16, FLOAT32, INT8, SETS, Kept, Task
 from indicator.models import SUBJECTS
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.montecarlo import is_random, squared_norm, step_gradients
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import ObservedStep, StepTerm
-from qsync_torch.random_bits import stream_key
 
 Plan = Mapping[OpId, Variant]
 """What runs in another variant than float32."""

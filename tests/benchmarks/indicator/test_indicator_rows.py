@@ -12,9 +12,9 @@ from indicator.data import BYTES, SIDE, digits_batch, text_batch
 from indicator.measuring import INT8, Effort, Kept, Task, measure
 from indicator.models import SUBJECTS
 from indicator.rows import ladder_rows
-from qsync_core import terms
+from qsync_core.ir import observations as terms
 from qsync_planner.indicate import indicate
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

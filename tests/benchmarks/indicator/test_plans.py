@@ -12,14 +12,14 @@ from indicator.additivity import Fit, exponent_row, plan_error
 from indicator.equal_time import _linear_around
 from indicator.measuring import BFLOAT16, FLOAT32, INT8
 from indicator.plans import PlanErrors, drawn_plans
-from qsync_core import terms
-from qsync_core.op_id import OpId
-from qsync_core.sensitivity import Sensitivity
-from qsync_planner import plan_error as product
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_planner.allocator import plan_error as product
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 A, B = OpId("a"), OpId("b")
 

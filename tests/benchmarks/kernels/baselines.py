@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from qsync_core.backend import Op
-from qsync_core.precision import Granularity, Rounding
+from qsync_core.ir.precision import Granularity, Rounding
+from qsync_core.kernels.backend import Op
 
 from .problems import Operands, Problem
 from .shapes import ConvShape, LinearShape

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qsync_core.kernel_choice import KernelChoice, OpChoice
+from qsync_core.kernels.choice import KernelChoice, OpChoice
 
 from . import baselines
 from .contenders import Backends, Contender, build_best, compile_ahead, rotating_operands
@@ -101,7 +101,7 @@ class Bench:
         return found
 
     def choose(self, roles: Mapping[str, Problem]) -> KernelChoice:
-        """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernel_choice`)."""
+        """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernels.choice`)."""
         compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
         return KernelChoice({role: self._fastest(problem) for role, problem in roles.items()})
 

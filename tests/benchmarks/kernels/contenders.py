@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
-from qsync_core.registry import Registry
+from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.plugins.registry import Registry
 
 from .limited_backend import LimitedBackend, library_of
 from .problems import Operands, Problem

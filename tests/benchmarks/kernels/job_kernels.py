@@ -7,18 +7,18 @@ from pathlib import Path
 
 import attrs
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_requests
-from qsync_core.plan import Assignment
-from qsync_core.tuning_record import formats_of
-from qsync_core.variant import Variant
-from qsync_torch.binding import device_facts
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.tuning.record import formats_of
+from qsync_torch.kernels.binding import device_facts
+from qsync_torch.kernels.store import open_store
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 from qsync_torch.tuning.job_tuning import Effort, JobTuning, tune_requests
-from qsync_torch.tuning.tuned_store import open_store
 
 from .bench import Bench
 from .contenders import compile_ahead

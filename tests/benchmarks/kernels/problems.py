@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
-from qsync_torch.binding import device_facts
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernels.binding import device_facts
 
 from .shapes import ConvShape, LinearShape, ShapeSet
 
@@ -36,7 +36,7 @@ class Problem:
     """What is to be computed.
 
     Attributes:
-        op: one of :class:`~qsync_core.backend.Op`.
+        op: one of :class:`~qsync_core.kernels.backend.Op`.
         shape: a linear operator's, a convolution's, or that of the tensor to quantize.
         variant: formats, granularity, rounding.
         set_name: the shape set that it comes from.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from qsync_core.backend import KernelRequest, Op
+from qsync_core.kernels.backend import KernelRequest, Op
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio
 from .contenders import compile_ahead

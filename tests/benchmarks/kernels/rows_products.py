@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.kernel_choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
-from qsync_core.precision import Granularity, Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
 
 from .bench import Bench, Row, best_of, geometric_mean, ratio, ratio_spread
 from .contenders import compile_ahead

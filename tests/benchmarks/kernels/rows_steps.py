@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 
 from .bench import Bench, Row
 from .job_kernels import JobKernels

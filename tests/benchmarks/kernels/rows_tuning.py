@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qsync_core.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
-from qsync_core.precision import Precision
-from qsync_core.tuning import Effort, TuningStore, tune
-from qsync_core.variant import Variant
-from qsync_torch.kernel_selection import find_backends
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
+from qsync_core.tuning.search import Effort, TuningStore, tune
+from qsync_torch.kernels.selection import find_backends
 
 from .bench import Bench, Row, ratio
 from .contenders import build_side_by_side, calls_of, rotating_operands

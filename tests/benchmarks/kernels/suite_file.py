@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from qsync_core.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_atomically
 
 FORMAT = 1
 

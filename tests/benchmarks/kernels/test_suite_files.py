@@ -22,9 +22,9 @@ from kernels.page import suite_page  # noqa: E402
 from kernels.peaks import Peaks  # noqa: E402
 from kernels.problems import INT8, Problem, problems, quantization  # noqa: E402
 from kernels.timing import Measured, race  # noqa: E402
-from qsync_core.backend import KernelConfig, Op  # noqa: E402
-from qsync_core.operator_requests import CallShapes  # noqa: E402
-from qsync_core.precision import Precision  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.kernels.backend import KernelConfig, Op  # noqa: E402
+from qsync_core.kernels.requests import CallShapes  # noqa: E402
 
 CPU = torch.device("cpu")
 ROW = suite_file.Row(

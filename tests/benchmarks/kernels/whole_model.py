@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
 
@@ -38,7 +38,7 @@ class Setting:
     Attributes:
         name: for people.
         variant: of every adjustable operator, 8-bit gradients where they are offered; None leaves the model as it is.
-        backend, config: whose kernels (see :mod:`qsync_core.kernel_choice`); None for the fastest by the tuning store.
+        backend, config: whose kernels (see :mod:`qsync_core.kernels.choice`); None for the fastest by the tuning store.
         autocast: the format of ``torch.autocast`` around forward and loss.
     """
 

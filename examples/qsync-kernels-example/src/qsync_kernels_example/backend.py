@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 
 MAX_CONTRACTION = 133_144
 """Longest sum of products of two values in -127..127 that int32 could hold; other backends sum in int32, so plans rely on it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qsync_core.backend import KernelBackend
-from qsync_core.hooks import hookimpl
+from qsync_core.kernels.backend import KernelBackend
+from qsync_core.plugins.hooks import hookimpl
 from qsync_kernels_example.backend import ExampleBackend
 
 

@@ -1,6 +1,7 @@
 """The QSync precision IR, artifacts, plugin registry and command line; no torch.
 
-Import what you need from its modules (``qsync_core.artifact``, ``qsync_core.dag``, ``qsync_core.plan``, …); this one is empty, so
+Import what you need from its modules (``qsync_core.artifacts.files``, ``qsync_core.ir.dag``, ``qsync_core.ir.plan``, …); this one
+is empty, so
 importing it costs nothing.
 """
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from qsync_core.cluster import Cluster, DeviceGroup, Link
 from qsync_core.devices import find_chip, precision_problem, same_device
 from qsync_core.errors import ClusterError
-from qsync_core.plan import Role
-from qsync_core.precision import Granularity, Precision, Rounding, join
-from qsync_core.profile import Profile
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Granularity, Precision, Rounding, join
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_core.units import parse_bytes
-from qsync_core.variant import Variant
 
 _MAX_FILE_BYTES = 1 << 20
 _GROUP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -51,7 +51,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def parse_cluster(text: str, where: str = "the cluster description", *, default_name: str = "cluster") -> Cluster:
-    """The cluster that a TOML text describes (format: module :mod:`qsync_core.cluster`).
+    """The cluster that a TOML text describes (format: module :mod:`qsync_core.ir.cluster`).
 
     Bare precision names in a ladder mean that precision's standard variant on the group's device: int8 with the group's
     ``rounding``, ``w_granularity`` and ``output``, and gradients in bfloat16 (float16 where the chip has no bfloat16).

@@ -10,7 +10,7 @@ import re
 
 import attrs
 
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = Precision.FLOAT32, Precision.FLOAT16, Precision.BFLOAT16
 _INT8, _FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN

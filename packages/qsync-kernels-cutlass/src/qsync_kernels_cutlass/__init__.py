@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from qsync_core.compat import check_installed as _check_installed
+from qsync_core.plugins.compat import check_installed as _check_installed
 
 __version__ = _version("qsync-kernels-cutlass")
 _check_installed("qsync-kernels-cutlass")

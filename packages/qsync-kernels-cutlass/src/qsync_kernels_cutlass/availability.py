@@ -6,8 +6,8 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from qsync_core.backend import KernelRequest
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import KernelRequest
 from qsync_kernels_cutlass import candidates, toolchain
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.cache import KernelCache, default_cache_path

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_kernels_cutlass import candidates, refusal, validity
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig

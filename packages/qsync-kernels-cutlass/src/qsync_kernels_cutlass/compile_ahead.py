@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from qsync_core.backend import KernelRequest
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import KernelRequest
 from qsync_kernels_cutlass import candidates, refusal
 from qsync_kernels_cutlass.architectures import Architecture, compilation_target
 from qsync_kernels_cutlass.cache import KernelCache

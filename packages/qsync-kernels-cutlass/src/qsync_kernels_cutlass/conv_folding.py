@@ -7,7 +7,7 @@ filter's row are read as one pixel of all their channels (which overlaps with th
 
 from __future__ import annotations
 
-from qsync_core.backend import Op
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass.conv_refusal import CHANNEL_ALIGNMENT
 from qsync_kernels_cutlass.problem import ConvProblem, Geometry
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qsync_core.backend import KernelRequest, Op
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_kernels_cutlass.problem import Geometry
 
 CHANNEL_ALIGNMENT = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from string import Template
 
-from qsync_core.backend import Op
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import Family, GemmConfig, Schedule, Scheduler
 from qsync_kernels_cutlass.kernel_source import KernelSource

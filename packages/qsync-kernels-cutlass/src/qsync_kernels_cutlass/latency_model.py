@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from qsync_core.backend import Op
+from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import Family, Schedule, Scheduler

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qsync_core.backend import KernelBackend
-from qsync_core.doctor import DoctorLine, Status
 from qsync_core.errors import BackendError
-from qsync_core.hooks import hookimpl
+from qsync_core.kernels.backend import KernelBackend
+from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_core.plugins.hooks import hookimpl
 from qsync_kernels_cutlass import toolchain
 from qsync_kernels_cutlass.architectures import ARCHITECTURES
 from qsync_kernels_cutlass.backend import CutlassBackend

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import KernelRequest, Op
 
 GRADIENT_FLOAT8 = "float8_e5m2"
 """Format of float8 gradients; e4m3fn has too little range for them."""

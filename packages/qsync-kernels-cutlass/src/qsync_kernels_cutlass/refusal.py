@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, Architecture, architecture_of
 from qsync_kernels_cutlass.problem import GemmProblem, Geometry, problem_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qsync_core.backend import KernelRequest, Op
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
 from qsync_kernels_cutlass.conv_folding import folds

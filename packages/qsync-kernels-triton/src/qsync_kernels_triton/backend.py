@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from qsync_core.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_kernels_triton.config import QuantizeConfig, UnknownConfigError
 from qsync_kernels_triton.product_config import ProductConfig, ranked
 from qsync_kernels_triton.reasons import EIGHT_BIT, LINEAR, MIN_COMPUTE_CAPABILITY, OFFERED, QUANTIZATIONS, reasons_against

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from importlib import metadata
 
-from qsync_core.backend import KernelBackend
-from qsync_core.doctor import DoctorLine, Status
-from qsync_core.hooks import hookimpl
+from qsync_core.kernels.backend import KernelBackend
+from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_core.plugins.hooks import hookimpl
 from qsync_kernels_triton.backend import TritonBackend
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Rounding
+from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton import quantize_plan
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.launching import signed_words

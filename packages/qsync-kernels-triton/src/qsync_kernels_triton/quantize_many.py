@@ -14,7 +14,7 @@ import torch
 import triton
 
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Rounding
+from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.launching import Launch, signed_words
 from qsync_kernels_triton.quantize import build_quantize, check_operands, scale_count

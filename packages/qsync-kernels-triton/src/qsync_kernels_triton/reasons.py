@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
-from qsync_core.backend import KernelRequest, Op
-from qsync_core.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import KernelRequest, Op
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """Triton's own lower bound: it does not support the T4 (7.5)."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsync_core.precision import Rounding
+from qsync_core.ir.precision import Rounding
 
 ROUNDING_CODE = {Rounding.NEAREST: 0, Rounding.STOCHASTIC: 1, Rounding.FLOOR: 2}
 INT8: tl.constexpr = tl.constexpr(0)

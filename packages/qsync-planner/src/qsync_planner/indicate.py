@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
 from qsync_planner.indicators.blame import blamed
 from qsync_planner.indicators.interface import TellsFlips

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster
+from qsync_core.artifacts.files import digest
 from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError, PlanError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
 
 
 def first_differences(expected: Iterable[OpId], got: Iterable[OpId], limit: int = 3) -> str:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qsync_core.hooks import hookimpl
+from qsync_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
     import click
 
-    from qsync_core.doctor import DoctorLine
+    from qsync_core.plugins.doctor import DoctorLine
 
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
     """Add ``indicate``, ``plan``, ``explain``, ``replay`` and ``verify``."""
-    from qsync_planner.cli_indicate import indicate
-    from qsync_planner.cli_plan import explain, plan
-    from qsync_planner.cli_replay import replay, verify
+    from qsync_planner.cli.indicate import indicate
+    from qsync_planner.cli.plan import explain, plan
+    from qsync_planner.cli.replay import replay, verify
 
     for command in (indicate, plan, explain, replay, verify):
         cli.add_command(command)
@@ -26,7 +26,7 @@ def qsync_register_commands(cli: click.Group) -> None:
 @hookimpl
 def qsync_doctor() -> list[DoctorLine]:
     """Indicators that plugins offer and that can not be used."""
-    from qsync_core.contributions import problem_lines
+    from qsync_core.plugins.contributions import problem_lines
     from qsync_planner.indicators import available_indicators
 
     return problem_lines("indicators", lambda announce: available_indicators(announce=announce))

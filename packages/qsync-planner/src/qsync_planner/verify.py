@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import attrs
 
-from qsync_core.dfg import Phase, Resource
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.timeline import Timeline
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.timeline import Timeline
 
 Key = tuple[str, OpId | None, Phase, Resource]
 """Group, operator (None: communication, optimizer), phase, resource."""

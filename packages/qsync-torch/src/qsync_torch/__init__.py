@@ -2,17 +2,17 @@
 
 from importlib.metadata import version as _version
 
-from qsync_core.compat import check_installed as _check_installed
+from qsync_core.plugins.compat import check_installed as _check_installed
 
 __version__ = _version("qsync-torch")
 _check_installed("qsync-torch")
 
 _PUBLIC = {
-    "Applied": "qsync_torch.apply",
-    "InStepGradScaler": "qsync_torch.loss_scaling",
-    "apply_": "qsync_torch.apply",
-    "check_ranks_agree": "qsync_torch.agreement",
-    "which_group": "qsync_torch.group",
+    "Applied": "qsync_torch.apply.apply",
+    "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
+    "apply_": "qsync_torch.apply.apply",
+    "check_ranks_agree": "qsync_torch.distributed.ranks",
+    "which_group": "qsync_torch.distributed.ranks",
 }
 """Names that are imported on first use: importing this package (which plugin discovery does) must not import torch."""
 

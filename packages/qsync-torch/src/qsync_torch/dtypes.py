@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {
     Precision.INT8: torch.int8,

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
+from qsync_core.ir.dag import PrecisionDag
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -132,3 +133,35 @@ def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None
             f"the batch function of {name} has the arguments {signature}; it is called as batch(step, batch_size) "
             "and must return a qsync_torch.job.Batch"
         ) from None
+
+
+# ---- merged from qsync_torch.job
+# Whether a graph belongs to a job, before hours are spent on measuring the wrong one.
+
+_ADVICE = "run 'qsync trace' for this job"
+
+
+def check_same_model(job: Job, dag: PrecisionDag) -> None:
+    """Compare the parameters' names and shapes, and the batch size.
+
+    Raises:
+        QSyncError: naming the first difference.
+    """
+    ours = {name: tuple(parameter.shape) for name, parameter in job.model.named_parameters()}
+    theirs = {parameter.fqn: parameter.shape for parameter in dag.parameters}
+    for name in [*theirs, *ours]:
+        if name not in ours or name not in theirs:
+            where = "the job" if name in ours else "the graph"
+            raise QSyncError(
+                f"the graph ({dag.model}) is of another model than the job ({job.name}): only {where} has {name}; {_ADVICE}"
+            )
+        if ours[name] != theirs[name]:
+            raise QSyncError(
+                f"the graph ({dag.model}) is of another model than the job ({job.name}): parameter {name} has shape "
+                f"{list(ours[name])} in the job and {list(theirs[name])} in the graph; {_ADVICE}"
+            )
+    if job.batch_size != dag.batch_size:
+        raise QSyncError(
+            f"the graph was traced with batch size {dag.batch_size} and the job has {job.batch_size}; "
+            f"give --batch-size {dag.batch_size}, or {_ADVICE}"
+        )

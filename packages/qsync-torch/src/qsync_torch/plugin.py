@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qsync_core.hooks import hookimpl
+from qsync_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
     import click
 
-    from qsync_core.backend import KernelBackend
-    from qsync_core.dag import PrecisionDag
-    from qsync_core.doctor import DoctorLine
-    from qsync_core.hooks import DeviceFacts, TruthRequest
-    from qsync_core.observations import Observations
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_core.ir.observations import Observations
+    from qsync_core.kernels.backend import KernelBackend
+    from qsync_core.plugins.doctor import DoctorLine
+    from qsync_core.plugins.hooks import DeviceFacts, TruthRequest
 
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
     """``qsync trace``, ``profile``, ``observe``, ``tune`` and ``demo``."""
-    from qsync_torch.cli_demo import demo
-    from qsync_torch.cli_observe import observe
-    from qsync_torch.cli_profile import profile
-    from qsync_torch.cli_trace import trace
-    from qsync_torch.cli_tune import tune
+    from qsync_torch.cli.demo import demo
+    from qsync_torch.cli.observe import observe
+    from qsync_torch.cli.profile import profile
+    from qsync_torch.cli.trace import trace
+    from qsync_torch.cli.tune import tune
 
     for command in (trace, profile, observe, tune, demo):
         cli.add_command(command)
@@ -35,7 +35,7 @@ def qsync_register_commands(cli: click.Group) -> None:
 @hookimpl
 def qsync_register_backends() -> list[KernelBackend]:
     """The reference backend."""
-    from qsync_torch.aten_backend import AtenBackend
+    from qsync_torch.aten.backend import AtenBackend
 
     return [AtenBackend()]
 
@@ -44,7 +44,7 @@ def qsync_register_backends() -> list[KernelBackend]:
 def qsync_trace_job(job: str) -> PrecisionDag:
     """Named models and functions in files."""
     from qsync_torch.load_job import load_job
-    from qsync_torch.trace import trace
+    from qsync_torch.tracing.trace import trace
 
     return trace(load_job(job))
 
@@ -52,7 +52,7 @@ def qsync_trace_job(job: str) -> PrecisionDag:
 @hookimpl
 def qsync_describe_device(device: str) -> DeviceFacts | None:
     """CPUs and CUDA devices that torch sees."""
-    from qsync_torch.tuning.tuned_store import describe_device
+    from qsync_torch.kernels.store import describe_device
 
     return describe_device(device)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_torch import quantize_ops as _registers_the_operators  # noqa: F401
-from qsync_torch.binding import DEFAULT_BACKEND, quantization_text
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_torch.kernels import quantize as _registers_the_operators  # noqa: F401
+from qsync_torch.kernels.binding import DEFAULT_BACKEND, quantization_text
 
 
 def quantize(
@@ -19,7 +19,7 @@ def quantize(
     *,
     backend: str = DEFAULT_BACKEND,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a float tensor (see :mod:`qsync_torch.quantization` for the arithmetic).  Not differentiable.
+    """Quantize a float tensor (see :mod:`qsync_torch.aten.quantize` for the arithmetic).  Not differentiable.
 
     Args:
         x: float32, bfloat16 or float16, any shape and layout.

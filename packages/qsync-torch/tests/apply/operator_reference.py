@@ -2,8 +2,8 @@
 
 import torch
 
-from qsync_core.precision import Precision
-from qsync_torch.quantization import dequantize
+from qsync_core.ir.precision import Precision
+from qsync_torch.aten.quantize import dequantize
 from qsync_torch.quantize import quantize
 
 # Relative error of one product with that many mantissa bits; sums of many terms stay below a few of them.

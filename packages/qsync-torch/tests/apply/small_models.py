@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 
 class ConvNet(nn.Module):

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError, NumericsError, PlanError
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, DeviceType
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
-from qsync_torch.apply import Applied
+from qsync_torch.apply.apply import Applied
 
 from .small_models import BFLOAT16, FLOAT32, INT8, Attention, ConvNet, Functional, images, named
 
@@ -148,7 +148,7 @@ def test_inference_without_gradients():
 
 
 def test_q_k_and_v_share_one_cast_of_the_activation(monkeypatch):
-    from qsync_torch import quantize_ops
+    from qsync_torch.kernels import quantize as quantize_ops
 
     model, x = Attention(), torch.randn(2, 5, 16)
     applied = apply_(model, named(q=INT8, k=INT8, v=INT8, out=BFLOAT16))
@@ -262,7 +262,7 @@ def test_a_plan_of_float32_only_changes_nothing():
 
 
 def test_a_plan_from_a_file(tmp_path):
-    from qsync_core.artifact import save
+    from qsync_core.artifacts.files import save
 
     path = tmp_path / "plan.qsync"
     save(plan_of(named(**EVERYTHING)), path)

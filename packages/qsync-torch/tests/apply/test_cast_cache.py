@@ -4,9 +4,9 @@ import weakref
 import pytest
 import torch
 
-from qsync_core.precision import Precision
-from qsync_core.profile import CastKey
-from qsync_torch.cast_cache import CastCache
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import CastKey
+from qsync_torch.operators.cast_cache import CastCache
 
 KEY = CastKey(Precision.FLOAT32, Precision.BFLOAT16)
 OTHER = CastKey(Precision.FLOAT32, Precision.FLOAT16)

@@ -1,4 +1,5 @@
-"""``apply_`` performs exactly the casts of core's table (``qsync_core.semantics.casts``), forward and backward, and no others."""
+"""``apply_`` performs exactly the casts of core's table (``qsync_core.ir.semantics.casts``), forward and backward, and no
+others."""
 
 from collections import Counter
 
@@ -6,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qsync_core.precision import Precision
-from qsync_core.semantics import casts, output_precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import casts, output_precision
+from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from qsync_torch.job import Batch, Job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8_GRADIENTS = "int8;out=bfloat16;save=int8;gi=int8;gw=int8;x=tensor;w=channel;round=stochastic;sym=true"
 VARIANTS = {"emb": "bfloat16", "q": "int8", "k": "int8", "v": "bfloat16", "out": "float16", "head": INT8_GRADIENTS}

@@ -6,8 +6,8 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_torch import apply_
 
 from .small_models import BFLOAT16, INT8, Attention, ConvNet, images, named

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.errors import BackendError
-from qsync_core.precision import Precision
+from qsync_core.ir.precision import Precision
 from qsync_torch.operators import conv2d
 
 from .operator_reference import check_operator

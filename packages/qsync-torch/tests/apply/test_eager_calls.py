@@ -9,11 +9,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch import apply_
-from qsync_torch.binding import quantization_text
-from qsync_torch.eager_calls import eager_or_dispatched
-from qsync_torch.quantize_ops import quantize_many
+from qsync_torch.kernels.binding import quantization_text
+from qsync_torch.kernels.dispatch import eager_or_dispatched
+from qsync_torch.kernels.quantize import quantize_many
 
 from .small_models import INT8, ConvNet, images, named
 

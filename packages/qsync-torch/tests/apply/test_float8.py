@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from qsync_core.backend import KernelConfig, KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision
-from qsync_core.variant import Variant
-from qsync_torch.aten_backend import AtenBackend
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
+from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.operators import conv2d, linear
 from qsync_torch.quantize import quantize
 

@@ -2,9 +2,9 @@ import attrs
 import pytest
 
 from qsync_core.errors import PlanError
-from qsync_core.profile import DeviceKind, DeviceType
-from qsync_torch import group as group_module
-from qsync_torch.group import which_group
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_torch.distributed import ranks as group_module
+from qsync_torch.distributed.ranks import which_group
 
 from .small_models import INT8, named
 from .test_apply import plan_of

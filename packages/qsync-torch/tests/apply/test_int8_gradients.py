@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.operators import Seeds, cast_gradient, conv2d, linear, linear_binding, seeds_of
 
 from .test_linear import saved_tensors
@@ -122,8 +122,8 @@ def test_rows_with_scales_of_their_own_can_not_be_summed_in_int8():
 
 
 def test_more_rows_than_one_int32_sum_takes(device):
-    from qsync_torch.aten_kernels import build_linear_grad_weight
-    from qsync_torch.aten_reasons import MAX_CONTRACTION
+    from qsync_torch.aten.linear import build_linear_grad_weight
+    from qsync_torch.aten.support import MAX_CONTRACTION
 
     rows = MAX_CONTRACTION + 5
     grad = torch.full((rows, 1), 127, dtype=torch.int8, device=device)

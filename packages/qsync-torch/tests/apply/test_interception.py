@@ -4,12 +4,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from qsync_core.op_id import OpId
+from qsync_core.ir.op_id import OpId
 from qsync_torch import apply_
-from qsync_torch.cast_cache import CastCache
-from qsync_torch.functional_calls import CallSites
-from qsync_torch.guarded import layer_norm
-from qsync_torch.interception import INDIFFERENT, Interception, is_indifferent, widest_dtype
+from qsync_torch.apply.functional_calls import CallSites
+from qsync_torch.apply.interception import INDIFFERENT, Interception, is_indifferent, widest_dtype
+from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.norms import layer_norm
 
 from .small_models import BFLOAT16, INT8, Attention, ConvNet, Functional, images, named
 

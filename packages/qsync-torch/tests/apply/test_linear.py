@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_core.errors import BackendError, NumericsError
-from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.operators import linear
 
 from .operator_reference import check_operator

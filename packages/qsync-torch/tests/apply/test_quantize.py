@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qsync_core.errors import NumericsError
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_torch.quantization import dequantize, quantize_reference_asymmetric, scale_view
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_torch.aten.quantize import dequantize, quantize_reference_asymmetric, scale_view
 from qsync_torch.quantize import quantize
 
 INT8, FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN

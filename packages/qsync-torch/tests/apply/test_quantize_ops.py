@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_torch.binding import Binding, parse_binding, quantization_text
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_torch.kernels.binding import Binding, parse_binding, quantization_text
 from qsync_torch.quantize import quantize
 
 MULTIPLIED, TRANSPOSED = ("multiplier", "channel"), ("transposed", "true")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qsync_torch.random_bits import random_bytes, random_thresholds, stream_key
+from qsync_torch.aten.random_bits import random_bytes, random_thresholds, stream_key
 
 
 def test_same_seed_and_offset_give_the_same_bits_whatever_the_number_of_threads():

@@ -42,8 +42,8 @@ def run_ranks(tmp_path: Path, body: str) -> list[str]:
 
 SCALER = """
 from qsync_torch import InStepGradScaler, apply_
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
 if rank == 1:
     apply_(model, {OpId("0"): Variant.parse("float16"), OpId("2"): Variant.parse("float16")})
@@ -76,11 +76,11 @@ def test_every_rank_scales_alike_and_skips_the_same_steps(tmp_path):
 
 AGREEMENT = """
 import attrs
-from qsync_torch.agreement import check_ranks_agree
+from qsync_torch.distributed.ranks import check_ranks_agree
 from qsync_core.errors import QSyncError
-from qsync_core.plan import GroupPlan, PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, DeviceType
+from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
 device = DeviceType("cpu", DeviceKind.CPU)
 group = GroupPlan("all", Role.TRAIN, 2, device, Precision.FLOAT32, {})
 plan = PrecisionPlan("m", "", (), {}, "greedy", "lossvar", 1, 1, 0.0, None, (group,), "all")
@@ -90,8 +90,8 @@ try:
     check_ranks_agree(attrs.evolve(plan, notes=("other",)) if rank else plan)
 except QSyncError as error:
     print(type(error).__name__, error)
-from qsync_torch import agreement
-agreement.versions_text = lambda: f"qsync-torch 0.{rank}"
+from qsync_torch.distributed import ranks
+ranks.versions_text = lambda: f"qsync-torch 0.{rank}"
 try:
     check_ranks_agree(plan)
 except QSyncError as error:
@@ -112,8 +112,8 @@ def test_different_plans_or_versions_are_an_error_on_every_rank(tmp_path):
 
 HYBRID = """
 from qsync_torch import apply_
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 16, 2))
 if rank == 1:
     apply_(model, {OpId("0"): Variant.parse("int8"), OpId("3"): Variant.parse("bfloat16")})

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qsync_core.precision import Granularity
-from qsync_torch import apply_, quantize_ops, weight_batch
+from qsync_core.ir.precision import Granularity
+from qsync_torch import apply_
+from qsync_torch.apply import lowered_call as weight_batch
+from qsync_torch.kernels import quantize as quantize_ops
 
 from .small_models import INT8, named
 

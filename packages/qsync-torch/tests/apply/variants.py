@@ -2,8 +2,8 @@
 
 import attrs
 
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 
 NEAREST = {
     precision: Variant.of(precision, rounding=Rounding.NEAREST)

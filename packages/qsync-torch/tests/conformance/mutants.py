@@ -3,10 +3,10 @@
 import attrs
 import torch
 
-from qsync_core.backend import KernelSpec, Op
-from qsync_torch.aten_backend import AtenBackend
-from qsync_torch.aten_quantize import multiplied
-from qsync_torch.random_bits import stream_key
+from qsync_core.kernels.backend import KernelSpec, Op
+from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.aten.quantize import multiplied
+from qsync_torch.aten.random_bits import stream_key
 
 
 class Mutant(AtenBackend):

@@ -81,7 +81,7 @@ def test_the_commands_of_the_page_run(installed):
 
 
 def test_the_page_names_every_operator():
-    from qsync_core.backend import Op
+    from qsync_core.kernels.backend import Op
 
     text = PAGE.read_text(encoding="utf-8")
     assert [op for op in Op.ALL if f"`{op}`" not in text] == []

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision, Rounding
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.demo.gradient_error import gradient_errors
 from qsync_torch.job import Batch
 

@@ -6,14 +6,14 @@ import attrs
 import pytest
 
 from qsync_core.cluster_file import parse_cluster
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, DeviceType
-from qsync_core.variant import Variant
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 from qsync_torch.demo.digits import digits_resnet
 from qsync_torch.demo.measuring import LADDER
 from qsync_torch.demo.planning import cluster_toml, low_precision_flops, recovered_share
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 def test_the_cluster_file_has_the_ladder_that_is_profiled():

@@ -8,13 +8,13 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from qsync_core.dag import OpClass, Operator, PrecisionDag
-from qsync_core.dfg import Phase, Resource
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Interval, Timeline
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Interval, Timeline
+from qsync_core.ir.variant import Variant
 from qsync_torch.demo.outcome import Outcome, Row, room
 from qsync_torch.demo.summary import summarize
 from qsync_torch.demo.svg import MemoryBar, Strip, draw_memory, draw_precision_strips, draw_sensitivity, draw_timeline

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.errors import ObservationError
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 def _job(lr=0.1, weights=0, data=0, scale=1.0):

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import nn
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.errors import ObservationError, PluginError
-from qsync_core.hooks import hookimpl
-from qsync_core.precision import Precision
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.registry import Registry
 from qsync_torch.doctor import doctor_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import observe as observe_module
@@ -25,7 +25,7 @@ from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.observing.step_collector import CollectorUnavailable
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qsync_core import terms
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_torch.aten.quantize import dequantize
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepCollector
-from qsync_torch.quantization import dequantize
 from qsync_torch.quantize import quantize
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 PER_TENSOR = Variant.of(Precision.INT8, w_granularity=Granularity.PER_TENSOR)

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepCollector
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)

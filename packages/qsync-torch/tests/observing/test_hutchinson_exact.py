@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core import terms
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
 from qsync_torch.observing.hutchinson import HutchinsonCollector, random_signs
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.step_collector import ObservedStep
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 FLOAT32, BF16, INT8_FORMAT = Precision.FLOAT32, Precision.BFLOAT16, Precision.INT8
 BFLOAT16 = Variant.of(BF16)

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core import terms
-from qsync_core.precision import Granularity, Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import flips, hutchinson
 from qsync_torch.observing.flips import FLIP_FACTOR
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.step_collector import ObservedStep
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), w_granularity=Granularity.PER_TENSOR)
 WINDOW = 0.5

@@ -6,16 +6,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qsync_core import terms
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.FLOAT32))
 

@@ -4,21 +4,22 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
-from qsync_core import artifact, terms
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError, QSyncError
-from qsync_core.hooks import TruthRequest
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.hooks import TruthRequest
 from qsync_torch.load_job import load_job
 from qsync_torch.observing import measure_truth as measure_truth_module
 from qsync_torch.observing.measure_truth import measure_truth
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
 

@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision, Rounding
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, passes, subjects
 from qsync_torch.observing.step_collector import ObservedStep, StepCollector
 from qsync_torch.observing.truth_budget import TruthBudget, fit_passes, fit_seconds
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST)

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.observing.element_variance import element_variance
@@ -18,7 +18,7 @@ from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.observing.settled import SettledRule
 from qsync_torch.observing.tap import tapped
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)

@@ -6,11 +6,11 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
-from qsync_core.observations import Observations
+from qsync_core.ir.observations import Observations
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 JOB = """
 from pathlib import Path

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.collectors import collectors_named
 from qsync_torch.observing.hessian import HessianCollector
@@ -24,7 +24,7 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.observing.settled import SettledRule
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)

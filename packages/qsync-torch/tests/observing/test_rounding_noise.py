@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.rounding_noise import Cast

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core import terms
-from qsync_core.op_id import OpId
+from qsync_core.ir import observations as terms
+from qsync_core.ir.op_id import OpId
 from qsync_torch.observing.record import Record
 from qsync_torch.observing.settled import SettledRule, spearman
 

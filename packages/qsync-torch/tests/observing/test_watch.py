@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
+from qsync_torch.apply.lowered_call import LoweredCall
 from qsync_torch.job import Batch, Job
-from qsync_torch.lowered_call import LoweredCall
 from qsync_torch.observing.watch import watched
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 class Sliced(nn.Module):

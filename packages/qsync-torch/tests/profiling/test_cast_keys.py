@@ -3,12 +3,12 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.op_id import OpId
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey
-from qsync_core.semantics import CastSite, casts
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.semantics import CastSite, casts
+from qsync_core.ir.variant import Variant
 from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
 
 RUNGS = [

@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.precision import Precision
-from qsync_core.profile import CastKey
-from qsync_core.semantics import CastSite, casts
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.semantics import CastSite, casts
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import adjustable_call
 from qsync_torch.profiling.cast_keys import possible_casts
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.saved_tensors import watch_saved
 from qsync_torch.profiling.timing import Effort
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 from .test_saved_tensors import _convolution
 

@@ -3,18 +3,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_core.dfg import Phase, Resource
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.timeline import Interval, Timeline
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.timeline import Interval, Timeline
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling.measured_timeline import measured_timeline, merge_timelines
 from qsync_torch.profiling.operator_spans import spans_of
 from qsync_torch.profiling.recorded_step import RANGE, STEP, Event
 from qsync_torch.profiling.whole_step import StepRunner
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 TINY_BERT = "bert-base:layers=1,hidden=16,heads=2,vocab=50,seq=8"
 TINY_RESNET = "resnet18:image=16,small_stem=true,width=4,classes=5"
@@ -96,7 +96,7 @@ def _cuda_like_events():
 
 
 def test_kernels_belong_to_whoever_launched_them():
-    from qsync_core.dag import OpClass, Operator, PrecisionDag
+    from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 
     dag = PrecisionDag(
         "m",

@@ -4,18 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core import artifact
-from qsync_core.dag import OpClass
+from qsync_core.artifacts import files as artifact
 from qsync_core.errors import QSyncError
-from qsync_core.precision import Precision
-from qsync_core.profile import DeviceKind, Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, Profile
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.cast_keys import possible_casts
 from qsync_torch.profiling.profile import distinct_items, profile
 from qsync_torch.profiling.timing import Effort
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
 EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}

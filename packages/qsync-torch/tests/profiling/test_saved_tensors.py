@@ -5,15 +5,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling.adjustable_call import prepare_adjustable
 from qsync_torch.profiling.replay_call import prepare_call
 from qsync_torch.profiling.saved_tensors import watch_saved
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 def leaf(*shape):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_core.precision import Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
 from qsync_torch.profiling.peak_memory import memory_rise
@@ -15,7 +15,7 @@ from qsync_torch.profiling.stopwatch import make_stopwatch
 from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.quantize import quantize
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 CPU = torch.device("cpu")
 QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0, warmup=0)

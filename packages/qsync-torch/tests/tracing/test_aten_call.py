@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from qsync_core.dag import OpClass, Operator, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_torch.aten_call import AtenCall
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.trace import trace
 
 BERT = "layers=1,hidden=16,heads=2,vocab=50,seq=8"
 

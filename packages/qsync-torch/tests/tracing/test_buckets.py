@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_torch.buckets import form_buckets
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.gradient_order import form_buckets
+from qsync_torch.tracing.trace import trace
 
 
 @pytest.fixture(scope="module", autouse=True)

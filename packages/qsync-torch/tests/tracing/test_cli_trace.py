@@ -5,9 +5,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from qsync_core import artifact
-from qsync_core.dag import PrecisionDag
-from qsync_torch.cli_trace import trace
+from qsync_core.artifacts import files as artifact
+from qsync_core.ir.dag import PrecisionDag
+from qsync_torch.cli.trace import trace
 
 TINY = "resnet18:image=32,width=4,classes=7"
 

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Batch, Job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 SIZE = 4
 Step = tuple[str, int, int]

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.semantics import output_precision
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import output_precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from qsync_core.errors import JobError, QSyncError, TraceError
 from qsync_torch.job import Batch, Job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 HERE = Path(__file__)
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_core.dag import OpClass, PrecisionDag
-from qsync_core.op_id import OpId
+from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Batch, Job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync_core import artifact
-from qsync_core.dag import OpClass, PrecisionDag
-from qsync_core.op_id import OpId
+from qsync_core.artifacts import files as artifact
+from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 BERT = "hidden=32,heads=2,vocab=60,seq=12"
 JOBS = {

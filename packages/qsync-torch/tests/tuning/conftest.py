@@ -1,11 +1,13 @@
 import pytest
 import torch
 
-from qsync_core.hooks import hookimpl
-from qsync_core.registry import Registry
-from qsync_torch import binding, kernel_selection
-from qsync_torch.aten_backend import AtenBackend
-from qsync_torch.tuning import chooser, tuned_store
+from qsync_core.plugins.hooks import hookimpl
+from qsync_core.plugins.registry import Registry
+from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.kernels import binding
+from qsync_torch.kernels import selection as kernel_selection
+from qsync_torch.kernels import store as tuned_store
+from qsync_torch.tuning import chooser
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from qsync_core.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest
 from qsync_core.errors import BackendError
-from qsync_torch.aten_backend import AtenBackend
+from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest
+from qsync_torch.aten.backend import AtenBackend
 
 
 class NamedBackend:

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from qsync_core.backend import Op
 from qsync_core.errors import BackendError
-from qsync_core.kernel_choice import KernelChoice, OpChoice
-from qsync_core.operator_requests import CallShapes, operator_requests
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.profile import CastKey
-from qsync_core.tuning import TuningRecord
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Op
+from qsync_core.kernels.choice import KernelChoice, OpChoice
+from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_core.tuning.search import TuningRecord
+from qsync_torch.kernels.store import open_store
 from qsync_torch.tuning.chooser import Chosen, KernelChooser
-from qsync_torch.tuning.tuned_store import open_store
 
 from .installed_backends import NamedBackend
 

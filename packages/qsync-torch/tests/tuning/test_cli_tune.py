@@ -5,11 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from qsync_core import artifact
+from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
-from qsync_core.kernel_choice import KernelChoice
-from qsync_core.op_id import OpId
-from qsync_core.profile import Profile
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.profile import Profile
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.profiling import profile as profiling
 from qsync_torch.profiling.timing import Effort
 

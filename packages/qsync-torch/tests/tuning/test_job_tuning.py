@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from qsync_core.backend import KernelConfig, Op
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.operator_requests import CallShapes, OperatorRequest
-from qsync_core.precision import Precision
-from qsync_core.tuning import Effort, TuningRecord
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelConfig, Op
+from qsync_core.kernels.requests import CallShapes, OperatorRequest
+from qsync_core.tuning.search import Effort, TuningRecord
 from qsync_torch.job import Batch, Job
-from qsync_torch.trace import trace
+from qsync_torch.kernels.store import describe_device, open_store, store_of_request
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
     capability_of,
@@ -26,7 +27,6 @@ from qsync_torch.tuning.job_tuning import (
 )
 from qsync_torch.tuning.kernel_library import _greedy
 from qsync_torch.tuning.peaks import device_peaks
-from qsync_torch.tuning.tuned_store import describe_device, open_store, store_of_request
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 
@@ -252,7 +252,7 @@ def test_descriptions():
 
 
 def distinct_request(call):
-    from qsync_core.operator_requests import operator_requests
+    from qsync_core.kernels.requests import operator_requests
 
     return operator_requests(call, INT8, "cpu")[2].request
 

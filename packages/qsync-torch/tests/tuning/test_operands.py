@@ -4,12 +4,13 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.backend import KernelConfig, Op
-from qsync_core.operator_requests import CallShapes, operator_requests
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
-from qsync_torch import kernel_ops, quantize_ops
-from qsync_torch.aten_backend import AtenBackend
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelConfig, Op
+from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.kernels import library_ops as kernel_ops
+from qsync_torch.kernels import quantize as quantize_ops
 from qsync_torch.operators import conv2d, linear
 from qsync_torch.tuning.operands import make_operands, rotating_sets
 
@@ -48,7 +49,7 @@ def test_a_training_step_makes_exactly_these_requests(call, variant, monkeypatch
 
     def watched(original):
         def kernel_for(op, text, shapes, device):
-            from qsync_torch.binding import parse_binding, request_for
+            from qsync_torch.kernels.binding import parse_binding, request_for
 
             request = request_for(op, parse_binding(text), shapes, device)
             kernel = original(op, text, shapes, device)
@@ -77,7 +78,7 @@ def test_a_training_step_makes_exactly_these_requests(call, variant, monkeypatch
     asked = operator_requests(call, variant, "cpu")
 
     def facts(request):
-        from qsync_core.tuning_record import formats_of
+        from qsync_core.tuning.record import formats_of
 
         return request.op, formats_of(request), request.shapes, tuple(sorted(request.attributes.items()))
 

@@ -6,14 +6,16 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError
-from qsync_core.op_id import OpId
-from qsync_core.operator_requests import CallShapes, operator_requests
-from qsync_core.plan import Assignment
-from qsync_core.precision import Precision
-from qsync_core.tuning import TuningRecord
-from qsync_core.variant import Variant
-from qsync_torch import apply_, kernel_selection, planned_kernels
-from qsync_torch.tuning.tuned_store import open_store
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import CallShapes, operator_requests
+from qsync_core.tuning.search import TuningRecord
+from qsync_torch import apply_
+from qsync_torch.apply import kernel_check as planned_kernels
+from qsync_torch.kernels import selection as kernel_selection
+from qsync_torch.kernels.store import open_store
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 
@@ -228,7 +230,7 @@ def as_on_a_gpu(monkeypatch):
     """Kernels are built before the first step, as for a CUDA device."""
     prebuild = planned_kernels.prebuild
     monkeypatch.setattr(planned_kernels, "device_facts", lambda device: ("cpu", ""))
-    monkeypatch.setattr("qsync_torch.apply.prebuild", lambda addressed, device: prebuild(addressed, torch.device("cuda")))
+    monkeypatch.setattr("qsync_torch.apply.apply.prebuild", lambda addressed, device: prebuild(addressed, torch.device("cuda")))
 
 
 def refusing_to_build(error):

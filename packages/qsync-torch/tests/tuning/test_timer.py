@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from qsync_core.backend import KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.tuning import DeviceLostError
-from qsync_core.tuning_failures import is_temporary
-from qsync_core.variant import Variant
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.tuning.search import DeviceLostError, is_temporary
 from qsync_torch.tuning import timer
 from qsync_torch.tuning.timer import KernelTimer
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_core.precision import Rounding
+from qsync_core.ir.precision import Rounding
 
 
 def rounded(x: Tensor, bits: int, rounding: Rounding, generator: torch.Generator, *, per_channel: bool = False) -> Tensor:

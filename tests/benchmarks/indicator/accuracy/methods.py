@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 
 from indicator.measuring import BFLOAT16, FLOAT32, INT8
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 
 MODELS = ("relu-cnn", "transformer")
 FLOOR = Variant.of(Precision.INT8, rounding=Rounding.FLOOR)

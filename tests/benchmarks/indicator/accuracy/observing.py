@@ -10,14 +10,14 @@ import torch
 
 from indicator.accuracy.methods import OBSERVED
 from indicator.models import SUBJECTS
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 WARMUP, STEPS = 400, 16
 """As where these indicators are compared with the truth."""

@@ -19,19 +19,19 @@ import attrs
 
 from indicator.accuracy.methods import FULL, HALF, INDICATORS, RANDOM, SETTINGS, UNIFORM, Setting, Task
 from indicator.measuring import BFLOAT16, FLOAT32
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster, DeviceGroup, Link
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
-from qsync_planner.replay import Replayer, uniform_variants
+from qsync_planner.replayer.replay import Replayer, uniform_variants
 
 WIDER = 24
 """From a width of 32 to one of 768."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from indicator.accuracy.methods import SETTINGS, Task
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 Run = dict[str, Any]
 """What :func:`~indicator.accuracy.training.train` returned."""

@@ -18,9 +18,9 @@ from indicator.accuracy.store import Store, plan_digest
 from indicator.accuracy.training import train
 from indicator.measuring import FLOAT32, INT8
 from indicator.models import SUBJECTS
-from qsync_core.op_id import OpId
-from qsync_core.precision import Rounding
-from qsync_torch.trace import trace
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Rounding
+from qsync_torch.tracing.trace import trace
 
 
 def test_interval_worked_by_hand() -> None:

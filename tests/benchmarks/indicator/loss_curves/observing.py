@@ -8,13 +8,13 @@ from pathlib import Path
 from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import be_exact
 from indicator.measuring import FLOAT32, INT8
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 OBSERVED = (INT8, FLOAT32)
 WARMUP, STEPS = 100, 8

@@ -18,7 +18,7 @@ from indicator.loss_curves.rows import rows
 from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import How, learning_rate_share, train
 from indicator.measuring import FLOAT32, INT8
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 
 def test_curves_worked_by_hand() -> None:

@@ -15,8 +15,8 @@ from indicator.loss_curves.methods import Which
 from indicator.loss_curves.subjects import SUBJECTS
 from indicator.measuring import FLOAT32
 from qsync_core.errors import NumericsError
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from qsync_torch.job import Batch
 from qsync_torch.observing.paired_dropout import PairedDropout

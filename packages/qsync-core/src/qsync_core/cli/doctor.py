@@ -8,9 +8,9 @@ import attrs
 import click
 
 from qsync_core.cli.output import emit, json_option
-from qsync_core.doctor import DoctorLine, Status, core_lines
 from qsync_core.errors import PluginError
-from qsync_core.registry import Registry
+from qsync_core.plugins.doctor import DoctorLine, Status, core_lines
+from qsync_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from rich.console import Console

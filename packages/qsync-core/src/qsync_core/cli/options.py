@@ -47,7 +47,7 @@ profiles_option = click.option(
 
 
 def artifact_argument(name: str) -> Callable[[Command], Command]:
-    """An argument that names an artifact file (read with :func:`qsync_core.artifact.load`, which reports what is wrong)."""
+    """An argument that names an artifact file (read with :func:`qsync_core.artifacts.files.load`, which reports what is wrong)."""
     return click.argument(name, type=click.Path(path_type=Path))
 
 

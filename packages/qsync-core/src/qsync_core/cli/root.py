@@ -12,7 +12,7 @@ from qsync_core.cli.backends import backends
 from qsync_core.cli.doctor import doctor
 from qsync_core.cli.show import show
 from qsync_core.errors import QSyncError
-from qsync_core.registry import Registry
+from qsync_core.plugins.registry import Registry
 
 
 class QSyncGroup(click.Group):

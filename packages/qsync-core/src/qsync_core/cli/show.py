@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qsync_core import artifact, schema
+from qsync_core.artifacts import files as artifact
+from qsync_core.artifacts import schema
+from qsync_core.artifacts.codec import to_plain
+from qsync_core.artifacts.summary import summarize
 from qsync_core.cli.options import artifact_argument
 from qsync_core.cli.output import emit, json_option
-from qsync_core.codec import to_plain
-from qsync_core.summary import summarize
 
 if TYPE_CHECKING:
     from rich.console import Console

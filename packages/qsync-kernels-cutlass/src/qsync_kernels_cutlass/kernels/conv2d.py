@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from qsync_core.backend import Kernel, KernelRequest, Op
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compile import Compile, compiled

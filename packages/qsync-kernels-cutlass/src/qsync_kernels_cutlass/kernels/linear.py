@@ -11,8 +11,8 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from qsync_core.backend import Kernel, KernelRequest, Op
 from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.config import GemmConfig

@@ -1,6 +1,6 @@
 """The allocator: which operator runs in which precision on which device group (DESIGN 7)."""
 
 from qsync_planner.allocator.allocate import SOLVERS, allocate
-from qsync_planner.allocator.batch_scaling import BatchProfile
+from qsync_planner.allocator.dynamic_batch import BatchProfile
 
 __all__ = ["SOLVERS", "BatchProfile", "allocate"]

@@ -6,32 +6,30 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.artifact import digest
-from qsync_core.cluster import Cluster
-from qsync_core.dag import OpClass, PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import PlanError
-from qsync_core.plan import PrecisionPlan, Role
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
-from qsync_planner.allocator.batch_scaling import BatchProfile
-from qsync_planner.allocator.dynamic_batch import balance_batches
+from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
 from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, solve_exactly
-from qsync_planner.allocator.full import solve_full
+from qsync_planner.allocator.full import infeasible, solve_full
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
-from qsync_planner.allocator.infeasible import infeasible
+from qsync_planner.allocator.plan_error import error_notes
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution, group_plans
 from qsync_planner.allocator.uniform import MAX_TOLERANCE, UniformStart, move_to_uniform, solve_uniform, time_limit_ns
+from qsync_planner.allocator.verdict import judge
 from qsync_planner.matching import check_profiles, check_sensitivity
-from qsync_planner.plan_error import error_notes
-from qsync_planner.replay import Replayer
-from qsync_planner.verdict import judge
+from qsync_planner.replayer.replay import Replayer
 
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
 """The first four plan; the others are the baselines they are compared with."""

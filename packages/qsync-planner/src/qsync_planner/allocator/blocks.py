@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from qsync_core.dag import PrecisionDag
+from qsync_core.ir.dag import PrecisionDag
 from qsync_planner.allocator.problem import GroupProblem
 
 MAX_COMBINATIONS = 1024

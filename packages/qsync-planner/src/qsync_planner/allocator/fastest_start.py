@@ -11,8 +11,8 @@ from functools import partial
 
 from qsync_planner.allocator.blocks import Block, classes, find_blocks
 from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.deferred import Deferred
-from qsync_planner.replay import GroupPrediction
+from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.replay import GroupPrediction
 
 MAX_PASSES = 4
 """Passes of single changes after the brute force; borders between blocks change while blocks do."""

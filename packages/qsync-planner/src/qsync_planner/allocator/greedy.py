@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from qsync_planner.allocator.density import recover_by_density
 from qsync_planner.allocator.fastest_start import move_to_fastest
 from qsync_planner.allocator.memory_repair import move_to_fitting
-from qsync_planner.allocator.pairs import raise_pairs
 from qsync_planner.allocator.reasons import reason
-from qsync_planner.allocator.recovery import History, recover
+from qsync_planner.allocator.recovery import History, raise_pairs, recover, recover_by_density
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart

@@ -7,20 +7,165 @@ something open is in ``docs/decisions/greedy-paper.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_planner.allocator.block_search import initial_plan
-from qsync_planner.allocator.problem import Unit
-from qsync_planner.allocator.reasons import reason
+from qsync_planner.allocator.blocks import Block, classes, find_blocks, members
+from qsync_planner.allocator.problem import GroupProblem, Unit
+from qsync_planner.allocator.reasons import reason, time_text
 from qsync_planner.allocator.recovery import History, Refusal, overruns, recover_as_printed
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart
-from qsync_planner.wording import time_text
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
+
+# ---- merged from qsync_planner.allocator.greedy_paper
+# The initial plan as the paper prints it: brute force inside isomorphic subgraphs, each under a memory budget of its own (V).
+#
+# A subgraph is judged by itself: the kernels of its operators, adjustable and dependent, with everything outside at the base
+# precision.  Casts take no time there, and what an operator keeps is counted once for each operator that keeps it.  That is what
+# :mod:`fastest_start` and :mod:`memory_repair` mend; what is read into the paper's two sentences is in
+# ``docs/decisions/greedy-paper.md``.
+
+
+def initial_plan(state: SearchState, group: str) -> tuple[int, ...]:
+    """The rungs that the block searches give to every unit of ``group``; whether they fit is not asked.
+
+    The accepted plan of ``state`` stays as it is.
+    """
+    problem = state.problem.by_name[group]
+    subgraphs = _subgraphs(state, problem)
+    budgets = memory_budgets(
+        problem.group.memory_bytes,
+        _full_peak_bytes(state, problem),
+        [entry.cost(entry.full).nbytes for entry in subgraphs.values()],
+        [entry.cost(entry.lowest).nbytes for entry in subgraphs.values()],
+    )
+    budget_of = dict(zip(subgraphs, budgets, strict=True))
+    rungs = [unit.top for unit in problem.units]
+    for blocks in classes(state.problem.dag, problem, list(subgraphs)):
+        best = subgraphs[blocks[0]].fastest(budget_of[blocks[0]])
+        for block in blocks:
+            for index, rung in zip(block.units, best, strict=True):
+                rungs[index] = rung
+    return tuple(rungs)
+
+
+def memory_budgets(limit_bytes: int, peak_bytes: int, full_bytes: Sequence[int], lowest_bytes: Sequence[int]) -> list[int | None]:
+    """What each subgraph may keep, in bytes.
+
+    A subgraph's compression capacity is what the lowest precision of all its operators saves.  What the whole model must save is
+    shared out in proportion to it, and so is the room where the model fits; no subgraph is asked for more than its capacity.
+
+    Args:
+        limit_bytes: the group's memory (0: no limit, every budget is then None).
+        peak_bytes: predicted peak of the whole model at the base precision.
+        full_bytes: what each subgraph keeps at the base precision.
+        lowest_bytes: what it keeps at its lowest.
+    """
+    if not limit_bytes:
+        return [None] * len(full_bytes)
+    capacities = [max(0, full - lowest) for full, lowest in zip(full_bytes, lowest_bytes, strict=True)]
+    excess, total = peak_bytes - limit_bytes, sum(capacities)
+    return [
+        full - min(capacity, -(-capacity * excess // total) if total else 0)
+        for full, capacity in zip(full_bytes, capacities, strict=True)
+    ]
+
+
+def _full_peak_bytes(state: SearchState, problem: GroupProblem) -> int:
+    prediction = state.try_moves(problem.name, {index: unit.top for index, unit in enumerate(problem.units)})
+    state.reject()
+    return prediction.groups[problem.name].peak_bytes
+
+
+def _subgraphs(state: SearchState, problem: GroupProblem) -> dict[Block, _Subgraph]:
+    dag, model = state.problem.dag, state.replayer.model(problem.name)
+    base = CostMapper(dag, model, state.replayer.base_variants(problem.name))
+    outside = [settled.output for settled in base.settled]
+    blocks = find_blocks(problem)
+    positions = members(dag, problem, blocks)
+    return {block: _Subgraph(dag, model, problem, block, inside, outside) for block, inside in zip(blocks, positions, strict=True)}
+
+
+class _Cost(NamedTuple):
+    """What a subgraph takes by itself; the smaller the better, from left to right.
+
+    ``busy_ns`` is the compute time of its kernels, or their dispatch where that is more; ``nbytes`` what its operators keep for the
+    backward pass.
+    """
+
+    busy_ns: int
+    compute_ns: int
+    nbytes: int
+
+
+_PLAIN = Variant.of(Precision.FLOAT32)
+"""Under which dependent operators are settled; they follow their inputs."""
+
+
+class _Subgraph:
+    """One block with the operators that follow it, cut out of the model."""
+
+    def __init__(
+        self,
+        dag: PrecisionDag,
+        model: CostModel,
+        group: GroupProblem,
+        block: Block,
+        positions: Sequence[int],
+        outside: Sequence[Precision],
+    ) -> None:
+        self._model = model
+        self._units = [group.units[index] for index in block.units]
+        unit_of = {dag.index[op_id]: i for i, unit in enumerate(self._units) for op_id in unit.operators}
+        self._numbers = [[model.intern(variant) for variant in unit.rungs] for unit in self._units]
+        self._plain = model.intern(_PLAIN)
+        self._outside = outside
+        # Per operator: its position, its unit (-1: it has none), and the positions of its producers.
+        self._rows = [
+            (position, unit_of.get(position, -1), tuple(dag.index[producer] for producer in dag.operators[position].inputs))
+            for position in positions
+        ]
+        self.lowest = (0,) * len(self._units)
+        self.full = tuple(unit.top for unit in self._units)
+
+    def cost(self, rungs: Sequence[int]) -> _Cost:
+        """Kernels and kept bytes of all operators, one after the other."""
+        formats: dict[int, Precision] = {}
+        dispatch = compute = nbytes = 0
+        for position, unit, producers in self._rows:
+            number = self._numbers[unit][rungs[unit]] if unit >= 0 else self._plain
+            inputs = tuple([formats.get(producer, self._outside[producer]) for producer in producers])
+            settled = self._model.settle(position, number, inputs)
+            formats[position] = settled.output
+            dispatch += settled.forward_dispatch_ns + settled.backward_dispatch_ns
+            compute += settled.forward_compute_ns + settled.backward_compute_ns
+            nbytes += settled.saved_own_bytes + sum(saved.nbytes for saved in settled.saved_inputs)
+            nbytes += settled.output_bytes if settled.saves_output else 0
+        return _Cost(max(dispatch, compute), compute, nbytes)
+
+    def fastest(self, budget_bytes: int | None) -> tuple[int, ...]:
+        """The fastest rungs within the budget, by brute force; among equals the leaner, then the higher ones."""
+        found = ((self.cost(rungs), rungs) for rungs in self._combinations())
+        fitting = ((cost, rungs) for cost, rungs in found if budget_bytes is None or cost.nbytes <= budget_bytes)
+        return min(fitting, key=lambda entry: entry[0])[1]
+
+    def _combinations(self) -> Iterator[tuple[int, ...]]:
+        """Every combination of rungs, the highest first."""
+        return itertools.product(*(range(unit.top, -1, -1) for unit in self._units))
+
+
+# ---- from here on: qsync_planner.allocator.greedy_paper
 
 STARTS = ("fastest", "uniform")
 """Where recovery may begin: the paper's initial plan, or uniform precision to compare it with."""

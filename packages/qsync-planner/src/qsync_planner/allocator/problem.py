@@ -10,14 +10,14 @@ from functools import cached_property
 
 import attrs
 
-from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from qsync_planner.allocator.problem import Problem
-from qsync_planner.replay import Prediction, Replayer
+from qsync_planner.replayer.replay import Prediction, Replayer
 
 
 class SearchState:

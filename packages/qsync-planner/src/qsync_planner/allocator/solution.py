@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.cluster import DeviceGroup
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, Role
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.problem import GroupProblem, Problem
 from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.replay import Prediction
+from qsync_planner.replayer.replay import Prediction
 
 
 @attrs.frozen

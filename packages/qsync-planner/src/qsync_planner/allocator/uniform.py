@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.extremes import least_memory
-from qsync_planner.allocator.exact.group_program import GroupProgram
+from qsync_planner.allocator.exact.group_program import GroupProgram, least_memory
 from qsync_planner.allocator.exact.program import is_installed
-from qsync_planner.allocator.infeasible import infeasible
+from qsync_planner.allocator.full import infeasible
 from qsync_planner.allocator.memory_repair import move_to_least_memory
 from qsync_planner.allocator.problem import Problem
 from qsync_planner.allocator.search_state import SearchState

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from qsync_core.errors import ObservationError
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicator_check.agreement import Agreement, Ranks, split_half
 from qsync_planner.indicator_check.names import variant_names
 from qsync_planner.indicator_check.truth import Truth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from qsync_core.variant import Variant
+from qsync_core.ir.variant import Variant
 
 
 def variant_names(variants: Iterable[Variant]) -> dict[Variant, str]:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qsync_core import terms
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.series import check_values, geometric_mean, non_negative
 from qsync_planner.matching import first_differences
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qsync_core.errors import PluginError, QSyncError
-from qsync_core.observations import Observations
+from qsync_core.ir.observations import Observations
 from qsync_planner.indicators.interface import Indicator
 
 RUN = "run"

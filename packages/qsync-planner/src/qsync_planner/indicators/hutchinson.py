@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qsync_core import terms
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import noise_sources
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.noise_sources import Part
@@ -27,7 +27,7 @@ class Hutchinson:
     """Ω = geometric mean over iterations of A + B/√(relative output noise).
 
     A = Σ σ²·h² + (Σ μ·h)² is the smooth part: forward operands, output and gradients.  B is what masks that flip add: it goes with
-    the noise, not its square, hence the root (:mod:`qsync_core.terms`).
+    the noise, not its square, hence the root (:mod:`qsync_core.ir.observations`).
     """
 
     name = "hutchinson"

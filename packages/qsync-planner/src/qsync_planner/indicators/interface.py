@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 Omega = Mapping[OpId, Mapping[Variant, float]]
 """Ω per adjustable operator and variant: finite, not negative, 0 for the base precision."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qsync_core import terms
-from qsync_core.dag import Operator, PrecisionDag
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import noise_sources
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.noise_sources import Part

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.semantics import gradient_precisions
-from qsync_core.variant import Variant
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.variant import Variant
 
 Part = tuple[object, ...]
 """A part of a variant that one kind of noise depends on; equal parts make equal noise."""

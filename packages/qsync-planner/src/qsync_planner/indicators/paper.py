@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qsync_core import terms
-from qsync_core.dag import Operator, PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import arithmetic_mean, non_negative, require
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
 
 _LEVELS = (Precision.INT8, Precision.FLOAT8_E4M3FN, Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)

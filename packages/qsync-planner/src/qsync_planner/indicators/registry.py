@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qsync_core import terms
-from qsync_core.contributions import contributed, ignore
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.registry import Registry
+from qsync_core.ir import observations as terms
+from qsync_core.ir.observations import Observations
+from qsync_core.plugins.contributions import contributed, ignore
+from qsync_core.plugins.registry import Registry
 from qsync_planner.indicators.blame import observed_collectors
 from qsync_planner.indicators.hessian import Hessian
 from qsync_planner.indicators.hutchinson import Hutchinson

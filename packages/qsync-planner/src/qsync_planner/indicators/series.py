@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 
 def check_values(observations: Observations) -> None:

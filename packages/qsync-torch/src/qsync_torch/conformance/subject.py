@@ -10,10 +10,10 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.backend import KernelBackend, KernelRequest, Op
-from qsync_core.precision import Precision
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
+from qsync_core.plugins.registry import Registry
 
 Kernel = Callable[..., Any]
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()

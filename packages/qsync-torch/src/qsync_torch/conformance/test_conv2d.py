@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_core.backend import Op
-from qsync_core.precision import Granularity, Precision
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Op
 from qsync_torch.conformance.layouts import between_others, floats, integers, large_integers, powers_of_two
 from qsync_torch.conformance.outputs import Outputs
 from qsync_torch.conformance.subject import Subject

@@ -8,9 +8,9 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.backend import Op
-from qsync_core.precision import Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Op
 from qsync_torch.conformance.layouts import integers
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.conformance.test_quantize import variant_of

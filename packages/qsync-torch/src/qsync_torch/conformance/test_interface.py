@@ -7,10 +7,10 @@ import re
 import attrs
 import pytest
 
-from qsync_core.backend import BACKEND_API_VERSION, KernelConfig, Op
 from qsync_core.errors import BackendError
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, Op
 from qsync_torch.conformance.subject import Subject, check_sentences
 
 INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)

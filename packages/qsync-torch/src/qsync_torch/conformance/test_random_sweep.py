@@ -11,9 +11,9 @@ import attrs
 import pytest
 import torch
 
-from qsync_core.backend import Op
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Op
 from qsync_torch.conformance.layouts import LAYOUTS, floats, integers, laid_out, powers_of_two
 from qsync_torch.conformance.outputs import Outputs
 from qsync_torch.conformance.subject import Subject

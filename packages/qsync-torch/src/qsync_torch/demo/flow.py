@@ -8,15 +8,15 @@ from pathlib import Path
 import attrs
 import torch
 
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.observations import Observations
-from qsync_core.plan import PrecisionPlan
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Timeline
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
 from qsync_planner.indicate import indicate
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.cores import check_cores
 from qsync_torch.demo.cpu_quota import remove_abandoned_quotas
 from qsync_torch.demo.launch import Progress, run_workers
@@ -25,7 +25,7 @@ from qsync_torch.demo.outcome import Outcome, make_outcome
 from qsync_torch.demo.planning import Plans, cluster_toml, infer_variants, local_batches, make_plans
 from qsync_torch.demo.tasks import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
 from qsync_torch.demo.workloads import load_workload
-from qsync_torch.trace import trace
+from qsync_torch.tracing.trace import trace
 
 MOST_STEPS, LEAST_STEPS = 40, 30
 TRAINING_NS = 90_000_000_000

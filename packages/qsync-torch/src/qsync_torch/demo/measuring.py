@@ -7,10 +7,10 @@ from pathlib import Path
 import attrs
 import torch
 
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.demo.rendezvous import Rendezvous
 from qsync_torch.demo.step_ratio import StepRatio, measure_step_ratio
 from qsync_torch.demo.tasks import GROUPS, Measured, MeasureTask, write_json

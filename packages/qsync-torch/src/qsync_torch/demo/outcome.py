@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.plan import PrecisionPlan
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.demo.planning import Plans, infer_variants, local_batches, recovered_share
 from qsync_torch.demo.tasks import INFER, Measured, MethodResult, Trained
 from qsync_torch.demo.workload import Evaluation

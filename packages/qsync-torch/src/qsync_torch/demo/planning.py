@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.cluster import Cluster
 from qsync_core.cluster_file import parse_cluster
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment, GroupPlan, PrecisionPlan
-from qsync_core.precision import Precision
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.variant import Variant
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
-from qsync_planner.replay import Replayer
+from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.tasks import GROUPS, INFER, TRAIN
 
 RANDOM_SEEDS = (11, 12)

@@ -9,11 +9,11 @@ from pathlib import Path
 import attrs
 import jinja2
 
-from qsync_core.perfetto import to_perfetto
-from qsync_core.timeline import Timeline
+from qsync_core.artifacts.perfetto import to_perfetto
+from qsync_core.ir.timeline import Timeline
 from qsync_core.units import format_bytes
-from qsync_planner import tradeoff_page
 from qsync_planner.allocator.exact.tradeoff import Tradeoff
+from qsync_planner.reporting import tradeoff_page
 from qsync_torch.demo.flow import Result
 from qsync_torch.demo.outcome import TITLES
 from qsync_torch.demo.planning import infer_variants

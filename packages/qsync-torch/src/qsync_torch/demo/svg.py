@@ -8,14 +8,14 @@ from xml.sax.saxutils import escape, quoteattr
 
 import attrs
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.dfg import Phase
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.sensitivity import Sensitivity
-from qsync_core.timeline import Timeline
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dfg import Phase
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_core.variant import Variant
 
 WIDTH = 960
 _LABEL = 170

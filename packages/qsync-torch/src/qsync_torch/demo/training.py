@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_core.artifact import load, save
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import PrecisionPlan
-from qsync_core.timeline import Timeline
-from qsync_core.variant import Variant
-from qsync_torch.apply import apply_
+from qsync_core.artifacts.files import load, save
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.timeline import Timeline
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import apply_
 from qsync_torch.demo.gradient_error import gradient_errors
 from qsync_torch.demo.rendezvous import Rendezvous
 from qsync_torch.demo.step_ratio import measure_step_ratio

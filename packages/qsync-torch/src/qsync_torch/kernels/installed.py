@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from qsync_core.registry import Registry
+from qsync_core.plugins.registry import Registry
 
 
 @functools.cache

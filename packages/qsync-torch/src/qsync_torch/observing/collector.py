@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 import attrs
 import torch
 
-from qsync_core.dag import Operator
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.geometry import Geometry
 

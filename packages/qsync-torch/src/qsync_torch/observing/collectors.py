@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from qsync_core.contributions import contributed, ignore
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError
-from qsync_core.registry import Registry
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.contributions import contributed, ignore
+from qsync_core.plugins.registry import Registry
 from qsync_torch.observing.collector import Collector
 from qsync_torch.observing.step_collector import StepCollector
 

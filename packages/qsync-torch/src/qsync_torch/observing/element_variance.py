@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsync_core.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.dtypes import TORCH_DTYPE
 
 INT8_LEVELS = 127

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from qsync_core import terms
-from qsync_core.dag import Operator, PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.element_variance import element_variance
 from qsync_torch.observing.geometry import Geometry

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 import torch
 
-from qsync_core import terms
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
 from qsync_torch.observing.attention import LeanAttention
 from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
@@ -40,7 +40,8 @@ Key = tuple[OpId, Place, Source]
 
 
 class HutchinsonCollector:
-    """One random direction a step: Σ σ²·h² and (Σ μ·h)² of every operator in every variant; terms in :mod:`qsync_core.terms`.
+    """One random direction a step: Σ σ²·h² and (Σ μ·h)² of every operator in every variant; terms in
+    :mod:`qsync_core.ir.observations`.
 
     A batch that does not fit in the device's memory is taken in parts, whose responses add up (exactly, but for batch norm's
     statistics and scales per tensor, which are then those of a part).

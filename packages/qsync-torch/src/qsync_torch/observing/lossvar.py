@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qsync_core import terms
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
 
 
@@ -18,7 +18,7 @@ class LossVarCollector:
     name = terms.LOSSVAR
 
     def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
-        """Two or three terms a variant; see :mod:`qsync_core.terms`."""
+        """Two or three terms a variant; see :mod:`qsync_core.ir.observations`."""
         found: dict[Term, torch.Tensor | float] = {}
         squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError
-from qsync_core.hooks import TruthRequest
-from qsync_core.observations import Observations
-from qsync_core.variant import Variant
-from qsync_torch.job import Job
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.hooks import TruthRequest
+from qsync_torch.devices import parse_device
+from qsync_torch.job import Job, check_same_model
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.montecarlo import MonteCarloCollector, subjects
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import ObservedStep
 from qsync_torch.observing.truth_budget import TruthBudget, check_seconds, fit_seconds
-from qsync_torch.profiling.software import parse_device
-from qsync_torch.same_model import check_same_model
 
 Update = Callable[[int, int, str], None]
 

@@ -11,17 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from qsync_core import terms
-from qsync_core.dag import Operator, PrecisionDag
 from qsync_core.errors import NumericsError, ObservationError
-from qsync_core.op_id import OpId
-from qsync_core.precision import Rounding
-from qsync_core.variant import Variant
-from qsync_torch.apply import Applied, apply_
+from qsync_core.ir import observations as terms
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Rounding
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import Applied, apply_
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.paired_dropout import PairedDropout
 from qsync_torch.observing.step_collector import ObservedStep, StepTerm
-from qsync_torch.random_bits import stream_key
 
 DRAWS = 8
 """Draws for each operator and variant that rounds at random, on every observed batch."""

@@ -19,7 +19,7 @@ import attrs
 import torch
 from torch.autograd.graph import GradientEdge
 
-from qsync_core.dag import Operator
+from qsync_core.ir.dag import Operator
 from qsync_torch.observing import products
 from qsync_torch.observing.flips import Masks
 from qsync_torch.observing.geometry import Geometry

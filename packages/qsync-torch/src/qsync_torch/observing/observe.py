@@ -10,12 +10,13 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.artifact import digest
-from qsync_core.dag import PrecisionDag
+from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations
-from qsync_core.variant import Variant
-from qsync_torch.job import Batch, Job
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.variant import Variant
+from qsync_torch.devices import parse_device
+from qsync_torch.job import Batch, Job, check_same_model
 from qsync_torch.observing.collector import low_precision
 from qsync_torch.observing.collectors import AnyCollector, default_collectors, installed_collectors
 from qsync_torch.observing.record import LOSS, JobFault, Key, Record
@@ -23,9 +24,7 @@ from qsync_torch.observing.running_collectors import RunningCollectors
 from qsync_torch.observing.settled import SettledRule
 from qsync_torch.observing.step_collector import ObservedStep
 from qsync_torch.observing.tap import tapped
-from qsync_torch.profiling.software import parse_device
 from qsync_torch.profiling.whole_step import StepRunner
-from qsync_torch.same_model import check_same_model
 
 WARMUP = 10
 """Updates before the first that is observed: the ranking is not stable in them (DESIGN 6.1)."""

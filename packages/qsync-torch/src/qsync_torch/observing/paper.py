@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qsync_core import terms
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
 from qsync_torch.observing.element_variance import INT8_LEVELS, absmax_scale
 
@@ -19,7 +19,7 @@ class PaperCollector:
     name = terms.PAPER
 
     def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
-        """Nine terms an operator and two more a fixed-point variant; see :mod:`qsync_core.terms`."""
+        """Nine terms an operator and two more a fixed-point variant; see :mod:`qsync_core.ir.observations`."""
         found: dict[Term, torch.Tensor | float] = {}
         operands = (
             (call.x, terms.V_SQ_NORM, terms.V_NUMEL, terms.V_EXPONENT),

@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
-from qsync_core import terms
 from qsync_core.errors import ObservationError
-from qsync_core.observations import Observations, Series
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir import observations as terms
+from qsync_core.ir.observations import Observations, Series
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 
 Key = tuple[OpId | None, Variant | None, str, str]
 """Operator, variant, collector and term of a series."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import torch
 
-from qsync_core.precision import Granularity, Precision, Rounding
-from qsync_core.semantics import gradient_precisions
-from qsync_core.variant import Variant
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.deferred_sums import DeferredSum
 from qsync_torch.observing.element_variance import INT8_LEVELS, element_mean, element_variance, nearest_error
 

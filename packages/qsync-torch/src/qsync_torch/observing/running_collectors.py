@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import ObservationError, PluginError, QSyncError
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import Collector, OperatorCall
 from qsync_torch.observing.collectors import AnyCollector, passes
 from qsync_torch.observing.record import JobFault, Key, Record

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_core.op_id import OpId
+from qsync_core.ir.op_id import OpId
 from qsync_torch.observing.step_collector import CollectorUnavailable
 
 _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")

@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 import attrs
 import torch
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 
 StepTerm = tuple[OpId | None, Variant | None, str]

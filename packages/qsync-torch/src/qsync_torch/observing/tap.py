@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import attrs
 import torch
 
-from qsync_core.dag import Operator
-from qsync_core.op_id import OpId
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.op_id import OpId
 from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.observing.geometry import Geometry
 from qsync_torch.observing.watch import watched

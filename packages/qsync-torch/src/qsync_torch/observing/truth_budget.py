@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import attrs
 
 from qsync_core.errors import ObservationError
-from qsync_core.variant import Variant
+from qsync_core.ir.variant import Variant
 from qsync_torch.observing.montecarlo import is_random, passes
 
 _GOOD_BATCHES = 4

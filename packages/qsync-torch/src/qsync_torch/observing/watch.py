@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from qsync_core.dag import Operator
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
-from qsync_torch.apply import Applied
-from qsync_torch.functional_calls import CallSite, CallSites, places
-from qsync_torch.interception import Interception
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.apply import Applied
+from qsync_torch.apply.functional_calls import CallSite, CallSites, places
+from qsync_torch.apply.interception import Interception
+from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.observing.geometry import Geometry
 from qsync_torch.operators.conv2d import pair, resolve_padding
-from qsync_torch.plan_fit import Assigned, locate
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.quantize_ops import Offset, quantize, quantize_transposed
+from qsync_torch.kernels.quantize import Offset, quantize, quantize_transposed
+from qsync_torch.operators.bindings import OperatorBinding
 
 Needs = tuple[bool, bool, bool]
 """Whether activation, weight and bias want a gradient."""

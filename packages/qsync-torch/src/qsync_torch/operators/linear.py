@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
-from qsync_core.variant import Variant
-from qsync_torch.cast_cache import CastCache
-from qsync_torch.kernel_ops import linear_grad_input, linear_grad_weight, linear_output
-from qsync_torch.kernel_selection import DEFAULT_BACKEND
+from qsync_core.ir.variant import Variant
+from qsync_torch.kernels.library_ops import linear_grad_input, linear_grad_weight, linear_output
+from qsync_torch.kernels.quantize import Offset
+from qsync_torch.kernels.selection import DEFAULT_BACKEND
+from qsync_torch.operators.bindings import OperatorBinding
+from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
-from qsync_torch.operators.operator_binding import OperatorBinding
 from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
-from qsync_torch.quantize_ops import Offset
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 from qsync_core.errors import NumericsError
-from qsync_torch.cast_cache import CastCache, float_key
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
-from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.quantize_ops import Offset, quantize, quantize_transposed
-from qsync_torch.random_bits import stream_key
+from qsync_torch.kernels.quantize import Offset, quantize, quantize_transposed
+from qsync_torch.operators.bindings import OperatorBinding
+from qsync_torch.operators.cast_cache import CastCache, float_key
 
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
 """Formats that are quantized; a float operator takes 8-bit inputs too."""

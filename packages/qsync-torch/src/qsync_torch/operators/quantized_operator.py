@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from qsync_torch.kernels.quantize import Offset
+from qsync_torch.operators.bindings import OperatorBinding
 from qsync_torch.operators.gradient import Gradient, Needs, cast_gradient
-from qsync_torch.operators.operator_binding import OperatorBinding
-from qsync_torch.quantize_ops import Offset
 
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Gradients of activation, weight and bias; None where none is wanted."""

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from qsync_core.dag import Operator
-from qsync_core.semantics import gradient_precision
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.semantics import gradient_precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.operators import (
     Gradient,
@@ -37,14 +37,14 @@ def prepare_adjustable(
     """Random operands for an adjustable operator in a variant.
 
     Forward starts from operands in the compute format; backward from a gradient in the gradient format, and leaves the weight's
-    gradient in float32 (:class:`~qsync_core.profile.OpCost`).
+    gradient in float32 (:class:`~qsync_core.ir.profile.OpCost`).
 
     Args:
         operator: a linear or conv2d operator.
         variant: how it runs.
         layouts: the model's parameters by FQN, for their memory layouts.
         device: where.
-        backend, config: whose kernels (:mod:`qsync_core.kernel_choice`).
+        backend, config: whose kernels (:mod:`qsync_core.kernels.choice`).
     """
     binding = _binding(operator, variant, backend, config)
     x = torch.randn(operator.input_shapes[0], device=device)

@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.precision import Granularity, Precision
-from qsync_core.profile import CastKey, CastModel
-from qsync_core.semantics import CastSite
-from qsync_torch.binding import quantization_text
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.profile import CastKey, CastModel
+from qsync_core.ir.semantics import CastSite
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernels.binding import quantization_text
 from qsync_torch.profiling.linear_fit import fit_line
 from qsync_torch.profiling.stopwatch import Stopwatch
 from qsync_torch.profiling.timing import Effort, repeat
@@ -91,7 +91,7 @@ def measure_cast(
 def make_cast(key: CastKey, chosen: Chosen) -> Callable[[torch.Tensor], object]:
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
-        from qsync_torch.quantize_ops import quantize
+        from qsync_torch.kernels.quantize import quantize
 
         text = quantization_text(key.target, key.granularity, key.rounding, chosen.backend, chosen.config)
         return lambda x: quantize(x, text, 1, 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from qsync_core.dag import OpClass, Operator
-from qsync_core.op_id import OpId
-from qsync_core.precision import Precision, promote
-from qsync_core.profile import CastKey
-from qsync_core.semantics import CastSite, casts
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, promote
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.semantics import CastSite, casts
+from qsync_core.ir.variant import Variant
 
 
 def activation_precisions(ladder: Sequence[Variant]) -> tuple[Precision, ...]:

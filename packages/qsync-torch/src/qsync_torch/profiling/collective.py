@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from qsync_core.profile import CollectiveModel
+from qsync_core.ir.profile import CollectiveModel
 from qsync_torch.profiling.linear_fit import fit_line
 
 _SHARE_MATRIX = 192

@@ -11,9 +11,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qsync_core.artifact import from_bytes, to_bytes
-from qsync_core.dag import PrecisionDag
-from qsync_core.timeline import Interval, Timeline
+from qsync_core.artifacts.files import from_bytes, to_bytes
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.timeline import Interval, Timeline
 from qsync_torch.profiling.operator_spans import spans_of
 from qsync_torch.profiling.recorded_step import marked_operators, record_step
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qsync_core.profile import OpCost
+from qsync_core.ir.profile import OpCost
 from qsync_torch.profiling.peak_memory import memory_rise
 from qsync_torch.profiling.replay_call import Prepared, differentiable_outputs
 from qsync_torch.profiling.saved_tensors import watch_saved

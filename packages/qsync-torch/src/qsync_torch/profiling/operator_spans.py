@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from qsync_core.dag import Operator, PrecisionDag
-from qsync_core.dfg import Phase, Resource
-from qsync_core.op_id import OpId
-from qsync_torch.aten_call import CALL_ATTRIBUTE
-from qsync_torch.classify import op_name
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
 from qsync_torch.profiling.recorded_step import RANGE, STEP, Event
+from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
+from qsync_torch.tracing.classify import op_name
 
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")

@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from qsync_core.artifact import digest
-from qsync_core.dag import OpClass, Operator, PrecisionDag
-from qsync_core.kernel_choice import AUTO_BACKEND
-from qsync_core.op_id import OpId
-from qsync_core.operator_requests import CallShapes
-from qsync_core.precision import Precision
-from qsync_core.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
-from qsync_core.semantics import CastSite
-from qsync_core.variant import Variant
-from qsync_torch.aten_call import AtenCall
-from qsync_torch.job import Job
-from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
+from qsync_core.ir.semantics import CastSite
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import AUTO_BACKEND
+from qsync_core.kernels.requests import CallShapes
+from qsync_torch.devices import device_type, parse_device, software_versions
+from qsync_torch.job import Job, check_same_model
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
+from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.adjustable_call import prepare_adjustable
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
 from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
@@ -31,13 +32,11 @@ from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.operator_cost import measure_operator
 from qsync_torch.profiling.replay_call import prepare_call
 from qsync_torch.profiling.resume_store import ResumeStore
-from qsync_torch.profiling.software import device_type, parse_device, software_versions
 from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
 from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
-from qsync_torch.same_model import check_same_model
+from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tuning.chooser import Chosen, KernelChooser
-from qsync_torch.tuning.tuned_store import open_store
 
 T = TypeVar("T")
 
@@ -101,7 +100,7 @@ def profile(
         ladder: variants a plan may use; float32 is always measured as well.
         backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
             tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
-        tuning: file of tuning records; :func:`qsync_core.tuning.default_store_path` by default.
+        tuning: file of tuning records; :func:`qsync_core.tuning.search.default_store_path` by default.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
         progress: told how far it is.

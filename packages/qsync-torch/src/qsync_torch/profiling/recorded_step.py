@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
 
 RANGE = "qsync.operator "
 """Prefix of the ranges that mark a module's operator; its OpId follows."""

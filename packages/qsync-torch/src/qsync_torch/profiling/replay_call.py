@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from qsync_core.dag import Operator
-from qsync_core.precision import Precision
-from qsync_torch.aten_call import AtenCall
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.tracing.aten_call import AtenCall
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +60,7 @@ def prepare_call(operator: Operator, device: torch.device, precision: Precision)
     """Random operands for an operator's call, its activations in ``precision``.
 
     Args:
-        operator: one that carries its call (:class:`~qsync_torch.aten_call.AtenCall`).
+        operator: one that carries its call (:class:`~qsync_torch.tracing.aten_call.AtenCall`).
         device: where.
         precision: a floating-point format of the lattice.
     """

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qsync_core.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import write_atomically
 
 _FORMAT = 1
 _WRITE_EVERY_S = 0.5

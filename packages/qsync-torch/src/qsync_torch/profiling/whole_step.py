@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_core.dag import PrecisionDag
-from qsync_core.op_id import OpId
-from qsync_core.plan import Assignment
-from qsync_core.precision import Precision
-from qsync_core.profile import StepMeasurement
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import StepMeasurement
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.peak_memory import memory_rise, passing_rise, storage_bytes
 from qsync_torch.profiling.stopwatch import Stopwatch
@@ -100,7 +100,7 @@ def measure_step(
     """
     applied = None
     if variant != Variant.plain(Precision.FLOAT32):
-        from qsync_torch.apply import apply_
+        from qsync_torch.apply.apply import apply_
 
         kernels = {operator.op_id: (chosen or {}).get(operator.op_id, Chosen()) for operator in dag.adjustable}
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Sequence
 import attrs
 import torch
 
-from qsync_core.backend import KernelRequest, Op
 from qsync_core.errors import BackendError
-from qsync_core.kernel_choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
-from qsync_core.operator_requests import CallShapes, operator_requests, quantization_variant
-from qsync_core.profile import CastKey
-from qsync_core.registry import Answer
-from qsync_core.tuning import TuningStore
-from qsync_core.variant import Variant
-from qsync_torch.binding import device_facts
-from qsync_torch.kernel_selection import DEFAULT_BACKEND, default_backend, find_backends, reasons_against
+from qsync_core.ir.profile import CastKey
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
+from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
+from qsync_core.plugins.registry import Answer
+from qsync_core.tuning.search import TuningStore
+from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.installed import installed
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend, find_backends, reasons_against
 
 
 @attrs.frozen
 class Chosen:
-    """What an :class:`~qsync_core.plan.Assignment` stores: backends joined by ``+``, and the text of a choice."""
+    """What an :class:`~qsync_core.ir.plan.Assignment` stores: backends joined by ``+``, and the text of a choice."""
 
     backend: str = DEFAULT_BACKEND
     config: str = ""

@@ -9,15 +9,15 @@ from functools import partial
 import attrs
 import torch
 
-from qsync_core.backend import KernelBackend, KernelRequest
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.kernel_choice import QUANTIZE_WEIGHT
-from qsync_core.operator_requests import CallShapes, OperatorRequest, operator_requests
-from qsync_core.roofline import lower_bound_ns
-from qsync_core.tuning import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
-from qsync_core.tuning_record import formats_of
-from qsync_core.variant import Variant
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelBackend, KernelRequest
+from qsync_core.kernels.choice import QUANTIZE_WEIGHT
+from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.kernels.roofline import lower_bound_ns
+from qsync_core.tuning.record import formats_of
+from qsync_core.tuning.search import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
 from qsync_torch.tuning.compiling import BackgroundCompiler
 from qsync_torch.tuning.kernel_library import LimitedBackend
 from qsync_torch.tuning.operands import rotating_sets

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from qsync_core.backend import KernelBackend, KernelConfig, KernelRequest
-from qsync_core.tuning_record import formats_of
+from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.tuning.record import formats_of
 
 Group = tuple[object, ...]
 RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})

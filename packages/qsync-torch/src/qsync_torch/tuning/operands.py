@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from qsync_core.backend import Op
-from qsync_core.operator_requests import OperatorRequest
-from qsync_core.precision import Granularity, Precision
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import Op
+from qsync_core.kernels.requests import OperatorRequest
+from qsync_torch.aten.quantize import scale_count
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.quantization import scale_count
 
 Arguments = tuple[Any, ...]
 

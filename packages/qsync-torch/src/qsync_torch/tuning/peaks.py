@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from qsync_core.roofline import Peaks
+from qsync_core.kernels.roofline import Peaks
 
 _BYTES = 1 << 28
 _PASSES = 5

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from qsync_core.backend import Kernel, KernelRequest
 from qsync_core.errors import BackendError
-from qsync_core.tuning import DeviceLostError
+from qsync_core.kernels.backend import Kernel, KernelRequest
+from qsync_core.tuning.search import DeviceLostError
 from qsync_torch.tuning.operands import Arguments
 
 _FEWEST = 3
@@ -21,7 +21,7 @@ _LONGEST_SPIN_NS = 100_000_000
 
 
 class KernelTimer:
-    """A :class:`qsync_core.tuning.Measure` on fixed sets of operands, which all candidates of a request share.
+    """A :class:`qsync_core.tuning.search.Measure` on fixed sets of operands, which all candidates of a request share.
 
     A sample is one pass over all sets, divided by their number.  On a CUDA device a spinning kernel goes before it, so that the
     device never waits for Python between the two events.

@@ -12,14 +12,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from qsync_core.dag import OpClass
 from qsync_core.errors import PlanError
-from qsync_core.precision import Precision
-from qsync_core.variant import Variant
-from qsync_planner.allocator.exact.expression import ALWAYS, Indicator, total
-from qsync_planner.allocator.exact.program import Program
+from qsync_core.ir.dag import OpClass
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator.exact.program import ALWAYS, Indicator, Program, total
 from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.cost_model import CostModel, Settled
+from qsync_planner.replayer.cost_model import CostModel, Settled
 
 MAX_COMBINATIONS = 1024
 """Combinations of formats and rungs of one operator; a concatenation of a dozen free tensors has more than a program should."""

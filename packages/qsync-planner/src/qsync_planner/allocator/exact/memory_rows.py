@@ -1,4 +1,5 @@
-"""Memory at one moment of the step as an expression of the choices (DESIGN 6.4; intervals as in :mod:`qsync_planner.memory`).
+"""Memory at one moment of the step as an expression of the choices (DESIGN 6.4; intervals as in
+:mod:`qsync_planner.replayer.memory`).
 
 A step has 2V moments and the peak is the highest of them, so a budget is 2V rows.  Few of them bind: they are added for the moments
 at which a plan that was found exceeds the budget, until none does.
@@ -8,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync_core.precision import Precision
-from qsync_core.semantics import CastSite
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
-from qsync_planner.allocator.exact.expression import ALWAYS, CONSTANT, Expression, Indicator, add, total
-from qsync_planner.allocator.exact.program import Program
-from qsync_planner.cost_model import Settled
-from qsync_planner.memory_layout import MemoryLayout
+from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, total
+from qsync_planner.replayer.cost_model import Settled
+from qsync_planner.replayer.memory import MemoryLayout
 
 _UNIT = 2**20
 """Rows of memory are in MiB."""

@@ -8,18 +8,17 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.errors import InfeasibleError
-from qsync_core.plan import Role
+from qsync_core.ir.plan import Role
 from qsync_core.units import format_ns
-from qsync_planner.allocator.exact.extremes import least_memory, least_time
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, least_memory, least_time
 from qsync_planner.allocator.exact.program import require_solver
 from qsync_planner.allocator.exact.search import Answer, Effort
 from qsync_planner.allocator.exact.solve import Programs, adopt, answer, with_proof
 from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.reasons import rounded_up
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart
-from qsync_planner.wording import rounded_up
 
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""

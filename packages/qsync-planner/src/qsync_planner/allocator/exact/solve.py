@@ -7,21 +7,51 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from qsync_core.errors import InfeasibleError
+from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.allocator.exact.assumptions import NoDeadlineForm, check_deadline_form
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.allocator.reasons import refusal_text
+from qsync_planner.allocator.reasons import added_time_text, refusal_text, time_text
 from qsync_planner.allocator.recovery import History, new_history, sweep_until_stable
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.allocator.uniform import UniformStart
-from qsync_planner.replay import Replayer
-from qsync_planner.wording import added_time_text, time_text
+from qsync_planner.replayer.replay import Replayer
+
+# ---- merged from qsync_planner.allocator.exact.solve
+# Where the deadline form does not hold, the exact solver says so, and trials by replay take its place.
+#
+# The proof (``docs/allocator-exact.md``) takes collectives for what the buckets of gradients are: started in the backward pass,
+# of a
+# duration that no plan changes.  The replayer itself models optimizers and collectives of fixed duration, and steps that
+# synchronise.
+
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
+
+
+class NoDeadlineForm(PlanError):
+    """The job's period is not a matter of deadlines of each group alone."""
+
+
+def check_deadline_form(dag: PrecisionDag) -> None:
+    """Refuse a model with a collective inside its forward pass.
+
+    Raises:
+        NoDeadlineForm: naming the operator.
+    """
+    for operator in dag.operators:
+        if any(name in operator.kind for name in _COLLECTIVES):
+            raise NoDeadlineForm(
+                f"operator {operator.op_id} ({operator.kind}) waits for other ranks in the middle of the forward pass, so that no "
+                "group's deadlines are its own"
+            )
+
+
+# ---- from here on: qsync_planner.allocator.exact.solve
 
 NO_PROGRAM = (NoDeadlineForm, TooManyCombinations, SolverFailed)
 """Why a problem may have no program, or none that can be solved; trials by replay do without."""

@@ -8,36 +8,78 @@ exactly, and lies where its own time and memory are, not at the limits that it w
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
-from qsync_core.cluster import Cluster, DeviceGroup
-from qsync_core.dag import PrecisionDag
 from qsync_core.errors import PlanError
-from qsync_core.op_id import OpId
-from qsync_core.plan import Role
-from qsync_core.profile import Profile
-from qsync_core.sensitivity import Sensitivity
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_core.variant import Variant
-from qsync_planner.allocator.exact.extremes import least_memory, least_time
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed
-from qsync_planner.allocator.exact.known_plans import KnownPlans
-from qsync_planner.allocator.exact.memory_levels import DECIMALS, MemoryLevel, rounded_budget
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed, least_memory, least_time
 from qsync_planner.allocator.exact.program import is_installed
-from qsync_planner.allocator.exact.search import Effort
+from qsync_planner.allocator.exact.search import Effort, KnownPlans
 from qsync_planner.allocator.exact.solve import Programs, relative_gap
-from qsync_planner.allocator.infeasible import infeasible
+from qsync_planner.allocator.full import infeasible
 from qsync_planner.allocator.memory_repair import move_to_least_memory
 from qsync_planner.allocator.problem import GroupProblem, Problem, build_problem
+from qsync_planner.allocator.reasons import rounded_up
 from qsync_planner.allocator.search_state import SearchState
 from qsync_planner.allocator.solution import Solution
-from qsync_planner.allocator.uniform import move_to_uniform
+from qsync_planner.allocator.uniform import MAX_TOLERANCE, move_to_uniform, time_limit_ns
 from qsync_planner.matching import check_profiles, check_sensitivity
-from qsync_planner.replay import Replayer
-from qsync_planner.wording import rounded_up
+from qsync_planner.replayer.replay import Replayer
+
+# ---- merged from qsync_planner.allocator.exact.tradeoff
+# Memory budgets of a trade-off curve, as bytes and as lines of the cluster file, and the tolerances that time limits stand for.
+
+DECIMALS = 4
+"""Of tolerances, so that a person can type them."""
+
+
+@attrs.frozen
+class MemoryLevel:
+    """One memory budget for every inference group (0: none), its lines in the cluster file, and uniform precision within it."""
+
+    budgets: Mapping[str, int]
+    lines: Mapping[str, str]
+    uniform: Mapping[str, tuple[int, ...]]
+    uniform_ns: int
+
+    def snap(self, limit_ns: float, *, up: bool = False) -> int:
+        """The nearest time limit below (or above) that a tolerance of few digits stands for; faster than uniform: itself."""
+        if limit_ns < self.uniform_ns:
+            return int(limit_ns)
+        steps = (limit_ns / self.uniform_ns - 1) * 10**DECIMALS
+        whole = math.ceil(steps) if up else math.floor(steps)
+        return time_limit_ns(self.uniform_ns, whole / 10**DECIMALS)
+
+    def tolerance(self, limit_ns: int) -> float | None:
+        """The tolerance that stands for exactly this limit; None where none does."""
+        if limit_ns < self.uniform_ns:
+            return None
+        found = round((limit_ns / self.uniform_ns - 1) * 10**DECIMALS) / 10**DECIMALS
+        return found if found <= MAX_TOLERANCE and time_limit_ns(self.uniform_ns, found) == limit_ns else None
+
+
+def rounded_budget(least: int, most: int, share: float) -> tuple[int, str]:
+    """A budget part of the way from ``least`` to ``most``, rounded up to a unit that people type; and its cluster file line."""
+    nbytes = least + math.ceil(share * (most - least))
+    for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
+        if most - least >= 100 * unit:
+            units = -(-nbytes // unit)
+            return units * unit, f'memory = "{units} {name}"'
+    return nbytes, f"memory = {nbytes}"
+
+
+# ---- from here on: qsync_planner.allocator.exact.tradeoff
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""

@@ -1,0 +1,1 @@
+"""How artifacts are stored: file format, codec, schema versions and migrations, summaries, Perfetto traces."""

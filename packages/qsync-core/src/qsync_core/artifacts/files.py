@@ -1,0 +1,197 @@
+"""Artifact files: frozen objects with a header that says what they are, a schema version and a digest.
+
+Layout (big endian)::
+
+    offset  bytes  what
+         0      8  magic: 0x89 "QSYNC" CR LF; the odd first byte and the line end show transfers that mangled the file
+         8     16  kind, ASCII, padded with zero bytes ("Profile")
+        24      4  schema version of that kind
+        28      8  length of the content in bytes
+        36     32  SHA-256 of everything else: bytes 0 to 36 and the content
+        68         content: msgpack, canonical (module :mod:`qsync_core.artifacts.codec`)
+
+Reading executes nothing, trusts no length and allocates at most a small multiple of the file's size.  Whatever is wrong gives one
+:class:`~qsync_core.errors.ArtifactError`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from typing import Any, TypeVar, overload
+
+import msgpack
+
+from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
+from qsync_core.artifacts.schema import KINDS, migrate, schema_version
+from qsync_core.errors import ArtifactError
+
+EXTENSION = ".qsync"
+MAGIC = b"\x89QSYNC\r\n"
+MAX_BYTES = 1 << 30
+"""Largest artifact that is read or written; a profile of a 10,000-operator model takes about 20 MB."""
+
+_FRONT = struct.Struct(">8s16sIQ")
+_DIGEST_BYTES = 32
+HEADER_BYTES = _FRONT.size + _DIGEST_BYTES
+
+T = TypeVar("T")
+
+
+def to_bytes(artifact: Any) -> bytes:
+    """The canonical encoding: equal artifacts give equal bytes.
+
+    Raises:
+        ArtifactError: when the object is no artifact, or holds what can not be stored (NaN, a value of another type).
+    """
+    kind = type(artifact).__name__
+    if KINDS.get(kind) is not type(artifact):
+        raise ArtifactError(f"a {kind} is not an artifact; artifacts are {', '.join(KINDS)}")
+    try:
+        content: bytes = msgpack.packb(to_plain(artifact), use_bin_type=True)
+    except (CodecError, UnicodeEncodeError, OverflowError, ValueError) as error:
+        raise ArtifactError(f"this {kind} can not be stored: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise ArtifactError(f"this {kind} takes {len(content)} bytes; artifacts have at most {MAX_BYTES}")
+    front = _FRONT.pack(MAGIC, kind.encode("ascii"), schema_version(kind), len(content))
+    return front + _sha256(front + content) + content
+
+
+def digest(artifact: Any) -> str:
+    """SHA-256 of the artifact's kind, schema version and content, in hexadecimal; it is what the file's header holds.
+
+    Raises:
+        ArtifactError: as :func:`to_bytes`.
+    """
+    return to_bytes(artifact)[_FRONT.size : HEADER_BYTES].hex()
+
+
+@overload
+def from_bytes(data: bytes, kind: type[T], *, name: str = ...) -> T: ...
+@overload
+def from_bytes(data: bytes, kind: None = None, *, name: str = ...) -> Any: ...
+def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these bytes") -> Any:
+    """The artifact that :func:`to_bytes` encoded, of any earlier schema version that can be migrated.
+
+    Args:
+        data: the whole encoding.
+        kind: the class it must be of; None takes any artifact.
+        name: how error messages call the data: its file name.
+
+    Raises:
+        ArtifactError: saying what is wrong and where.
+    """
+    stored_kind, version, length = _read_front(data, name)
+    content = memoryview(data)[HEADER_BYTES:]
+    if len(content) != length:
+        state = "is truncated" if len(content) < length else "has bytes after its end"
+        raise ArtifactError(
+            f"{name} {state}: its header announces {length} bytes of content, {len(content)} are there; copy or make the file again"
+        )
+    stored_digest = data[_FRONT.size : HEADER_BYTES]
+    if _sha256(data[: _FRONT.size] + content) != stored_digest:
+        raise ArtifactError(f"{name} was altered: its content does not match its digest; copy or make the file again")
+    if kind is not None and KINDS[stored_kind] is not kind:
+        raise ArtifactError(f"{name} holds {_with_article(stored_kind)}, but {_with_article(kind.__name__)} is needed here")
+    current = schema_version(stored_kind)
+    if version > current:
+        raise ArtifactError(
+            f"{name} has schema version {version} of {stored_kind}, this qsync-core reads up to {current}; upgrade qsync-core"
+        )
+    plain = _unpack(bytes(content), name)
+    try:
+        artifact: Any = from_plain(migrate(stored_kind, version, plain), KINDS[stored_kind])
+    except CodecError as error:
+        raise ArtifactError(f"{name} is not a valid {stored_kind}: {error}") from None
+    return artifact
+
+
+def save(artifact: Any, path: str | os.PathLike[str]) -> None:
+    """Write an artifact; readers of ``path`` see the old content or the new, never a part.
+
+    Raises:
+        ArtifactError: when the object can not be stored or the file can not be written; what stood at ``path`` stays.
+    """
+    data = to_bytes(artifact)
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ArtifactError(f"can not write {os.fspath(path)}: {error.strerror or error}") from None
+
+
+@overload
+def load(path: str | os.PathLike[str], kind: type[T]) -> T: ...
+@overload
+def load(path: str | os.PathLike[str], kind: None = None) -> Any: ...
+def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
+    """Read an artifact file.
+
+    Args:
+        path: the file.
+        kind: the class it must be of; None takes any artifact.
+
+    Raises:
+        ArtifactError: when the file can not be read or is not a valid artifact of that kind.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{name} is not a regular file")
+            if status.st_size > MAX_BYTES + HEADER_BYTES:
+                raise ArtifactError(f"{name} has {status.st_size} bytes; artifacts have at most {MAX_BYTES}")
+            data = file.read(status.st_size)
+    except OSError as error:
+        raise ArtifactError(f"can not read {name}: {error.strerror or error}") from None
+    return from_bytes(data, kind, name=name)
+
+
+def _with_article(kind: str) -> str:
+    """``Observations`` is the name of one artifact."""
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+
+
+def _sha256(data: bytes) -> bytes:
+    import hashlib  # here, because OpenSSL takes a tenth of the time of importing all of core
+
+    return hashlib.sha256(data).digest()
+
+
+def _read_front(data: bytes, name: str) -> tuple[str, int, int]:
+    """Kind, schema version and announced content length, the first two checked."""
+    if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
+        raise ArtifactError(f"{name} is not a QSync artifact: it starts with {data[:8]!r} instead of {MAGIC!r}")
+    if len(data) < HEADER_BYTES:
+        raise ArtifactError(f"{name} is truncated: {len(data)} bytes, the header alone has {HEADER_BYTES}; make the file again")
+    _, padded_kind, version, length = _FRONT.unpack_from(data)
+    kind = next((known for known in KINDS if known.encode("ascii").ljust(16, b"\0") == padded_kind), None)
+    if kind is None:
+        shown = padded_kind.rstrip(b"\0").decode("ascii", "backslashreplace")
+        raise ArtifactError(f"{name} holds an unknown kind of artifact, {shown!r}; known are {', '.join(KINDS)}")
+    if version < 1:
+        raise ArtifactError(f"{name} has schema version {version} of {kind}; versions start at 1")
+    return kind, version, length
+
+
+def _unpack(content: bytes, name: str) -> Any:
+    """Decode msgpack: exactly one value, canonically encoded, whose lengths fit the bytes there are."""
+    try:
+        # A pass that builds nothing proves that every announced length is backed by bytes; without it nested arrays that each
+        # announce a million items would be allocated before the end of the data is noticed.
+        walker = msgpack.Unpacker(max_buffer_size=max(1, len(content)))
+        walker.feed(content)
+        walker.skip()
+        if walker.tell() != len(content):
+            raise ArtifactError(f"{name} holds {len(content) - walker.tell()} bytes after the end of its content")
+        # Artifacts use neither extensions nor bytes; refusing them here keeps the decoder's rarer paths out of reach.
+        plain = msgpack.unpackb(content, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, max_bin_len=0)
+        # Repeated keys, numbers in longer forms than they need and the like do not survive being written again.
+        canonical = msgpack.packb(plain, use_bin_type=True) == content
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ArtifactError(f"{name} is not valid msgpack: {str(error) or type(error).__name__}") from None
+    if not canonical:
+        raise ArtifactError(f"{name} is not encoded canonically (a repeated key, or a number longer than it needs)")
+    return plain

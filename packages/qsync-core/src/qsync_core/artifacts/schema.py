@@ -1,0 +1,57 @@
+"""Kinds of artifacts, their schema versions, and how older versions become newer ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qsync_core.artifacts.codec import CodecError
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dfg import GlobalDfg, LocalDfg
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
+
+KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (PrecisionDag, Profile, Observations, Sensitivity, Cluster, LocalDfg, GlobalDfg, PrecisionPlan, Timeline)
+}
+"""Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
+
+_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2}
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+_MIGRATIONS: dict[tuple[str, int], Migration] = {("Sensitivity", 1): lambda fields: {**fields, "flips": {}}}
+"""``(kind, version)`` to the function that turns that version's plain content into the next version's.
+
+To change a class that is stored: raise its version above, add the migration from the version before here, and commit a file of the
+old version under ``tests/data`` with a test that reads it.
+"""
+
+
+def schema_version(kind: str) -> int:
+    """The version in which this qsync-core writes a kind."""
+    return _VERSIONS[kind]
+
+
+def migrate(kind: str, version: int, plain: Any) -> Any:
+    """Plain content of an older version as the current version's, one step at a time.
+
+    Raises:
+        CodecError: when a step is missing or the content is no mapping.
+    """
+    for step in range(version, _VERSIONS[kind]):
+        migration = _MIGRATIONS.get((kind, step))
+        if migration is None:
+            raise CodecError(f"schema version {step} can no longer be read; make the file again with this version of qsync")
+        if type(plain) is not dict:
+            raise CodecError(f"expected the fields of a {kind}, got {type(plain).__name__}")
+        try:
+            plain = migration(plain)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CodecError(f"the content does not fit schema version {step}: {error!r}") from None
+    return plain

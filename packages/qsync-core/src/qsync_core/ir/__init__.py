@@ -1,0 +1,1 @@
+"""What flows between the steps: formats, variants, operators, and one frozen class for each artifact."""

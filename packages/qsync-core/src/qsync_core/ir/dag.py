@@ -1,0 +1,204 @@
+"""The PrecisionDag: a model's operators, the data edges between them, and the variant each operator now has.
+
+Made once per model by ``qsync trace``; independent of any device.  Operators are stored in the order of execution, so every
+edge points from an earlier operator to a later one.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+
+from qsync_core.ir import checks
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+
+
+class OpClass(enum.StrEnum):
+    """What a plan may do with an operator (DESIGN section 5)."""
+
+    ADJUSTABLE = "adjustable"
+    """Linear and convolution: the plan picks a variant."""
+    DEPENDENT = "dependent"
+    """Add, relu, pooling, attention products: runs in the widest format of its inputs."""
+    GUARDED = "guarded"
+    """Softmax, normalisation: takes and returns the widest format of its inputs, computes inside in float32."""
+    FIXED = "fixed"
+    """Graph inputs, embeddings, the loss, integer work: never touched; floating-point results are float32."""
+
+
+@attrs.frozen
+class Parameter:
+    """A model parameter under its ``named_parameters`` name; shape in elements, dtype as torch names it."""
+
+    fqn: str
+    shape: tuple[int, ...] = attrs.field(validator=checks.shape)
+    dtype: str = "float32"
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@attrs.frozen
+class Bucket:
+    """One gradient bucket of DistributedDataParallel: its parameters in the order DDP packs them, and its size in bytes."""
+
+    parameters: tuple[str, ...]
+    nbytes: int = attrs.field(validator=checks.non_negative_int)
+
+
+@attrs.frozen
+class Operator:
+    """One operator: a forward call and the backward that autograd derives from it.
+
+    Attributes:
+        op_id: its name.
+        kind: ``linear``, ``conv2d``, ``relu``, ``add``, ``batch_norm``, ``layer_norm``, ``softmax``, ``input``, ``loss``, …
+        op_class: what a plan may do with it.
+        inputs: producers of its floating-point activation inputs, in argument order; views are skipped over.
+        input_shapes: shapes of those activations, one per entry of ``inputs``.
+        output_shape: shape of its (first) floating-point output.
+        parameters: FQNs of the parameters it uses, weight first.
+        weight_shape: shape of the weight (adjustable operators), else ``()``.
+        attributes: what else its kernel needs: stride, padding, dilation, groups, normalized_shape, … as canonical text.
+        flops: floating-point operations of the forward pass; the backward of an adjustable operator is twice that.
+        variant_group: operators with the same value share one variant (calls of one module); equals the FQN.
+        depth: longest path from a graph input, counted in operators.
+        not_applicable: empty where ``apply_`` can change this operator; else the reason why not.
+        variant: the variant it now has.
+        no_grad_inputs: positions of the inputs that need no gradient (images, whatever is detached): backward skips them.
+    """
+
+    op_id: OpId
+    kind: str
+    op_class: OpClass
+    inputs: tuple[OpId, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shape: tuple[int, ...] = attrs.field(validator=checks.shape)
+    parameters: tuple[str, ...] = ()
+    weight_shape: tuple[int, ...] = attrs.field(default=(), validator=checks.shape)
+    attributes: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    flops: int = attrs.field(default=0, validator=checks.non_negative_int)
+    variant_group: str = ""
+    depth: int = attrs.field(default=0, validator=checks.non_negative_int)
+    not_applicable: str = ""
+    variant: Variant = attrs.field(factory=lambda: Variant.plain(Precision.FLOAT32))
+    no_grad_inputs: tuple[int, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.inputs) != len(self.input_shapes):
+            raise ValueError(f"{self.op_id}: {len(self.inputs)} inputs but {len(self.input_shapes)} input shapes")
+        if any(type(index) is not int or not 0 <= index < len(self.inputs) for index in self.no_grad_inputs):
+            raise ValueError(
+                f"{self.op_id}: no_grad_inputs {self.no_grad_inputs!r} must be positions of its {len(self.inputs)} inputs"
+            )
+        for dims in self.input_shapes:
+            checks.shape(self, attrs.fields(Operator).input_shapes, dims)
+
+    @property
+    def output_numel(self) -> int:
+        """Elements of the output."""
+        return math.prod(self.output_shape)
+
+    def input_numel(self, index: int) -> int:
+        """Elements of one input."""
+        return math.prod(self.input_shapes[index])
+
+    @property
+    def weight_numel(self) -> int:
+        """Elements of the weight, 0 where there is none."""
+        return math.prod(self.weight_shape) if self.weight_shape else 0
+
+    @property
+    def is_adjustable(self) -> bool:
+        """True where a plan may pick the variant *and* ``apply_`` can carry it out."""
+        return self.op_class is OpClass.ADJUSTABLE and not self.not_applicable
+
+    @property
+    def cost_key(self) -> tuple[object, ...]:
+        """What two operators must share to cost the same; ``profile`` measures each distinct key once per variant."""
+        return (
+            self.kind,
+            self.input_shapes,
+            self.output_shape,
+            self.weight_shape,
+            len(self.parameters),
+            tuple(sorted(self.attributes.items())),
+        )
+
+
+@attrs.frozen
+class PrecisionDag:
+    """A model's operators and data edges (DESIGN section 2).
+
+    Attributes:
+        model: a name for people.
+        operators: in the order of execution.
+        parameters: every parameter of the model, in ``named_parameters`` order.
+        buckets: gradient buckets in the order DDP reduces them (first = ready first), as formed after DDP's first iteration.
+        loss: kind of the loss (``cross_entropy``, ``mse``, ``custom``); ``loss_reduction``: ``mean``, ``sum`` or ``none``.
+        batch_size: size of dimension 0 of the traced batch.
+    """
+
+    model: str
+    operators: tuple[Operator, ...]
+    parameters: tuple[Parameter, ...]
+    buckets: tuple[Bucket, ...] = ()
+    loss: str = "custom"
+    loss_reduction: str = "mean"
+    batch_size: int = attrs.field(default=1, validator=checks.non_negative_int)
+
+    def __attrs_post_init__(self) -> None:
+        position: dict[OpId, int] = {}
+        for index, operator in enumerate(self.operators):
+            if operator.op_id in position:
+                raise ValueError(f"operator {operator.op_id} stands in the graph twice")
+            for producer in operator.inputs:
+                if producer not in position:
+                    raise ValueError(f"operator {operator.op_id} reads {producer}, which does not come before it")
+            position[operator.op_id] = index
+
+    @cached_property
+    def index(self) -> dict[OpId, int]:
+        """Position of every operator in ``operators``."""
+        return {operator.op_id: i for i, operator in enumerate(self.operators)}
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator the positions of those that read its output, in order of execution, once per reading edge."""
+        lists: list[list[int]] = [[] for _ in self.operators]
+        for i, operator in enumerate(self.operators):
+            for producer in operator.inputs:
+                lists[self.index[producer]].append(i)
+        return tuple(tuple(entry) for entry in lists)
+
+    def __getitem__(self, op_id: OpId) -> Operator:
+        """The operator of that name.
+
+        Raises:
+            KeyError: when there is none.
+        """
+        return self.operators[self.index[op_id]]
+
+    @property
+    def adjustable(self) -> tuple[Operator, ...]:
+        """Operators whose variant a plan may pick, in order of execution."""
+        return tuple(operator for operator in self.operators if operator.is_adjustable)
+
+    def with_variants(self, variants: Mapping[OpId, Variant]) -> PrecisionDag:
+        """The same graph with other variants at the named operators."""
+        return attrs.evolve(
+            self,
+            operators=tuple(
+                attrs.evolve(operator, variant=variants[operator.op_id]) if operator.op_id in variants else operator
+                for operator in self.operators
+            ),
+        )

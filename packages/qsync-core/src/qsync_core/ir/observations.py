@@ -1,0 +1,195 @@
+"""Names of the observed terms: what collectors (qsync-torch) write and indicators (qsync-planner) read (DESIGN 6.1).
+
+Notation: an adjustable operator computes ``y = v · x`` from its activation input ``v`` and its weight ``x`` (the paper's letters;
+``lossvar`` below writes x and w for the two operands as DESIGN does).  ``L`` is the loss, all gradients are those of the loss of
+the observed batch without any loss scaling.  All values are finite float64 numbers, one per observed iteration.
+
+Collector ``lossvar``, one series per (adjustable operator, variant that is not the base precision's):
+
+===============  ====================================================================================================
+``x_var_grad``   Σ_j σ²_j · (∂L/∂x_j)² over the elements of the activation copy in ``variant.compute``
+``w_var_grad``   the same over the weight copy, with the variant's weight granularity
+``y_var_grad``   the same over the output where ``variant.output`` is a 16-bit format; optional, absent means 0
+===============  ====================================================================================================
+
+σ²_j is the variance of the rounding of element j: s²·f·(1−f) for stochastic rounding, f being the residual in units of the
+spacing s; for nearest the square of the error itself, which is s²/12 on average and 0 where the format holds the value; for floor
+s²/12 plus the squared mean error s²/4, and 0 for zeros.
+For int8 s is the scale; for floats s = 2^(e−k) with the element's own exponent e, not below the format's smallest.
+
+Collector ``paper``, one series per adjustable operator, ``variant=None`` unless said otherwise:
+
+==================  =================================================================================================
+``v_sq_norm``       ‖v‖², squared Euclidean norm of the activation input
+``x_sq_norm``       ‖x‖² of the weight
+``gv_sq_norm``      ‖∇v‖² of the gradient that enters the operator's backward (with respect to its *output*)
+``v_numel``         D_v, elements of the activation input in the observed (half) batch
+``x_numel``         D_x, elements of the weight
+``gv_numel``        D_∇v, elements of that gradient
+``v_exponent``      e_v = floor(log2(max |v|)), the effective exponent; the smallest normal float32 exponent for an all-zero tensor
+``x_exponent``      e_x, likewise of the weight
+``gv_exponent``     e_∇v, likewise of the gradient
+``v_scale_sq``      per (operator, variant with fixed-point ``compute``): q_v², mean over elements of the squared scale
+``x_scale_sq``      likewise q_x² (per output channel: the mean over channels of the squared scales)
+==================  =================================================================================================
+
+Collector ``hutchinson``, one series per (adjustable operator, variant that is not the base precision's).  For a random direction u
+of independent signs over all parameters, h = ∂⟨∂L/∂θ, u⟩/∂e is the response to noise e added to the named tensors, so that
+Σ_j σ²_j·h²_j + (Σ_j μ_j·h_j)² is an unbiased estimate of the first-order E‖Δ∂L/∂θ‖² (μ the mean error of floor rounding).
+Calls of one module read one rounded weight; each is written an equal part of what that does:
+
+====================  ================================================================================================
+``operands``          that sum over the compute copies of activation and weight, forward and saved
+``output``            over the output where ``variant.output`` is a 16-bit format; absent means 0
+``gradient``          over the copies of the incoming gradient and over the gradient of the input, in their formats, and the
+                      squared rounding error of the weight's gradient where the product writes 16 bits
+``operands_flips``    what flipping masks add to ``operands``: the same sum of the response through masks' windowed derivatives,
+                      times 2√(2/π)·t over the standard deviation that t, the half width of the window, was taken from; absent
+                      without ReLU and max pooling
+``output_flips``      the same for ``output``
+``operands_noise``    squared error that the operands' rounding causes in what masks read, over its variance; mean over the masks
+                      behind the operator
+``output_noise``      the same for rounding the output
+====================  ================================================================================================
+
+A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise`` (docs/predictor/indicators.md).
+
+Collector ``montecarlo``, the truth, one series per (adjustable operator, variant that is not the base precision's) with the
+operator alone in that variant, and one with ``op_id=None`` for all adjustable operators in it together:
+
+====================  ================================================================================================
+``first_half``        mean over the first half of the draws of ‖Δ∂L/∂θ‖², the squared change of all parameters' gradients
+``second_half``       the same over the second half
+``gradient_sq_norm``  once per iteration (op_id and variant None): ‖∂L/∂θ‖² of the undisturbed step
+====================  ================================================================================================
+
+Where nothing is drawn (no stochastic rounding) both halves are the same number.  Calls of one module are lowered at once, and each
+is written an equal part of what that does.
+
+Collector ``hessian``, one series per adjustable operator unless said otherwise:
+
+====================  ================================================================================================
+``top_eigenvalue``    largest-magnitude eigenvalue of the loss's Hessian with respect to the operator's weight, by power iteration
+``weight_numel``      elements of that weight
+``weight_error``      per variant: ‖Q(w) − w‖², expected over stochastic rounding
+====================  ================================================================================================
+
+γ is not observed: it follows from the loss of the PrecisionDag.  The quantized norms ‖v̂‖² need no term either: for an unbiased
+quantizer E‖v̂‖² = ‖v‖² + Var[v̂], the second summand being Proposition 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+
+from qsync_core.ir import checks
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
+
+LOSSVAR = "lossvar"
+X_VAR_GRAD = "x_var_grad"
+W_VAR_GRAD = "w_var_grad"
+Y_VAR_GRAD = "y_var_grad"
+
+PAPER = "paper"
+V_SQ_NORM = "v_sq_norm"
+X_SQ_NORM = "x_sq_norm"
+GV_SQ_NORM = "gv_sq_norm"
+V_NUMEL = "v_numel"
+X_NUMEL = "x_numel"
+GV_NUMEL = "gv_numel"
+V_EXPONENT = "v_exponent"
+X_EXPONENT = "x_exponent"
+GV_EXPONENT = "gv_exponent"
+V_SCALE_SQ = "v_scale_sq"
+X_SCALE_SQ = "x_scale_sq"
+
+HUTCHINSON = "hutchinson"
+OPERANDS = "operands"
+OUTPUT = "output"
+GRADIENT = "gradient"
+OPERANDS_FLIPS = "operands_flips"
+OUTPUT_FLIPS = "output_flips"
+OPERANDS_NOISE = "operands_noise"
+OUTPUT_NOISE = "output_noise"
+
+MONTECARLO = "montecarlo"
+FIRST_HALF = "first_half"
+SECOND_HALF = "second_half"
+GRADIENT_SQ_NORM = "gradient_sq_norm"
+
+HESSIAN = "hessian"
+TOP_EIGENVALUE = "top_eigenvalue"
+WEIGHT_NUMEL = "weight_numel"
+WEIGHT_ERROR = "weight_error"
+
+
+# ---- merged from qsync_core.ir.observations
+# Observations: the device-independent numbers that indicators need, collected over the first updates of a run.
+#
+# A *collector* (qsync-torch) writes series of a named *term* for an operator and, where the term depends on it, a variant; an
+# *indicator* (qsync-planner) is arithmetic on them.
+
+
+@attrs.frozen
+class Series:
+    """One term over the observed iterations.
+
+    Attributes:
+        op_id: the operator; None for a number of the whole model (γ, the loss).
+        variant: the variant the term is for; None where it does not depend on one (norms, exponents).
+        collector: who wrote it; term: what it is (the collector documents its terms and their units).
+        values: one per entry of ``Observations.iterations``.  They may be NaN or infinite in memory, so that whoever reads them can
+            name the operator; such observations are not stored.
+    """
+
+    op_id: OpId | None
+    variant: Variant | None
+    collector: str
+    term: str
+    values: tuple[float, ...]
+
+
+@attrs.frozen
+class Observations:
+    """Series of all collectors over the same iterations (DESIGN sections 2 and 6.1).
+
+    Attributes:
+        model, dag_digest: which PrecisionDag they belong to.
+        iterations: indices of the observed updates.
+        batch_size: samples per observed batch (half the job's, as in the paper, unless asked otherwise).
+        stopped: why observing stopped: ``"budget"`` or ``"settled: …"``.
+        series: the numbers.
+        settings: what else a reader needs to repeat them (seed, rounding, warm-up).
+    """
+
+    model: str
+    dag_digest: str
+    iterations: tuple[int, ...] = attrs.field(validator=checks.each(checks.non_negative_int))
+    batch_size: int = attrs.field(validator=checks.positive_int)
+    stopped: str
+    series: tuple[Series, ...]
+    settings: Mapping[str, str] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        for series in self.series:
+            if len(series.values) != len(self.iterations):
+                raise ValueError(
+                    f"series {series.collector}.{series.term} of {series.op_id} has {len(series.values)} values "
+                    f"for {len(self.iterations)} iterations"
+                )
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[OpId | None, Variant | None, str, str], Series]:
+        return {(s.op_id, s.variant, s.collector, s.term): s for s in self.series}
+
+    def values(self, collector: str, term: str, op_id: OpId | None = None, variant: Variant | None = None) -> tuple[float, ...]:
+        """The values of one series.
+
+        Raises:
+            KeyError: when nobody wrote it.
+        """
+        return self._by_key[op_id, variant, collector, term].values

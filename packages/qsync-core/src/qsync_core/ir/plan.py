@@ -1,0 +1,131 @@
+"""The PrecisionPlan: a variant, a backend and a reason for every adjustable operator of every device group."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.ir import checks
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceType
+from qsync_core.ir.variant import Variant
+
+
+class Role(enum.StrEnum):
+    """A training group keeps its base precision; an inference group may be lowered."""
+
+    TRAIN = "train"
+    INFER = "infer"
+
+
+@attrs.frozen
+class Assignment:
+    """What one operator runs as, and why.
+
+    ``reason`` is a sentence for people: ``recovered to float32: +212 µs, slack 1,830 µs``.
+    """
+
+    variant: Variant
+    backend: str
+    config: str
+    reason: str
+
+
+@attrs.frozen
+class GroupPlan:
+    """The part of a plan that the ranks of one group carry out.
+
+    Attributes:
+        group: its name in the cluster file; role, count and device likewise.
+        base: the precision of everything the plan does not lower.
+        assignments: every adjustable operator of the model.
+        memory_budget_bytes: what the group may use (0: no limit was given).
+        predicted_peak_bytes: predicted peak memory of one rank.
+        predicted_busy_ns: forward + backward + optimizer of one rank, without waiting.
+        needs_loss_scaling: some gradient passes through float16.
+    """
+
+    group: str
+    role: Role
+    count: int = attrs.field(validator=checks.non_negative_int)
+    device: DeviceType
+    base: Precision
+    assignments: Mapping[OpId, Assignment]
+    memory_budget_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    predicted_peak_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    predicted_busy_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
+    needs_loss_scaling: bool = False
+
+
+@attrs.frozen
+class Verdict:
+    """Whether the hybrid job beats the training groups alone.
+
+    ``hybrid_ns`` and ``training_only_ns`` are iteration times; samples per second follow from the rank counts.  ``speedup`` is the
+    ratio of throughputs (samples per second), above 1 where the hybrid job is worth it; ``sentence`` says it in words.
+    """
+
+    hybrid_ns: int = attrs.field(validator=checks.non_negative_int)
+    training_only_ns: int = attrs.field(validator=checks.non_negative_int)
+    speedup: float = attrs.field(validator=checks.finite)
+    sentence: str
+
+
+@attrs.frozen
+class PrecisionPlan:
+    """Which precision every operator runs in, per device group (DESIGN sections 2 and 7).
+
+    Attributes:
+        model, dag_digest: what it is for.  ``operator_ids`` are all adjustable operators, to name differences by FQN.
+        input_digests: digest of every artifact it was computed from, by name.
+        solver, indicator: how it was found.
+        time_limit_ns: T, the iteration time it had to keep: the period of uniform precision times (1 + tolerance).
+        predicted_iteration_ns: its own predicted period.
+        objective: Σ Ω of the inference groups; bound: a proven lower bound of it, None where there is none.
+        groups: one per device group of the cluster.
+        rank0_group: a training group; DDP broadcasts buffers from rank 0.  Empty where there is no training group.
+        verdict: hybrid against the training groups alone; None where there is no training group.
+        baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
+        local_batches: local batch size per group (equal unless the solver is dynamic-batch).
+        notes: anything else a reader must know.
+        unaddressed_ids: linear and convolution operators that ``apply_`` can not change; they run in float32 as they are.
+    """
+
+    model: str
+    dag_digest: str
+    operator_ids: tuple[OpId, ...]
+    input_digests: Mapping[str, str]
+    solver: str
+    indicator: str
+    time_limit_ns: int = attrs.field(validator=checks.non_negative_int)
+    predicted_iteration_ns: int = attrs.field(validator=checks.non_negative_int)
+    objective: float = attrs.field(validator=checks.finite)
+    bound: float | None = attrs.field(validator=checks.optional(checks.finite))
+    groups: tuple[GroupPlan, ...]
+    rank0_group: str
+    verdict: Verdict | None = None
+    baselines: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+    local_batches: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+    notes: tuple[str, ...] = ()
+    unaddressed_ids: tuple[OpId, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        names = [group.group for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a plan has one entry per group, got {names}")
+        if self.rank0_group and self.rank0_group not in names:
+            raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
+
+    def group(self, name: str) -> GroupPlan:
+        """The part of one group.
+
+        Raises:
+            KeyError: when the plan has no such group.
+        """
+        for group in self.groups:
+            if group.group == name:
+                return group
+        raise KeyError(name)

@@ -1,0 +1,197 @@
+"""The Profile: what a model's operators, casts, buckets and optimizer cost on one device type.
+
+Made once per (device, share of it, memory cap, software) by ``qsync profile``.  All times are integer nanoseconds, medians
+of repeated measurements.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.ir import checks
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+
+
+class DeviceKind(enum.StrEnum):
+    """Whether kernels run while the CPU goes on (cuda) or the CPU runs them itself (cpu)."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@attrs.frozen
+class DeviceType:
+    """What a group's devices must match: name, kind, share of the device (0..1], memory cap in bytes (0: none)."""
+
+    name: str
+    kind: DeviceKind
+    share: float = attrs.field(default=1.0, validator=checks.fraction)
+    memory_cap_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    compute_capability: str = ""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True where the CPU itself runs the kernels, so dispatch and compute never overlap."""
+        return self.kind is DeviceKind.CPU
+
+
+@attrs.frozen
+class OpCost:
+    """Measured cost of one operator in one variant, without the casts around it.
+
+    Forward starts from operands already in the compute format.  Backward starts from an output gradient already in the
+    gradient format and includes dequantizing the operator's own saved copies; the weight gradient comes out in float32.
+
+    Attributes:
+        forward_dispatch_ns, backward_dispatch_ns: time the CPU is busy issuing it.
+        forward_compute_ns, backward_compute_ns: time the device is busy with it.
+        saves_inputs: positions of the inputs that autograd keeps, in the format in which the operator receives them after
+            its cast; a kept tensor is shared with whoever else keeps the same one.
+        saves_output: whether autograd keeps the output (relu, softmax).
+        saved_own_bytes: bytes that it alone keeps: int8 copies, masks, statistics, low-precision weight copies.
+        workspace_bytes: largest temporary allocation during its forward or backward.
+        backend, config: who ran it and with which configuration.
+        spread: interquartile range of the measured total over its median.
+    """
+
+    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    saves_inputs: tuple[int, ...] = attrs.field(default=(), validator=checks.each(checks.non_negative_int))
+    saves_output: bool = False
+    saved_own_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    workspace_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    backend: str = "aten"
+    config: str = ""
+    spread: float = attrs.field(default=0.0, validator=checks.finite)
+
+
+@attrs.frozen
+class CastKey:
+    """A kind of cast: from one format to another, with how many scales and which rounding (8-bit targets only)."""
+
+    source: Precision
+    target: Precision
+    granularity: Granularity = Granularity.PER_TENSOR
+    rounding: Rounding = Rounding.NEAREST
+
+
+@attrs.frozen
+class CastModel:
+    """Cost of a cast as a linear function of the number of elements, fitted to measurements (paper, Cost Mapper; DESIGN 6.2).
+
+    ``cost_ns(n) = max(0, intercept_ns + ns_per_element * n)``, rounded to an integer.  Fixed-point casts include the
+    min/max passes.  ``samples`` are the (elements, measured ns) pairs of the fit, ``r2`` its coefficient of determination.
+    """
+
+    key: CastKey
+    dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    intercept_ns: float = attrs.field(validator=checks.finite)
+    ns_per_element: float = attrs.field(validator=checks.finite)
+    r2: float = attrs.field(validator=checks.finite)
+    samples: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
+
+    def cost_ns(self, numel: int) -> int:
+        """Device time of casting a tensor of ``numel`` elements, in nanoseconds."""
+        return max(0, round(self.intercept_ns + self.ns_per_element * numel))
+
+
+@attrs.frozen
+class CollectiveModel:
+    """All-reduce cost of a homogeneous set of ranks: ``alpha_ns + beta_ns_per_byte * bytes``, fitted to the real bucket sizes.
+
+    ``measured`` are (bytes, ns) pairs; ``residuals_ns`` the measured minus fitted time of each.  ``compute_share`` is the share
+    of a collective's duration that it takes away from the compute of its own rank (0 on a GPU with free copy engines; measured on
+    a CPU, where the collective's threads run on the same cores).
+    """
+
+    world_size: int = attrs.field(validator=checks.non_negative_int)
+    backend: str
+    alpha_ns: float = attrs.field(validator=checks.finite)
+    beta_ns_per_byte: float = attrs.field(validator=checks.finite)
+    measured: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
+    residuals_ns: tuple[int, ...] = ()
+    compute_share: float = attrs.field(default=0.0, validator=checks.finite)
+
+    def cost_ns(self, nbytes: int) -> int:
+        """Duration of one all-reduce of ``nbytes``, in nanoseconds; exactly what was measured where that size was."""
+        for size, duration in self.measured:
+            if size == nbytes:
+                return duration
+        return max(0, round(self.alpha_ns + self.beta_ns_per_byte * nbytes))
+
+
+@attrs.frozen
+class StepMeasurement:
+    """A whole training step as measured on this device without communication, every adjustable operator at one rung.
+
+    On a synchronous device all time is compute time and the dispatch times are 0.  ``iteration_ns`` is the steady-state
+    period of steps run back to back.
+    """
+
+    variant: Variant
+    iteration_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    peak_bytes: int = attrs.field(validator=checks.non_negative_int)
+    spread: float = attrs.field(default=0.0, validator=checks.finite)
+
+
+@attrs.frozen
+class Profile:
+    """Measured costs of one model on one device type (DESIGN section 2).
+
+    Attributes:
+        device: what was measured.
+        software: versions that matter (torch, cuda, driver, backend packages).
+        model, dag_digest: which PrecisionDag it belongs to.
+        costs: distinct costs; ``cost_index[op][variant]`` is the position of an operator's cost in it.  Dependent and guarded
+            operators are keyed by ``Variant.plain(precision)`` of the format they run in.
+        casts: one model per kind of cast.
+        collective: all-reduce costs of this group alone; absent where the group has a single rank and none was measured.
+        optimizer_dispatch_ns, optimizer_compute_ns: one optimizer step (with gradient zeroing).
+        optimizer_state_bytes: bytes of optimizer state (two float32 copies for Adam).
+        input_bytes: bytes of one batch on the device.
+        steps: whole steps measured at the base precision and at every rung: what the sum of parts is calibrated with.
+    """
+
+    device: DeviceType
+    software: Mapping[str, str]
+    model: str
+    dag_digest: str
+    costs: tuple[OpCost, ...]
+    cost_index: Mapping[OpId, Mapping[Variant, int]]
+    casts: tuple[CastModel, ...]
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    optimizer_state_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    input_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    collective: CollectiveModel | None = None
+    steps: tuple[StepMeasurement, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        for op_id, by_variant in self.cost_index.items():
+            for position in by_variant.values():
+                if type(position) is not int or not 0 <= position < len(self.costs):
+                    raise ValueError(f"Profile.cost_index[{op_id}] points at cost {position!r} of {len(self.costs)}")
+        keys = [model.key for model in self.casts]
+        if len(keys) != len(set(keys)):
+            raise ValueError("Profile.casts has two models for one kind of cast")
+
+    def cost(self, op_id: OpId, variant: Variant) -> OpCost:
+        """The cost of an operator in a variant.
+
+        Raises:
+            KeyError: when that pair was not measured.
+        """
+        return self.costs[self.cost_index[op_id][variant]]

@@ -1,0 +1,51 @@
+"""The Sensitivity: Ω of each operator in each variant, with the name of the indicator that made it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
+
+
+@attrs.frozen
+class Sensitivity:
+    """Ω_o(b): estimated extra mean squared error of all weight gradients caused by running o in variant b (DESIGN 6.1).
+
+    Attributes:
+        model, dag_digest: which PrecisionDag it belongs to.
+        observations_digest: what it was computed from (empty for indicators that need none).
+        indicator: the indicator that made it.
+        omega: Ω per operator and variant; finite and not negative.  An operator's base precision may be absent: it is 0.
+        notes: what a reader must know (a fallback taken, how values were averaged).
+        flips: the part of Ω that comes from masks that flip (ReLU, max pooling), likewise; absent is 0.  Operators share those
+            masks, so that together these parts are less than their sum (docs/predictor/indicators.md).
+    """
+
+    model: str
+    dag_digest: str
+    observations_digest: str
+    indicator: str
+    omega: Mapping[OpId, Mapping[Variant, float]]
+    notes: tuple[str, ...] = ()
+    flips: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        for op_id, by_variant in self.omega.items():
+            for variant, value in by_variant.items():
+                if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                    raise ValueError(
+                        f"Ω of {op_id} at {variant.label} must be a finite number ≥ 0, got {value!r}; "
+                        "the statistics behind it contain NaN, infinite or negative values"
+                    )
+        for op_id, by_variant in self.flips.items():
+            for variant, part in by_variant.items():
+                whole = self.omega.get(op_id, {}).get(variant, 0.0)
+                if not isinstance(part, (int, float)) or not 0 <= part <= whole:
+                    raise ValueError(
+                        f"the part of Ω of {op_id} at {variant.label} that comes from flipping masks must be from 0 to Ω itself, "
+                        f"{whole!r}; got {part!r}"
+                    )

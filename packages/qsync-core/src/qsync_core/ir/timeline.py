@@ -1,0 +1,57 @@
+"""The Timeline: predicted or measured intervals per rank and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.ir import checks
+from qsync_core.ir.dfg import Phase, Resource
+from qsync_core.ir.op_id import OpId
+
+
+@attrs.frozen
+class Interval:
+    """One piece of work on one stream of one rank; times in nanoseconds from the start of the step."""
+
+    name: str
+    op_id: OpId | None
+    phase: Phase
+    resource: Resource
+    rank: int = attrs.field(validator=checks.non_negative_int)
+    start_ns: int = attrs.field(validator=checks.non_negative_int)
+    duration_ns: int = attrs.field(validator=checks.non_negative_int)
+
+    @property
+    def end_ns(self) -> int:
+        """When it ends."""
+        return self.start_ns + self.duration_ns
+
+
+@attrs.frozen
+class Timeline:
+    """Intervals of one training step of all ranks shown (one per group in a prediction).
+
+    Attributes:
+        source: ``predicted`` or ``measured``.
+        model: for people.
+        iteration_ns: the steady-state period of the job.
+        rank_group: name of each rank's group.
+        intervals: sorted by rank, resource, start.
+        peak_bytes: peak memory per group.
+    """
+
+    source: str = attrs.field(validator=attrs.validators.in_(("predicted", "measured")))
+    model: str
+    iteration_ns: int = attrs.field(validator=checks.non_negative_int)
+    rank_group: Mapping[int, str]
+    intervals: tuple[Interval, ...]
+    peak_bytes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+
+    def __attrs_post_init__(self) -> None:
+        for rank in self.rank_group:
+            checks.non_negative_int(self, attrs.fields(Timeline).rank_group, rank)
+        for interval in self.intervals:
+            if interval.rank not in self.rank_group:
+                raise ValueError(f"interval {interval.name!r} is of rank {interval.rank}, which belongs to no group")

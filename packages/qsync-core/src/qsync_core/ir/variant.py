@@ -1,0 +1,129 @@
+"""A variant: everything about *how* one operator runs that changes its result, its time or its memory.
+
+It keys profiles, sensitivities and plans.  The text form is canonical (equal variants have equal text), because it is what
+artifacts store and what people type.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+
+_FIELD_BY_LABEL = {
+    "out": "output",
+    "save": "saved",
+    "gi": "grad_input",
+    "gw": "grad_weight",
+    "x": "x_granularity",
+    "w": "w_granularity",
+    "round": "rounding",
+    "sym": "symmetric",
+}
+
+
+@attrs.frozen
+class Variant:
+    """How one operator runs, forward and backward (DESIGN sections 2 and 5).
+
+    Attributes:
+        compute: format of both operands of the forward product.
+        output: format of the result that the next operator receives.
+        saved: format in which operands are kept for backward.
+        grad_input: format in which the gradient of the input is computed.
+        grad_weight: format in which the gradient of the weight is computed; it is delivered to the parameter in float32.
+        x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).
+        w_granularity: scales of the quantized weight (likewise).
+        rounding: of the casts to an 8-bit format; float casts round to nearest.
+        symmetric: absmax scales, values in -127..127, zero point 0.  Asymmetric quantization is in the reference only.
+    """
+
+    compute: Precision
+    output: Precision
+    saved: Precision
+    grad_input: Precision
+    grad_weight: Precision
+    x_granularity: Granularity = Granularity.PER_TENSOR
+    w_granularity: Granularity = Granularity.PER_TENSOR
+    rounding: Rounding = Rounding.NEAREST
+    symmetric: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if self.output.needs_scale:
+            raise ValueError(f"an operator's output is a 16- or 32-bit float, got {self.output}")
+
+    @classmethod
+    def of(
+        cls,
+        precision: Precision,
+        *,
+        sixteen_bit: Precision = Precision.BFLOAT16,
+        output: Precision | None = None,
+        rounding: Rounding = Rounding.STOCHASTIC,
+        w_granularity: Granularity = Granularity.PER_CHANNEL,
+    ) -> Variant:
+        """The standard variant of a precision (the table of DESIGN section 5).
+
+        int8: output float32 (as in the paper) unless ``output`` says otherwise, int8 copies saved, backward in ``sixteen_bit``.
+        float8: output and backward in ``sixteen_bit``.  float16, bfloat16, float32: the same format throughout.
+        """
+        if precision.needs_scale:
+            default_output = Precision.FLOAT32 if precision.is_fixed_point else sixteen_bit
+            return cls(
+                compute=precision,
+                output=output or default_output,
+                saved=precision,
+                grad_input=sixteen_bit,
+                grad_weight=sixteen_bit,
+                w_granularity=w_granularity,
+                rounding=rounding,
+            )
+        return cls(precision, output or precision, precision, precision, precision)
+
+    @classmethod
+    def plain(cls, precision: Precision) -> Variant:
+        """The variant of an operator that simply runs in one float format (dependent and guarded operators)."""
+        return cls(precision, precision, precision, precision, precision)
+
+    @property
+    def label(self) -> str:
+        """Short text for tables: the compute format, and the output's where it is not the usual one."""
+        usual = Precision.FLOAT32 if self.compute.is_fixed_point else self.compute
+        return str(self.compute) if self.output is usual else f"{self.compute}>{self.output}"
+
+    def __str__(self) -> str:
+        parts = [str(self.compute)]
+        for label, field in _FIELD_BY_LABEL.items():
+            value = getattr(self, field)
+            parts.append(f"{label}={str(value).lower() if isinstance(value, bool) else value}")
+        return ";".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read the canonical text, or a bare precision name (``int8``) for its standard variant.
+
+        Raises:
+            ValueError: when the text names an unknown format, field or value.
+        """
+        head, *rest = text.split(";")
+        try:
+            compute = Precision(head)
+            if not rest:
+                return cls.of(compute)
+            labels = dict(part.split("=", 1) for part in rest)
+            if list(labels) != list(_FIELD_BY_LABEL) or len(labels) != len(rest):
+                raise ValueError("fields missing, repeated or out of order")
+            return cls(
+                compute=compute,
+                output=Precision(labels["out"]),
+                saved=Precision(labels["save"]),
+                grad_input=Precision(labels["gi"]),
+                grad_weight=Precision(labels["gw"]),
+                x_granularity=Granularity(labels["x"]),
+                w_granularity=Granularity(labels["w"]),
+                rounding=Rounding(labels["round"]),
+                symmetric={"true": True, "false": False}[labels["sym"]],
+            )
+        except (ValueError, KeyError) as error:
+            known = ", ".join(Precision)
+            raise ValueError(f"not a variant: {text!r} ({error}); a variant starts with one of {known}") from None

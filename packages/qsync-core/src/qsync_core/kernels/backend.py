@@ -1,0 +1,113 @@
+"""What a kernel backend is: the interface behind the plugins, and the requests that are put to it (DESIGN section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from qsync_core.ir.variant import Variant
+
+BACKEND_API_VERSION = 1
+"""Backends of another API version are reported by name and not offered."""
+
+Kernel = Callable[..., Any]
+"""A built kernel.  It writes into outputs that its caller allocates, on the current stream; the operators' signatures are in
+``docs/writing-a-backend.md`` and are checked by the conformance suite."""
+
+
+class Op:
+    """Names of the operators that a backend may provide."""
+
+    QUANTIZE = "quantize"
+    QUANTIZE_MANY = "quantize_many"
+    LINEAR_OUTPUT = "linear.output"
+    LINEAR_GRAD_INPUT = "linear.grad_input"
+    LINEAR_GRAD_WEIGHT = "linear.grad_weight"
+    CONV2D_OUTPUT = "conv2d.output"
+    CONV2D_GRAD_INPUT = "conv2d.grad_input"
+    CONV2D_GRAD_WEIGHT = "conv2d.grad_weight"
+
+    ALL = (
+        QUANTIZE,
+        QUANTIZE_MANY,
+        LINEAR_OUTPUT,
+        LINEAR_GRAD_INPUT,
+        LINEAR_GRAD_WEIGHT,
+        CONV2D_OUTPUT,
+        CONV2D_GRAD_INPUT,
+        CONV2D_GRAD_WEIGHT,
+    )
+
+
+@attrs.frozen
+class KernelRequest:
+    """What somebody wants to run.
+
+    Attributes:
+        op: one of :class:`Op`.
+        variant: precisions, granularity and rounding.
+        shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
+            (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``quantize_many``: every tensor's).
+        attributes: stride, padding, dilation, groups of a convolution as canonical text; of ``quantize``, ``multiplier``
+            (``channel``: the tensor is first multiplied by one factor per channel) and ``transposed`` (``true``: a transposed copy
+            is written too).
+        device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
+        contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
+    """
+
+    op: str
+    variant: Variant
+    shapes: tuple[tuple[int, ...], ...]
+    attributes: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    device_kind: str = "cpu"
+    compute_capability: str = ""
+    contiguous: bool = True
+
+
+@attrs.frozen
+class KernelSpec:
+    """What a backend offers, as data: which operator, compute formats, devices, layouts and alignment (in elements)."""
+
+    op: str
+    compute: tuple[str, ...]
+    device_kinds: tuple[str, ...]
+    min_compute_capability: str = ""
+    layouts: tuple[str, ...] = ("contiguous",)
+    alignment: int = 1
+
+
+@attrs.frozen
+class KernelConfig:
+    """One way to run a kernel: a name and its knobs; ``text`` is what plans and tuning records store."""
+
+    text: str = ""
+
+
+@runtime_checkable
+class KernelBackend(Protocol):
+    """A provider of kernels.  Constructing one must not import torch or touch a device; ``build`` may."""
+
+    name: str
+    api_version: int
+
+    def kernel_specs(self) -> Sequence[KernelSpec]:
+        """What it offers, as data only."""
+        ...
+
+    def unsupported_reasons(self, request: KernelRequest) -> list[str]:
+        """Why it can not run the request, each reason a sentence; empty means it can."""
+        ...
+
+    def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """Configurations worth trying, best guess first; at least one for a supported request."""
+        ...
+
+    def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
+        """A callable kernel.  Heavy imports and compilation happen here.
+
+        Raises:
+            BackendError: naming operator, shapes, formats and configuration.
+        """
+        ...

@@ -1,0 +1,124 @@
+"""Every kernel that one operator in one variant needs, forward and backward, as requests to backends.
+
+One list for all who ask: ``qsync tune`` measures them, ``qsync backends`` shows who would run them, ``qsync profile`` chooses for
+each, and ``apply_`` checks them before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
+
+_GEOMETRY = ("dilation", "groups", "padding", "stride")
+_OPS = {
+    "linear": (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT),
+    "conv2d": (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT),
+}
+
+
+@attrs.frozen
+class OperatorRequest:
+    """One kernel of an operator.
+
+    Attributes:
+        role: under which a :class:`~qsync_core.kernels.choice.KernelChoice` has it: its op, or one of the roles of ``quantize``.
+        request: what a backend is asked.
+        result_shape: shape of what the kernel writes.
+        source: format of its float operand: of the tensor that is quantized, or of the gradient.
+    """
+
+    role: str
+    request: KernelRequest
+    result_shape: tuple[int, ...]
+    source: Precision
+
+
+@attrs.frozen
+class CallShapes:
+    """Shapes of one call of an operator: activation, weight and output, and a convolution's geometry as canonical text."""
+
+    kind: str
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    y: tuple[int, ...]
+    attributes: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    input_gradient: bool = True
+
+    @classmethod
+    def of(cls, operator: Operator) -> CallShapes:
+        """Those of an adjustable operator of a graph; a single image counts as a batch of one."""
+        x, y = operator.input_shapes[0], operator.output_shape
+        if operator.kind == "conv2d":
+            x, y = ((1, *shape) if len(shape) == 3 else shape for shape in (x, y))
+        geometry = {name: operator.attributes[name] for name in _GEOMETRY if name in operator.attributes}
+        kept = geometry if operator.kind == "conv2d" else {}
+        return cls(operator.kind, x, operator.weight_shape, y, kept, 0 not in operator.no_grad_inputs)
+
+
+def quantization_variant(precision: Precision, granularity: Granularity, rounding: Rounding) -> Variant:
+    """The variant of a request to quantize: the granularity of whatever is quantized stands in the activation's place."""
+    wide = Precision.FLOAT32
+    return Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding)
+
+
+def operator_requests(
+    call: CallShapes, variant: Variant, device_kind: str, compute_capability: str = ""
+) -> tuple[OperatorRequest, ...]:
+    """The kernels of a call in a variant, in the order in which a training step runs them.
+
+    Float formats need the three products only.  8-bit formats also quantize activation and weight, and the output's gradient where
+    a backward product is in 8 bit.
+
+    Args:
+        call: its shapes; ``call.kind`` is ``linear`` or ``conv2d``.
+        variant: how it runs.
+        device_kind, compute_capability: of the device.
+    """
+    linear = call.kind == "linear"
+    output_op, grad_input_op, grad_weight_op = _OPS[call.kind]
+    x, y = (_flat(call.x), _flat(call.y)) if linear else (call.x, call.y)
+    found: list[OperatorRequest] = []
+
+    def add(role: str, shapes: tuple[tuple[int, ...], ...], result: tuple[int, ...], source: Precision) -> None:
+        request = KernelRequest(role, variant, shapes, dict(call.attributes), device_kind, compute_capability)
+        found.append(OperatorRequest(role, request, result, source))
+
+    def quantize(
+        role: str, shape: tuple[int, ...], precision: Precision, granularity: Granularity, source: Precision, **attributes: str
+    ) -> None:
+        quantization = quantization_variant(precision, granularity, variant.rounding)
+        request = KernelRequest(Op.QUANTIZE, quantization, (shape,), attributes, device_kind, compute_capability)
+        found.append(OperatorRequest(role, request, shape, source))
+
+    gradient_formats = gradient_precisions(variant, call.input_gradient)
+    floats = [precision for precision in gradient_formats if not precision.needs_scale]
+    # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
+    transposed = {"transposed": "true"} if linear and variant.grad_weight.needs_scale and device_kind == "cuda" else {}
+    if variant.compute.needs_scale:
+        quantize(Op.QUANTIZE, x if transposed else call.x, variant.compute, variant.x_granularity, variant.output, **transposed)
+        quantize(QUANTIZE_WEIGHT, call.w, variant.compute, variant.w_granularity, Precision.FLOAT32)
+    add(output_op, (x, call.w), y, variant.compute)
+    for precision in gradient_formats:
+        if precision.needs_scale:
+            factored = variant.w_granularity is Granularity.PER_CHANNEL and variant.grad_input.needs_scale and call.input_gradient
+            multiplier = {"multiplier": "channel"} if factored else {}
+            quantize(QUANTIZE_GRADIENT, y, precision, Granularity.PER_TENSOR, variant.output, **multiplier, **transposed)
+    if call.input_gradient:
+        source = variant.grad_input if variant.grad_input.needs_scale else floats[0]
+        add(grad_input_op, (y, call.w), x, source)
+    source = variant.grad_weight if variant.grad_weight.needs_scale else floats[0]
+    add(grad_weight_op, (y, x), call.w, source)
+    return tuple(found)
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (math.prod(shape[:-1]), shape[-1])

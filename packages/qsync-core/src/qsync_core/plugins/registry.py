@@ -1,0 +1,399 @@
+"""The plugin registry: finds plugins, keeps broken ones from hurting the others, and answers requests for kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+
+from qsync_core.errors import BackendError, CompatibilityError, PluginError, QSyncError
+from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.plugins import compat, hooks
+from qsync_core.plugins.checked_backend import backend_problem, checked
+from qsync_core.plugins.doctor import DoctorLine
+
+if TYPE_CHECKING:
+    import click
+
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_core.ir.observations import Observations
+    from qsync_core.tuning.search import TuningStore
+
+
+class _DefaultSelection:
+    """Core's own answer to ``qsync_select_backend``, asked last."""
+
+    @staticmethod
+    @hooks.hookimpl(trylast=True)
+    def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
+        """The lowest tuned latency, then the name; a tuned candidate goes before one that never ran."""
+        return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
+
+
+@attrs.frozen
+class Answer:
+    """What a backend says to a request.
+
+    Attributes:
+        backend: its name.
+        reasons: why it can not run the request; empty when it can.
+        config: the tuned configuration; its first candidate where it was never tuned.
+        latency_ns: what tuning measured, None where it was never tuned.
+        exact: the latency is of the request's own shapes; else it is scaled from the nearest ones.
+    """
+
+    backend: str
+    reasons: tuple[str, ...] = ()
+    config: str = ""
+    latency_ns: int | None = None
+    exact: bool = False
+
+
+@attrs.define
+class Registry:
+    """Plugins by name.
+
+    Attributes:
+        disabled: plugins that do not take part, by name, with the reason.
+    """
+
+    disabled: dict[str, str] = attrs.field(factory=dict, init=False)
+    _manager: pluggy.PluginManager = attrs.field(factory=lambda: pluggy.PluginManager("qsync"), init=False)
+    _backends: list[KernelBackend] | None = attrs.field(default=None, init=False)
+    _distributions: dict[str, str] = attrs.field(factory=dict, init=False)
+    _owners: dict[str, str] = attrs.field(factory=dict, init=False)
+    _unusable: dict[str, str] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._manager.add_hookspecs(hooks)
+        self._manager.register(_DefaultSelection(), "qsync-core")
+
+    @classmethod
+    def load(cls, entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
+        """A registry with every installed plugin.
+
+        Plugins that can not be imported, or whose hooks do not fit, are listed in ``disabled``.
+
+        Args:
+            entry_points: the plugins; None takes the installed ones (entry-point group ``qsync``).
+
+        Raises:
+            CompatibilityError: when the installed QSync packages are of different series.
+            PluginError: when two plugins have one name.
+        """
+        compat.check_installed()
+        registry = cls()
+        if entry_points is None:
+            entry_points = metadata.entry_points(group=hooks.ENTRY_POINT_GROUP)
+        for entry_point in sorted(entry_points, key=lambda found: found.name):
+            registry._load_one(entry_point)
+        return registry
+
+    def _load_one(self, entry_point: metadata.EntryPoint) -> None:
+        name = entry_point.name
+        origin = entry_point.dist.name if entry_point.dist else entry_point.value
+        if name in self._distributions:
+            raise PluginError(
+                f"two plugins are called {name!r}: one of {self._distributions[name]}, one of {origin}; "
+                "give one of them another name, or uninstall it"
+            )
+        self._distributions[name] = origin
+        plugin = None
+        with self._blamed(name, "its import"):
+            plugin = entry_point.load()
+        if name not in self.disabled:
+            self.register(plugin, name)
+
+    def register(self, plugin: Any, name: str) -> None:
+        """Add a plugin object; one whose hooks do not fit the specifications is disabled.
+
+        Raises:
+            PluginError: when the name is taken.
+        """
+        if self._manager.has_plugin(name):
+            raise PluginError(f"two plugins are called {name!r}; give one of them another name")
+        try:
+            self._manager.register(plugin, name)
+            for function in self._hook_names(plugin):
+                if not hasattr(hooks, function):
+                    raise PluginError(f"there is no hook {function!r}; see docs/hooks.md")
+                options = self._manager.parse_hookimpl_opts(plugin, function)
+                if options is not None and (options["wrapper"] or options["hookwrapper"]):
+                    raise PluginError(f"{function} is a wrapper, which QSync's hooks do not have; see docs/hooks.md")
+        except (pluggy.PluginValidationError, PluginError, ValueError) as error:
+            self._disable(name, f"its hooks do not fit: {_one_line(error)}")
+
+    def _hook_names(self, plugin: Any) -> list[str]:
+        return [n for n in dir(plugin) if n.startswith("qsync_") and self._manager.parse_hookimpl_opts(plugin, n) is not None]
+
+    def _disable(self, name: str, reason: str) -> None:
+        self.disabled[name] = reason
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+        if self._backends is not None:
+            self._backends = None
+
+    @contextlib.contextmanager
+    def _blamed(self, plugin: str, what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Around somebody else's code: what it raises, but for ``passing``, disables the plugin and must not stop the others."""
+        try:
+            yield
+        except passing:
+            raise
+        except (Exception, SystemExit) as error:
+            self._disable(plugin, f"{what} failed with {_describe(error)}")
+
+    @property
+    def plugins(self) -> list[str]:
+        """Names of the plugins that take part, in alphabetical order."""
+        return sorted(name for name, _ in self._manager.list_name_plugin() if name != "qsync-core")
+
+    def _call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """Call a hook plugin by plugin, in order of their names; one that raises is disabled."""
+        results = []
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
+        for implementation in sorted(implementations, key=lambda found: found.plugin_name):
+            with self._blamed(implementation.plugin_name, f"its {hook}"):
+                results.append((implementation.plugin_name, _call(implementation, arguments)))
+        return results
+
+    def _first(self, hook: str, expected: type, **arguments: Any) -> Any:
+        """What the first plugin that knows an answer says, in pluggy's order (the last registered first), or None.
+
+        An error of QSync's is the answer and passes; a plugin that raises anything else, or answers with something else than
+        ``expected``, is disabled, and the next one is asked.
+        """
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            name, answer = implementation.plugin_name, None
+            with self._blamed(name, f"its {hook}", passing=(QSyncError,)):
+                answer = _call(implementation, arguments)
+            if isinstance(answer, expected):
+                return answer
+            if answer is not None:
+                self._disable(name, f"its {hook} must return {expected.__name__} or None, got {type(answer).__name__}")
+        return None
+
+    def collect(self, hook: str, problem: Callable[[Any], str] = lambda offered: "") -> list[Any]:
+        """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names.
+
+        Args:
+            hook: which.
+            problem: what makes something that is offered unusable, empty where nothing does; it is left out, and ``disabled`` says
+                of which plugin it was.
+        """
+        found: list[Any] = []
+        for name, offered in self._call_each(hook):
+            if not isinstance(offered, (list, tuple)):
+                self._disable(name, f"its {hook} must return a list, got {type(offered).__name__}")
+                continue
+            usable = []
+            for one in offered:
+                what = f"{type(one).__module__}.{type(one).__qualname__}"
+                with self._blamed(name, f"what it offers, {what},"):
+                    if reason := problem(one):
+                        self.disabled[f"{name} ({what})"] = reason
+                    else:
+                        usable.append(one)
+            if name not in self.disabled:
+                found.extend(usable)
+        return found
+
+    def commands(self, taken: Iterable[str] = ()) -> dict[str, click.Command]:
+        """Subcommands of all plugins by name; a plugin that uses a name of ``taken`` or of an earlier plugin is disabled."""
+        import click
+
+        found: dict[str, click.Command] = {}
+        for implementation in sorted(self._manager.hook.qsync_register_commands.get_hookimpls(), key=lambda i: i.plugin_name):
+            group = click.Group()
+            name = implementation.plugin_name
+            with self._blamed(name, "its qsync_register_commands"):
+                _call(implementation, {"cli": group})
+            if name in self.disabled:
+                continue
+            clash = sorted((set(found) | set(taken)) & set(group.commands))
+            if clash:
+                self._disable(name, f"it registers the command {clash[0]!r}, which exists already")
+                continue
+            found.update(group.commands)
+        return found
+
+    def doctor_lines(self) -> list[DoctorLine]:
+        """Findings of all plugins."""
+        return self.collect("qsync_doctor", lambda line: "" if isinstance(line, DoctorLine) else "it is no DoctorLine")
+
+    def trace_job(self, job: str) -> PrecisionDag | None:
+        """The graph of a job, None where no plugin traces jobs.
+
+        Raises:
+            QSyncError: what the plugin says is wrong with the job.
+        """
+        from qsync_core.ir.dag import PrecisionDag
+
+        found: PrecisionDag | None = self._first("qsync_trace_job", PrecisionDag, job=job)
+        return found
+
+    def describe_device(self, device: str) -> hooks.DeviceFacts | None:
+        """What kernels depend on, of a device of this machine; None where no plugin knows it."""
+        found: hooks.DeviceFacts | None = self._first("qsync_describe_device", hooks.DeviceFacts, device=device)
+        return found
+
+    def measure_truth(self, request: hooks.TruthRequest) -> Observations | None:
+        """The measured sensitivity of a job, None where no plugin measures it.
+
+        Raises:
+            QSyncError: what the plugin says is wrong with the job or the budget.
+        """
+        from qsync_core.ir.observations import Observations
+
+        found: Observations | None = self._first("qsync_measure_truth", Observations, request=request)
+        return found
+
+    def backends(self) -> list[KernelBackend]:
+        """Every usable kernel backend, in order of their names; they raise nothing but BackendError.
+
+        Raises:
+            PluginError: when two have one name, because plans name the backend that they want.
+        """
+        if self._backends is None:
+            owners: dict[str, str] = {}
+            found: list[KernelBackend] = []
+            for plugin, offered in self._call_each("qsync_register_backends"):
+                if not isinstance(offered, (list, tuple)):
+                    got = offered.__name__ if isinstance(offered, type) else type(offered).__name__
+                    self._disable(plugin, f"its qsync_register_backends must return a list of backends, got {got}")
+                    continue
+                for backend in offered:
+                    name = str(getattr(backend, "name", None))
+                    problem = backend_problem(backend)
+                    if problem:
+                        self.disabled[f"{plugin} (backend {name})"] = problem
+                        self._unusable[name] = problem
+                        continue
+                    if name in owners:
+                        raise PluginError(
+                            f"plugins {owners[name]} and {plugin} both offer a backend {name!r}; give one of them another name, "
+                            "or uninstall it"
+                        )
+                    owners[name] = plugin
+                    found.append(checked(backend))
+            self._owners = owners
+            self._backends = sorted(found, key=lambda backend: backend.name)
+        return self._backends
+
+    def why_disabled(self, backend: str) -> str:
+        """A sentence on a backend that a plugin offers and that can not be used; empty where no plugin offers it."""
+        self.backends()
+        if backend not in self._unusable:
+            return ""
+        return f"kernel backend {backend!r} is installed here and disabled: {self._unusable[backend]}"
+
+    def all_disabled(self) -> str:
+        """What to add to a message about something that is missing: it may be in a plugin that is disabled."""
+        return "".join(f"; plugin {plugin} is disabled: {reason}" for plugin, reason in self.disabled.items())
+
+    def answers(
+        self, request: KernelRequest, names: Sequence[str] | None = None, *, store: TuningStore | None = None
+    ) -> list[Answer]:
+        """What every backend says to a request, by name.
+
+        Args:
+            request: what is to run.
+            names: the backends that are asked; None asks all.
+            store: tuning records of this machine; without it a backend's first candidate configuration is taken.
+
+        Raises:
+            BackendError: when one of ``names`` is not installed.
+        """
+        backends = {backend.name: backend for backend in self.backends()}
+        for name in names or ():
+            if name not in backends:
+                raise BackendError(
+                    self.why_disabled(name)
+                    or f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}"
+                    + self.all_disabled()
+                )
+        return [_answer(backend, request, store) for name, backend in backends.items() if names is None or name in names]
+
+    def choose(self, request: KernelRequest, answers: Sequence[Answer]) -> Answer:
+        """The answer that ``qsync_select_backend`` picks among those of backends that can run the request.
+
+        Raises:
+            BackendError: with every backend's reasons, when none can.
+        """
+        able = {answer.backend: answer for answer in answers if not answer.reasons}
+        if not able:
+            raise BackendError(_refusal(request, {a.backend: list(a.reasons) for a in answers}) + self.all_disabled())
+        candidates = tuple(hooks.Candidate(answer.backend, answer.config, answer.latency_ns) for answer in able.values())
+        chosen = self._first("qsync_select_backend", str, request=request, candidates=candidates)
+        if chosen not in able:
+            raise BackendError(f"a plugin chose the backend {chosen!r} for {request.op}; it can only be {', '.join(able)}")
+        left = {backend.name for backend in self.backends()}
+        if chosen not in left:  # its plugin failed to choose, and is disabled with its backends
+            return self.choose(request, [answer for answer in answers if answer.backend in left])
+        return able[chosen]
+
+    def select(
+        self, request: KernelRequest, backend_name: str | None = None, *, store: TuningStore | None = None
+    ) -> tuple[KernelBackend, KernelConfig]:
+        """The backend and configuration for a request.
+
+        Args:
+            request: what is to run.
+            backend_name: the backend that a plan names; no other is taken in its place.  None lets the plugins choose.
+            store: tuning records of this machine; without it a backend's first candidate configuration is taken.
+
+        Raises:
+            BackendError: with every backend's reasons, when none (or not the named one) can run it.
+        """
+        chosen = self.choose(request, self.answers(request, None if backend_name is None else [backend_name], store=store))
+        backend = next(backend for backend in self.backends() if backend.name == chosen.backend)
+        return backend, KernelConfig(chosen.config)
+
+    def backend_versions(self) -> dict[str, str]:
+        """The version of the distribution that each backend comes from, by the backend's name; unknown ones are left out."""
+        self.backends()
+        found = {}
+        for backend, plugin in self._owners.items():
+            with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+                found[backend] = metadata.version(self._distributions.get(plugin, ""))
+        return found
+
+
+def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
+    """A plugin's function with those of the hook's arguments that it takes."""
+    return implementation.function(*(arguments[name] for name in implementation.argnames))
+
+
+def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:
+    try:
+        if reasons := backend.unsupported_reasons(request):
+            return Answer(backend.name, tuple(reasons))
+        configs = [config.text for config in backend.candidate_configs(request)]
+    except BackendError as error:  # a backend that fails here can not run the request, and the others may
+        return Answer(backend.name, (_one_line(error).removeprefix(f"backend {backend.name}: "),))
+    match = store.look_up(backend.name, request, configs) if store is not None else None
+    if match is None:
+        return Answer(backend.name, config=configs[0] if configs else "")
+    return Answer(backend.name, (), match.record.config, match.latency_ns, match.exact)
+
+
+def _refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:
+    what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)} on {request.device_kind}"
+    if not reasons:
+        return f"no kernel backend is installed that could run {what}; install qsync-torch for the reference backend"
+    said = "; ".join(f"{name}: {', '.join(why)}" for name, why in sorted(reasons.items()))
+    return f"no kernel backend can run {what} ({said})"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, CompatibilityError):
+        return _one_line(error)
+    return f"{type(error).__name__}: {_one_line(error)}"

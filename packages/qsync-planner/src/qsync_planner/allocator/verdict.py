@@ -1,0 +1,125 @@
+"""The verdict: does the hybrid job beat the training groups alone, and which groups had better stay out (DESIGN 7)?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role, Verdict
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
+from qsync_core.units import format_ns
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.replay import Replayer
+
+MAX_SUBSET_GROUPS = 4
+"""Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
+
+WORTH_IT = 1.005
+"""A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
+
+
+@attrs.frozen
+class _Job:
+    """A choice of groups: their names, its period, and its samples per second."""
+
+    inference: tuple[str, ...]
+    iteration_ns: int
+    samples_per_second: float
+
+
+def judge(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    variants: Mapping[str, Mapping[OpId, Variant]],
+    hybrid_ns: int,
+    local_batches: Mapping[str, int],
+    replayer: Replayer | None = None,
+) -> Verdict | None:
+    """Compare the hybrid job with the training groups alone, at the same batch per rank.
+
+    Args:
+        profiles: what the hybrid job was predicted with.
+        variants: the plan, by group.
+        hybrid_ns: the plan's predicted period.
+        local_batches: by group, where they differ from the traced batch size.
+        replayer: of this job, where there is one already.
+
+    Returns:
+        None where there is no training group to compare with, or nothing but training groups.
+    """
+    training = [group for group in cluster.groups if group.role is Role.TRAIN]
+    inference = [group for group in cluster.groups if group.role is Role.INFER]
+    if not training or not inference:
+        return None
+    everyone = tuple(group.name for group in inference)
+    hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
+    hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
+    whole = Replayer(dag, cluster, profiles) if replayer is None else replayer
+    mappers = {group.name: whole.mapper(group.name, variants[group.name]) for group in cluster.groups}
+    others = [_replay(whole, mappers, training, subset) for subset in _subsets(everyone)]
+    alone = others[0]
+    speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
+    return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, _sentence(hybrid, alone, others, speedup))
+
+
+def _rate(samples: int, period_ns: int) -> float:
+    return samples * 1e9 / period_ns if period_ns else 0.0
+
+
+def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Choices of inference groups other than all of them, none first."""
+    if len(names) <= MAX_SUBSET_GROUPS:
+        return [subset for size in range(len(names)) for subset in itertools.combinations(names, size)]
+    return [(), *(tuple(name for name in names if name != left_out) for left_out in names)]
+
+
+def _replay(
+    whole: Replayer, mappers: Mapping[str, CostMapper], training: Sequence[DeviceGroup], inference: tuple[str, ...]
+) -> _Job:
+    """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
+    dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
+    kept = {group.name for group in training} | set(inference)
+    groups = tuple(group for group in cluster.groups if group.name in kept)
+    smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
+    replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups}, like=whole)
+    period = replayer.period_ns(mappers)
+    return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
+
+
+def _links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
+    """The links of the groups that remain.
+
+    Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.
+    """
+    links = tuple(link for link in cluster.links if kept.issuperset(link.between))
+    measured = any(model is not None and model.world_size > 1 for model in (profiles[name].collective for name in kept))
+    if links or measured:
+        return links
+    touching = [(link, next(iter(kept.intersection(link.between)))) for link in cluster.links if kept.intersection(link.between)]
+    return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())
+
+
+def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float) -> str:
+    rates = (
+        f"{hybrid.samples_per_second:,.1f} samples/s ({format_ns(hybrid.iteration_ns)} a step) against "
+        f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with the training groups alone"
+    )
+    best = max(others, key=lambda job: (job.samples_per_second, len(job.inference)))
+    who = " and ".join(hybrid.inference)
+    if best.samples_per_second > hybrid.samples_per_second and best.inference:
+        left_out = " and ".join(name for name in hybrid.inference if name not in best.inference)
+        return (
+            f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({format_ns(best.iteration_ns)} a step); "
+            f"the whole hybrid job makes {rates}"
+        )
+    if speedup >= WORTH_IT:
+        return f"use {who}: {100 * (speedup - 1):.1f}% more throughput, {rates}"
+    loss = f"{100 * (1 - speedup):.1f}% less throughput" if speedup < 1 else "no more throughput"
+    return f"leave {who} out: {loss}, {rates}"

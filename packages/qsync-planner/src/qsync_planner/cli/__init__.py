@@ -1,0 +1,1 @@
+"""The planner's commands: indicate, plan, explain, replay, verify."""

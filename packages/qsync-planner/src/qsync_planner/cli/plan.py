@@ -1,0 +1,219 @@
+"""``qsync plan`` and ``qsync explain``.  Whatever is slow to import is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.cli.options import artifact_argument, profiles_option
+from qsync_core.cli.output import emit, json_option, progress_line
+from qsync_core.units import format_bytes, format_ns
+from qsync_planner.cli.table import print_table
+from qsync_planner.cli.tradeoff import show_tradeoff
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qsync_core.ir.plan import PrecisionPlan
+    from qsync_planner.allocator import BatchProfile
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--dag", type=_PATH, help="PrecisionDag of the model.")
+@click.option("--cluster", type=_PATH, help="Cluster description (TOML).")
+@profiles_option
+@click.option("--sensitivity", type=_PATH, help="Sensitivity; the baselines do without.")
+@click.option(
+    "--solver",
+    default="auto",
+    show_default=True,
+    help="auto, exact, greedy, greedy-paper, or a baseline: uniform, full, dynamic-batch.",
+)
+@click.option(
+    "--minimise",
+    "objective",
+    default="omega",
+    show_default=True,
+    help="omega: the least Σ Ω within time and memory; memory: the least within the time; time: the shortest within --omega-limit.",
+)
+@click.option("--omega-limit", type=float, metavar="Ω", help="Largest Σ Ω, for --minimise time.")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
+@click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
+@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
+@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
+@click.option("--diff", "diff_paths", nargs=2, type=_PATH, help="Compare two plans instead of making one.")
+@click.option("-o", "--output", type=_PATH, help="Where to write the plan.")
+@json_option
+def plan(
+    dag: Path | None,
+    cluster: Path | None,
+    profiles: dict[str, Path],
+    sensitivity: Path | None,
+    solver: str,
+    objective: str,
+    omega_limit: float | None,
+    time_limit: float | None,
+    tolerance: float,
+    batch_dag: Path | None,
+    batch_profiles: tuple[str, ...],
+    pareto: bool,
+    diff_paths: tuple[Path, Path] | None,
+    output: Path | None,
+    json_flag: bool,
+) -> None:
+    """Find the precision of every operator on every device group, show what others cost (--pareto), or compare two (--diff A B)."""
+    from qsync_core.artifacts.files import load, save
+    from qsync_core.cluster_file import read_cluster
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_core.ir.profile import Profile
+    from qsync_core.ir.sensitivity import Sensitivity
+    from qsync_planner.allocator import allocate
+    from qsync_planner.reporting.explain import explain as explain_plan
+
+    if diff_paths is not None:
+        _show_diff(*diff_paths, json_flag)
+        return
+    for name, value in (("--dag", dag), ("--cluster", cluster), ("-o", output)):
+        if value is None and not (name == "-o" and pareto):
+            raise click.UsageError(f"Missing option '{name}'.")
+    assert dag is not None
+    assert cluster is not None
+    if pareto:
+        if (solver, objective, omega_limit, time_limit, tolerance) != ("auto", "omega", None, None, 0.0):
+            raise click.UsageError("--pareto goes through all limits: leave out --solver, --minimise, --tolerance and the limits.")
+        loaded = {name: load(path, Profile) for name, path in profiles.items()}
+        rated = load(sensitivity, Sensitivity) if sensitivity else None
+        show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
+        return
+    assert output is not None
+    with progress_line() as progress:
+        found = allocate(
+            load(dag, PrecisionDag),
+            read_cluster(cluster),
+            {name: load(path, Profile) for name, path in profiles.items()},
+            load(sensitivity, Sensitivity) if sensitivity else None,
+            solver=solver,
+            objective=objective,
+            omega_limit=omega_limit,
+            tolerance=tolerance,
+            seconds=time_limit,
+            batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
+            progress=progress,
+        )
+    save(found, output)
+    data = explain_plan(found)
+    for group in data["groups"]:
+        del group["operators"]
+    emit(json_flag, {"output": str(output), **data}, lambda console: _render_plan(console, found, output))
+
+
+@click.command()
+@artifact_argument("plan_path")
+@click.argument("fqn", required=False)
+@json_option
+def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
+    """Say why every operator of a plan (or only FQN, an operator or a module) runs as it does."""
+    from qsync_core.artifacts.files import load
+    from qsync_core.ir.plan import PrecisionPlan
+    from qsync_planner.reporting.explain import explain as explain_plan
+
+    loaded = load(plan_path, PrecisionPlan)
+    data = explain_plan(loaded, fqn)
+
+    def render(console: Console) -> None:
+        if fqn is None:
+            _render_plan(console, loaded, None)
+        for group in data["groups"]:
+            console.print(f"\n{group['group']}: {group['count']} × {group['device']}, {group['role']}", markup=False)
+            rows = [[o["operator"], o["label"], o["backend"], o["reason"]] for o in group["operators"]]
+            print_table(console, ["operator", "runs as", "backend", "because"], rows)
+
+    emit(json_flag, data, render)
+
+
+def load_batch_profiles(batch_dag: Path | None, entries: tuple[str, ...]) -> dict[str, BatchProfile]:
+    """What ``--batch-dag`` and ``--batch-profile`` name, by group."""
+    from qsync_core.artifacts.files import digest, load
+    from qsync_core.errors import PlanError
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_core.ir.profile import Profile
+    from qsync_planner.allocator import BatchProfile
+
+    if bool(entries) != (batch_dag is not None):
+        raise click.UsageError("--batch-dag and --batch-profile go together: a job traced at another batch size, and its profiles.")
+    if batch_dag is None:
+        return {}
+    graph = load(batch_dag, PrecisionDag)
+    found = {}
+    for entry in entries:
+        group, separator, path = entry.partition("=")
+        if not (separator and group and path):
+            raise click.BadParameter(f"write GROUP=PATH, got {entry!r}", param_hint="--batch-profile")
+        profile = load(Path(path), Profile)
+        if profile.dag_digest != digest(graph):
+            raise PlanError(f"the profile {path} was not measured for the graph {batch_dag}; profile that one")
+        found[group] = BatchProfile(graph.batch_size, profile)
+    return found
+
+
+def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> None:
+    where = f" → {output}" if output else ""
+    console.print(f"{plan.model}: plan by {plan.solver}{f', {plan.indicator}' if plan.indicator else ''}{where}", markup=False)
+    rows = [["this plan", format_ns(plan.predicted_iteration_ns)], ["time limit", format_ns(plan.time_limit_ns)]]
+    rows += [[f"baseline {name}", format_ns(ns)] for name, ns in sorted(plan.baselines.items())]
+    print_table(console, ["iteration time", "predicted"], rows)
+    rows = []
+    for group in plan.groups:
+        counts: dict[str, int] = {}
+        for assignment in group.assignments.values():
+            counts[assignment.variant.label] = counts.get(assignment.variant.label, 0) + 1
+        memory = format_bytes(group.predicted_peak_bytes)
+        memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
+        operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
+        batch = str(plan.local_batches.get(group.group, ""))
+        rows.append([f"{group.group} ({group.count} × {group.device.name})", operators, memory, batch])
+    print_table(console, ["group", "operators", "peak memory", "local batch"], rows)
+    if plan.verdict is not None:
+        console.print(f"verdict: {plan.verdict.sentence}", markup=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _show_diff(before: Path, after: Path, json_flag: bool) -> None:
+    from qsync_core.artifacts.files import load
+    from qsync_core.ir.plan import PrecisionPlan
+    from qsync_planner.reporting.diff import diff_plans
+
+    old, new = load(before, PrecisionPlan), load(after, PrecisionPlan)
+    data = diff_plans(old, new)
+
+    def render(console: Console) -> None:
+        rows = [
+            ["solver", old.solver, new.solver],
+            ["indicator", old.indicator or "none", new.indicator or "none"],
+            ["iteration", format_ns(old.predicted_iteration_ns), format_ns(new.predicted_iteration_ns)],
+            ["time limit", format_ns(old.time_limit_ns), format_ns(new.time_limit_ns)],
+            ["Σ Ω", *(f"{plan.objective:.6g}" if plan.indicator else "not rated" for plan in (old, new))],
+        ]
+        for group in data["groups"]:
+            peaks = group["peak_bytes"]
+            rows.append([f"peak memory {group['group']}", format_bytes(peaks["before"]), format_bytes(peaks["after"])])
+        print_table(console, [data["model"], str(before), str(after)], rows)
+        for name in data["groups_removed"]:
+            console.print(f"group {name} is only in {before}", markup=False)
+        for name in data["groups_added"]:
+            console.print(f"group {name} is only in {after}", markup=False)
+        if data["inputs_changed"]:
+            console.print(f"made from other inputs: {', '.join(data['inputs_changed'])}", markup=False)
+        for group in data["groups"]:
+            console.print(f"\n{group['group']}: {len(group['operators'])} operators differ", markup=False)
+            changes = [[o["operator"], *o["labels"], o["reason"]] for o in group["operators"]]
+            if changes:
+                print_table(console, ["operator", "before", "after", "because"], changes)
+
+    emit(json_flag, data, render)

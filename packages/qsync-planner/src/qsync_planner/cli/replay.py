@@ -1,0 +1,174 @@
+"""``qsync replay`` and ``qsync verify``: predict a job's step, and check the prediction against a measured one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qsync_core.cli.options import artifact_argument, profiles_option
+from qsync_core.cli.output import emit, json_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qsync_planner.replayer.replay import Prediction
+    from qsync_planner.verify import Comparison, Verification
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@artifact_argument("plan")
+@click.option("--dag", type=_PATH, required=True, help="The job's PrecisionDag, from 'qsync trace'.")
+@click.option("--cluster", type=_PATH, required=True, help="The cluster file (TOML).")
+@profiles_option
+@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
+@click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@click.option("-o", "--output", type=_PATH, help="Write the predicted timeline.")
+@click.option("--perfetto", type=_PATH, help="Write it as a trace for ui.perfetto.dev.")
+@json_option
+def replay(
+    plan: Path,
+    dag: Path,
+    cluster: Path,
+    profiles: dict[str, Path],
+    batch_dag: Path | None,
+    batch_profiles: tuple[str, ...],
+    output: Path | None,
+    perfetto: Path | None,
+    json_flag: bool,
+) -> None:
+    """Predict iteration time and memory of a job under a plan."""
+    import attrs
+
+    from qsync_core.artifacts.files import load, save
+    from qsync_core.artifacts.perfetto import to_perfetto
+    from qsync_core.cluster_file import read_cluster
+    from qsync_core.errors import PlanError
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_core.ir.plan import PrecisionPlan
+    from qsync_core.ir.profile import Profile
+    from qsync_planner.allocator.dynamic_batch import replay_batches
+    from qsync_planner.cli.plan import load_batch_profiles
+    from qsync_planner.matching import check_plan, check_profiles
+    from qsync_planner.replayer.replay import Replayer, plan_variants
+
+    graph, described, wanted = load(dag, PrecisionDag), read_cluster(cluster), load(plan, PrecisionPlan)
+    measured = {group: load(path, Profile) for group, path in profiles.items()}
+    check_plan(wanted, graph)
+    check_profiles(graph, described, measured)
+    replayer = Replayer(graph, described, measured)
+    variants = plan_variants(wanted, described)
+    prediction = replayer.replay(variants)
+    further = load_batch_profiles(batch_dag, batch_profiles)
+    batches = {group.name: wanted.local_batches.get(group.name, graph.batch_size) for group in described.groups}
+    if any(batch != graph.batch_size for batch in batches.values()):
+        replayer, prediction = replay_batches(replayer, variants, batches, further)
+    if output or perfetto:
+        peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
+        timeline = attrs.evolve(replayer.timeline(variants), peak_bytes=peaks)
+        if output:
+            save(timeline, output)
+        if perfetto:
+            from qsync_core.artifacts.atomic_file import write_atomically
+
+            try:
+                write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
+            except OSError as error:
+                raise PlanError(f"can not write {perfetto}: {error.strerror or error}") from None
+    data = {**prediction.as_dict(), "local_batches": batches}
+    emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
+
+
+def _print_prediction(console: Console, model: str, prediction: Prediction, batches: dict[str, int]) -> None:
+    from rich.table import Table
+
+    from qsync_core.units import format_bytes, format_ns
+
+    console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration", markup=False)
+    heads = ("group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", "local batch")
+    table = Table(*heads, box=None, pad_edge=False)
+    for name, group in prediction.groups.items():
+        times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)
+        table.add_row(name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes), str(batches[name]))
+    console.print(table)
+
+
+@click.command()
+@artifact_argument("predicted")
+@artifact_argument("measured")
+@click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, help="How many operators to list.")
+@click.option("--max-error", type=click.FloatRange(min=0), help="Exit with 1 if the iteration time is off by more percent.")
+@json_option
+def verify(predicted: Path, measured: Path, top: int, max_error: float | None, json_flag: bool) -> None:
+    """Compare a measured timeline with the predicted one and name the worst cost."""
+    from qsync_core.artifacts.files import load
+    from qsync_core.errors import PlanError
+    from qsync_core.ir.timeline import Timeline
+    from qsync_planner.verify import verify as compare
+
+    found = compare(load(predicted, Timeline), load(measured, Timeline))
+    emit(json_flag, _verification_data(found, top), lambda console: _print_verification(console, found, top))
+    error = found.iteration.error
+    if max_error is not None and (error is None or abs(error) * 100 > max_error):
+        raise PlanError(f"the predicted iteration time is off by {_percent(found.iteration)}, more than the {max_error:g}% allowed")
+
+
+def _percent(comparison: Comparison) -> str:
+    error = comparison.error
+    return "n/a" if error is None else f"{error * 100:+.1f}%"
+
+
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
+    return {"predicted": comparison.predicted, "measured": comparison.measured, "error": comparison.error}
+
+
+def _verification_data(found: Verification, top: int) -> dict[str, Any]:
+    operators = [
+        {"group": r.group, "operator": str(r.op_id), "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)}
+        for r in found.operators
+    ]
+    return {
+        "iteration_ns": _comparison_data(found.iteration),
+        "phases": [
+            {"group": r.group, "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)} for r in found.phases
+        ],
+        "worst": operators[0] if operators else None,
+        "operators": operators[:top],
+        "only_predicted": [str(op_id) for op_id in found.only_predicted],
+        "only_measured": [str(op_id) for op_id in found.only_measured],
+        "peak_bytes": {name: _comparison_data(comparison) for name, comparison in found.memory.items()},
+    }
+
+
+def _print_verification(console: Console, found: Verification, top: int) -> None:
+    from rich.table import Table
+
+    from qsync_core.units import format_bytes, format_ns
+
+    table = Table("group", "what", "predicted", "measured", "error", box=None, pad_edge=False)
+
+    def row(group: str, what: str, comparison: Comparison, text: Any = format_ns) -> None:
+        table.add_row(group, what, text(comparison.predicted), text(comparison.measured), _percent(comparison))
+
+    row("job", "iteration", found.iteration)
+    for phase in found.phases:
+        row(phase.group or "job", f"{phase.phase}, {phase.resource}" if phase.group else "collectives", phase.time)
+    for name, comparison in found.memory.items():
+        row(name, "peak memory", comparison, format_bytes)
+    for operator in found.operators[:top]:
+        row(operator.group, f"{operator.op_id} ({operator.phase}, {operator.resource})", operator.time)
+    console.print(table)
+    worst = found.worst
+    if worst is not None:
+        where = f"{worst.op_id} on group {worst.group}, {worst.phase} {worst.resource}"
+        console.print(
+            f"worst cost: {where}: predicted {format_ns(worst.time.predicted)}, measured {format_ns(worst.time.measured)}",
+            markup=False,
+        )
+    for what, names in (("the prediction", found.only_predicted), ("the measurement", found.only_measured)):
+        if names:
+            console.print(f"only in {what}: {len(names)} operators, {names[0]} first", markup=False)

@@ -1,0 +1,1 @@
+"""The replayer: what a plan costs in time and memory (cost mapper, simulator, memory model, calibration)."""

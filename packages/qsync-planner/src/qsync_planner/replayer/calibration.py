@@ -1,0 +1,204 @@
+"""Calibration: bringing the sum of measured parts to whole measured steps (DESIGN 6.3 and 6.4).
+
+Operators timed alone miss what a step adds (autograd, Python, cold caches) and gain what it overlaps.  The profile holds whole
+steps at the base precision and at every rung uniformly; the model reproduces each of them, and plans in between mix their
+corrections:
+
+1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
+2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung, in proportion to their
+   kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
+   throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold.
+
+Memory likewise: what is missing at the base is added to every plan, the rest at a rung to its operators by their elements.
+
+Casts keep their own measured models.  Everything is rounded to integers once, per (operator, variant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.profile import Profile, StepMeasurement
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.cost_mapper import FORWARD_SITES, CostMapper
+from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, Scale
+from qsync_planner.replayer.max_plus import sequence
+from qsync_planner.replayer.memory import MemoryLedger
+
+
+@attrs.frozen
+class _Phases:
+    """Dispatch and compute time of forward and backward, in nanoseconds."""
+
+    forward_dispatch_ns: int
+    forward_compute_ns: int
+    backward_dispatch_ns: int
+    backward_compute_ns: int
+
+    def values(self) -> tuple[int, int, int, int]:
+        return self.forward_dispatch_ns, self.forward_compute_ns, self.backward_dispatch_ns, self.backward_compute_ns
+
+
+def spread_integer(total: int, weights: Sequence[int]) -> list[int]:
+    """Split a total in proportion to weights, as integers that add up to it (equally where all weights are 0).
+
+    Largest remainders get the odd units, earlier positions first among equals.
+    """
+    if not weights:
+        return []
+    if sum(weights) == 0:
+        weights = [1] * len(weights)
+    whole = sum(weights)
+    sign = -1 if total < 0 else 1
+    parts = [abs(total) * weight // whole for weight in weights]
+    remainders = sorted(range(len(weights)), key=lambda i: (-(abs(total) * weights[i] % whole), i))
+    for position in remainders[: abs(total) - sum(parts)]:
+        parts[position] += 1
+    return [sign * part for part in parts]
+
+
+def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant) -> CostModel:
+    """A cost model of this device that reproduces the profile's whole steps.
+
+    Without a measured step at the base precision, the plain sum of parts.
+    """
+    plain = CostModel(dag, profile)
+    base_step = next((step for step in profile.steps if step.variant == base), None)
+    if base_step is None:
+        return plain
+    calibration = attrs.evolve(
+        _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
+    )
+    if base_step.peak_bytes:
+        calibration = attrs.evolve(calibration, memory_bytes=_missing_memory(dag, profile, calibration, base_step))
+    rungs: dict[tuple[int, Variant], Correction] = {}
+    for step in profile.steps:
+        if step.variant != base:
+            rungs.update(_fit_rung(dag, profile, calibration, step))
+    return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs))
+
+
+def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: _Phases) -> _Phases:
+    """The phases that a step was measured to have.
+
+    On a synchronous device they are scaled to fill the measured period up to the optimizer, so that nothing of it is lost.
+    """
+    phases = _Phases(step.forward_dispatch_ns, step.forward_compute_ns, step.backward_dispatch_ns, step.backward_compute_ns)
+    if not synchronous:
+        return phases
+    forward = phases.forward_dispatch_ns + phases.forward_compute_ns
+    backward = phases.backward_dispatch_ns + phases.backward_compute_ns
+    if forward + backward == 0:
+        forward, backward = modelled.forward_compute_ns, modelled.backward_compute_ns
+    if step.iteration_ns > optimizer_ns and forward + backward > 0:
+        both = step.iteration_ns - optimizer_ns
+        forward = both * forward // (forward + backward)
+        backward = both - forward
+    return _Phases(0, forward, 0, backward)
+
+
+def _optimizer(profile: Profile, step: StepMeasurement) -> tuple[int, int]:
+    dispatch = step.optimizer_dispatch_ns or profile.optimizer_dispatch_ns
+    compute = step.optimizer_compute_ns or profile.optimizer_compute_ns
+    return (0, dispatch + compute) if profile.device.is_synchronous else (dispatch, compute)
+
+
+def _uniform(dag: PrecisionDag, model: CostModel, variant: Variant) -> CostMapper:
+    return CostMapper(dag, model, {operator.op_id: variant for operator in dag.adjustable})
+
+
+def _modelled(mapper: CostMapper) -> _Phases:
+    forward, backward = sequence(mapper.forward), sequence(mapper.backward)
+    return _Phases(forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns)
+
+
+def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement) -> Calibration:
+    mapper = _uniform(dag, plain, step.variant)
+    modelled = _modelled(mapper)
+    dispatch, compute = _optimizer(profile, step)
+    target = _target(step, profile.device.is_synchronous, compute, modelled)
+    casts = _cast_times(mapper)
+    scales: list[Scale] = []
+    everywhere = [[0, 0, 0, 0] for _ in dag.operators]
+    for column, (want, have, cast) in enumerate(zip(target.values(), modelled.values(), casts.values(), strict=True)):
+        kernels = have - cast
+        if kernels > 0 and want > cast:
+            scales.append(Scale(want - cast, kernels))
+            continue
+        scales.append(Scale())
+        if kernels == 0 and want > cast:
+            real = [int(operator.kind != "input") for operator in dag.operators]
+            for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):
+                entry[column] = part
+    calibration = Calibration(
+        optimizer_dispatch_ns=dispatch,
+        optimizer_compute_ns=compute,
+        forward_dispatch=scales[0],
+        forward_compute=scales[1],
+        backward_dispatch=scales[2],
+        backward_compute=scales[3],
+        everywhere=tuple(Correction(*entry) for entry in everywhere) if any(map(any, everywhere)) else (),
+    )
+    return calibration
+
+
+def _memory_floor(peaks: Sequence[int]) -> int:
+    """The peak that several rungs share to the byte: it lies where no rung changes anything.  0 where no two lowest peaks agree."""
+    lowest = min(peaks, default=0)
+    return lowest if peaks.count(lowest) > 1 else 0
+
+
+def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement) -> int:
+    """What the model lacks of a measured peak; a step at the floor only says that the model may not exceed it."""
+    unbounded = CostModel(dag, profile, attrs.evolve(calibration, memory_floor_bytes=0))
+    missing = step.peak_bytes - MemoryLedger(_uniform(dag, unbounded, step.variant), distributed=False).peak_bytes()
+    return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
+
+
+def _cast_times(mapper: CostMapper) -> _Phases:
+    """Time of the charged casts alone."""
+    times = [0, 0, 0, 0]
+    for charged in mapper.charged:
+        for priced in charged:
+            first = 0 if priced.cast.site in FORWARD_SITES else 2
+            times[first] += priced.dispatch_ns
+            times[first + 1] += priced.compute_ns
+    return _Phases(*times)
+
+
+def _fit_rung(
+    dag: PrecisionDag, profile: Profile, calibration: Calibration, step: StepMeasurement
+) -> dict[tuple[int, Variant], Correction]:
+    model = CostModel(dag, profile, calibration)
+    try:
+        mapper = _uniform(dag, model, step.variant)
+    except PlanError:  # an operator can not run in this rung, so the step was not uniform and says nothing about the model's sum
+        return {}
+    modelled = _modelled(mapper)
+    target = _target(step, profile.device.is_synchronous, calibration.optimizer_compute_ns, modelled)
+    positions = [i for i, operator in enumerate(dag.operators) if operator.is_adjustable]
+    settled = [mapper.settled[i] for i in positions]
+    flops = [dag.operators[i].flops for i in positions]
+    columns: list[list[int]] = []
+    kernels = [
+        [s.forward_dispatch_ns for s in settled],
+        [s.forward_compute_ns for s in settled],
+        [s.backward_dispatch_ns for s in settled],
+        [s.backward_compute_ns for s in settled],
+    ]
+    for column, (want, have) in enumerate(zip(target.values(), modelled.values(), strict=True)):
+        dispatch = column % 2 == 0
+        rest = 0 if dispatch and want == 0 else want - have  # a dispatch time of 0 was not measured apart
+        times = kernels[column]
+        weights = times if any(times) else [1] * len(positions) if dispatch else flops
+        columns.append(spread_integer(max(rest, -sum(times)), weights))
+    memory = [0] * len(positions)
+    if step.peak_bytes:
+        elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
+        memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
+    rows = zip(positions, *columns, memory, strict=True)
+    return {(row[0], step.variant): Correction(*row[1:]) for row in rows}

@@ -1,0 +1,314 @@
+"""The cost model: what one operator costs on one device, given its variant and the formats of its inputs.
+
+``CostModel.settle`` is a pure function, cached; everything above it only adds integers up.  That is why an incremental update and a
+rebuild from scratch agree bit for bit (DESIGN 6.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import attrs
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
+from qsync_core.ir.semantics import Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
+from qsync_core.ir.variant import Variant
+
+_FREE = OpCost(0, 0, 0, 0)
+_PLAIN = {precision: Variant.plain(precision) for precision in Precision if not precision.needs_scale}
+
+
+class PricedCast(NamedTuple):
+    """A cast, what it costs, and the number under which consumers of one tensor share it (-1: not shared)."""
+
+    cast: Cast
+    dispatch_ns: int
+    compute_ns: int
+    share: int
+
+
+class SavedInput(NamedTuple):
+    """An input kept for backward: the operator's input position, and the share number of the cast copy (-1: uncast)."""
+
+    input_index: int
+    share: int
+    nbytes: int
+
+
+class Settled(NamedTuple):
+    """Everything about one operator that follows from its variant and the formats of its inputs.
+
+    Kernel times are calibrated and do not include casts; on a synchronous device dispatch is merged into compute.
+    """
+
+    run: Variant
+    output: Precision
+    casts: tuple[PricedCast, ...]
+    forward_dispatch_ns: int
+    forward_compute_ns: int
+    backward_dispatch_ns: int
+    backward_compute_ns: int
+    output_bytes: int
+    saved_inputs: tuple[SavedInput, ...]
+    saves_output: bool
+    saved_own_bytes: int
+    workspace_bytes: int
+    gradient_copy_bytes: int
+    """The incoming gradient's copies in the gradient formats, alive during this operator's backward."""
+    memory_correction_bytes: int
+
+
+_SITES, _FORMATS, _GRANULARITIES, _ROUNDINGS = list(CastSite), list(Precision), list(Granularity), list(Rounding)
+
+
+def _share_number(cast: Cast) -> int:
+    """A number that two shared casts of one tensor have in common if and only if they are one cast: same site, same key."""
+    key = cast.key
+    number = _SITES.index(cast.site)
+    for value, values in (
+        (key.source, _FORMATS),
+        (key.target, _FORMATS),
+        (key.granularity, _GRANULARITIES),
+        (key.rounding, _ROUNDINGS),
+    ):
+        number = number * len(values) + values.index(value)  # type: ignore[arg-type]
+    return number
+
+
+@attrs.frozen
+class Correction:
+    """What calibration adds to one operator in one variant, after scaling its kernels (see
+    :mod:`qsync_planner.replayer.calibration`)."""
+
+    forward_dispatch_ns: int = 0
+    forward_compute_ns: int = 0
+    backward_dispatch_ns: int = 0
+    backward_compute_ns: int = 0
+    memory_bytes: int = 0
+
+
+@attrs.frozen
+class Scale:
+    """A rational factor, applied to integers with rounding to the nearest."""
+
+    numerator: int = 1
+    denominator: int = 1
+
+    def __call__(self, value: int) -> int:
+        """The value scaled."""
+        return (2 * value * self.numerator + self.denominator) // (2 * self.denominator)
+
+
+_ONE = Scale()
+
+
+@attrs.frozen
+class Calibration:
+    """How the sum of parts is brought to whole measured steps.
+
+    Attributes:
+        forward_dispatch, forward_compute, backward_dispatch, backward_compute: factors of every operator's kernel times.
+        everywhere: added to every operator, in execution order, where there was nothing to scale.
+        corrections: what a rung adds to an adjustable operator that runs in it: ``[operator position, variant]``.
+        optimizer_dispatch_ns, optimizer_compute_ns: one optimizer step, with everything of a step outside forward and backward.
+        memory_bytes: added to the peak.
+        memory_floor_bytes: the peak is never below this (a moment that no plan changes, such as the optimizer's), without DDP's
+            buckets.
+    """
+
+    optimizer_dispatch_ns: int
+    optimizer_compute_ns: int
+    forward_dispatch: Scale = _ONE
+    forward_compute: Scale = _ONE
+    backward_dispatch: Scale = _ONE
+    backward_compute: Scale = _ONE
+    everywhere: tuple[Correction, ...] = ()
+    corrections: Mapping[tuple[int, Variant], Correction] = attrs.field(factory=dict)
+    memory_bytes: int = 0
+    memory_floor_bytes: int = 0
+
+
+class CostModel:
+    """Costs of a model's operators on one device type.
+
+    Args:
+        dag: the model.
+        profile: its measurements on the device.
+        calibration: how they are brought to whole steps; None for the plain sum of parts.
+
+    Raises:
+        PlanError: when the profile is of another model.
+    """
+
+    def __init__(self, dag: PrecisionDag, profile: Profile, calibration: Calibration | None = None) -> None:
+        if profile.model != dag.model:
+            raise PlanError(
+                f"the profile of device {profile.device.name} is of model {profile.model!r}, but the graph is of {dag.model!r}; "
+                "run 'qsync profile' for this model"
+            )
+        self.dag = dag
+        self.profile = profile
+        self.synchronous = profile.device.is_synchronous
+        self.calibration = calibration or self._plain_calibration()
+        self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
+        self._variants: dict[Variant, int] = {}
+        self._variant_of: list[Variant] = []
+        self._settled: dict[tuple[int, int, tuple[Precision, ...]], Settled] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
+        self._shape_of: dict[int, int] = {}
+        self._equal: dict[tuple[object, ...], Settled] = {}
+
+    def _plain_calibration(self) -> Calibration:
+        dispatch, compute = self.profile.optimizer_dispatch_ns, self.profile.optimizer_compute_ns
+        return Calibration(0, dispatch + compute) if self.synchronous else Calibration(dispatch, compute)
+
+    def intern(self, variant: Variant) -> int:
+        """A small number for a variant; equal variants have equal numbers."""
+        number = self._variants.setdefault(variant, len(self._variants))
+        if number == len(self._variant_of):
+            self._variant_of.append(variant)
+        return number
+
+    def variant(self, number: int) -> Variant:
+        """The variant of a number given by :meth:`intern`."""
+        return self._variant_of[number]
+
+    def has_cost(self, op_id: OpId, variant: Variant) -> bool:
+        """True where that pair was measured."""
+        return variant in self.profile.cost_index.get(op_id, {})
+
+    def settle(self, position: int, variant: int, inputs: tuple[Precision, ...]) -> Settled:
+        """Costs and formats of the operator at ``position``.
+
+        Args:
+            position: in ``dag.operators``.
+            variant: number of its variant; ignored unless it is adjustable.
+            inputs: formats of its activations.
+
+        Raises:
+            PlanError: when the profile lacks the operator in the variant it would run in, or a cast it needs.
+        """
+        key = (position, variant, inputs)
+        found = self._settled.get(key)
+        if found is None:
+            found = self._settled[key] = self._settle(position, self._variant_of[variant], inputs)
+        return found
+
+    def _settle(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Settled:
+        operator = self.dag.operators[position]
+        adjustable = operator.op_class is OpClass.ADJUSTABLE
+        run = variant if adjustable else _PLAIN[run_precision(operator, inputs)]
+        cost = self._measured(operator, run)
+        times = self._calibrate(position, run, cost)
+        correction = self.calibration.corrections.get((position, run))
+        memory_correction = correction.memory_bytes if correction else 0
+        saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspace_bytes)
+        # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
+        key = (self._shape(position), run, inputs, times, saved, memory_correction)
+        found = self._equal.get(key)
+        if found is not None:
+            return found
+        output = output_precision(operator, run, inputs)
+        priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs))
+        copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
+        gradients = gradient_precisions(run, 0 not in operator.no_grad_inputs) if adjustable else ()
+        self._equal[key] = found = Settled(
+            run,
+            output,
+            priced,
+            *times,
+            output_bytes=operator.output_numel * output.nbytes,
+            saved_inputs=tuple(self._saved_input(operator, index, copies.get(index), inputs) for index in cost.saves_inputs),
+            saves_output=cost.saves_output,
+            saved_own_bytes=cost.saved_own_bytes,
+            workspace_bytes=cost.workspace_bytes,
+            gradient_copy_bytes=operator.output_numel * sum(copy.nbytes for copy in gradients if copy is not output),
+            memory_correction_bytes=memory_correction,
+        )
+        return found
+
+    def _shape(self, position: int) -> int:
+        """A number for everything about an operator but its name and its measurements; equal operators have equal numbers."""
+        number = self._shape_of.get(position)
+        if number is None:
+            o = self.dag.operators[position]
+            produced = tuple(self.dag[producer].output_numel for producer in o.inputs)
+            shape = (o.op_class, o.input_shapes, o.output_shape, o.weight_shape, o.no_grad_inputs, produced)
+            number = self._shape_of[position] = self._shapes.setdefault(shape, len(self._shapes))
+        return number
+
+    def _measured(self, operator: Operator, run: Variant) -> OpCost:
+        by_variant = self.profile.cost_index.get(operator.op_id)
+        if by_variant is None:
+            if operator.kind == "input":
+                return _FREE
+            raise PlanError(
+                f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}); "
+                "it was made from another graph: run 'qsync profile' again"
+            )
+        index = by_variant.get(run)
+        if index is None:
+            labels = sorted(v.label for v in by_variant)
+            wanted = run.label
+            if wanted in labels:  # they differ in what a label leaves out
+                labels, wanted = sorted(str(v) for v in by_variant), str(run)
+            known = ", ".join(labels) or "none"
+            raise PlanError(
+                f"the profile of device {self.profile.device.name} has no cost of operator {operator.op_id} ({operator.kind}) in "
+                f"{wanted}, only in: {known}; profile again with that precision in the ladder, or leave it out of the cluster's"
+            )
+        cost = self.profile.costs[index]
+        bad = [i for i in cost.saves_inputs if not 0 <= i < len(operator.inputs)]
+        if bad:
+            raise PlanError(
+                f"the profile of device {self.profile.device.name} says that operator {operator.op_id} saves input {bad[0]}, but "
+                f"it has {len(operator.inputs)}; it was made from another graph: run 'qsync profile' again"
+            )
+        return cost
+
+    def _price(self, operator: Operator, cast: Cast) -> PricedCast:
+        model = self._cast_models.get(cast.key)
+        if model is None:
+            key = cast.key
+            raise PlanError(
+                f"the profile of device {self.profile.device.name} has no cost of the cast {key.source} to {key.target} "
+                f"({key.granularity}, {key.rounding}) that operator {operator.op_id} needs; profile again with this ladder"
+            )
+        compute = model.cost_ns(cast.numel)
+        share = _share_number(cast) if cast.shared else -1
+        if self.synchronous:
+            return PricedCast(cast, 0, model.dispatch_ns + compute, share)
+        return PricedCast(cast, model.dispatch_ns, compute, share)
+
+    def _calibrate(self, position: int, run: Variant, cost: OpCost) -> tuple[int, int, int, int]:
+        forward_dispatch, forward_compute = cost.forward_dispatch_ns, cost.forward_compute_ns
+        backward_dispatch, backward_compute = cost.backward_dispatch_ns, cost.backward_compute_ns
+        if self.synchronous:
+            forward_dispatch, forward_compute = 0, forward_dispatch + forward_compute
+            backward_dispatch, backward_compute = 0, backward_dispatch + backward_compute
+        c = self.calibration
+        times = [
+            c.forward_dispatch(forward_dispatch),
+            c.forward_compute(forward_compute),
+            c.backward_dispatch(backward_dispatch),
+            c.backward_compute(backward_compute),
+        ]
+        added = [c.everywhere[position]] if c.everywhere else []
+        extra = c.corrections.get((position, run))
+        for correction in [*added, extra] if extra else added:
+            times[0] += correction.forward_dispatch_ns
+            times[1] += correction.forward_compute_ns
+            times[2] += correction.backward_dispatch_ns
+            times[3] += correction.backward_compute_ns
+        return max(0, times[0]), max(0, times[1]), max(0, times[2]), max(0, times[3])
+
+    def _saved_input(self, operator: Operator, index: int, copy: PricedCast | None, inputs: tuple[Precision, ...]) -> SavedInput:
+        producer = self.dag[operator.inputs[index]]
+        if copy is None:
+            return SavedInput(index, -1, producer.output_numel * inputs[index].nbytes)
+        return SavedInput(index, copy.share, operator.input_numel(index) * copy.cast.key.target.nbytes)

@@ -1,0 +1,367 @@
+"""The memory model: peak memory of one rank's training step, following what autograd really keeps (DESIGN 6.4).
+
+A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.  Every piece of memory is an interval of
+moments:
+
+* an operator's output lives until its last consumer has run, or, where somebody saved it for backward, until the last of those
+  has run backward; two consumers of one tensor share it;
+* a cast copy likewise, shared by the consumers that share the cast; the original is kept only where somebody saved the original;
+* what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
+* a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
+  optimizer, in float32;
+* workspace and the gradient's copies in the gradient formats live for one moment.
+
+Memory is then integer additions at moments, and the peak is the highest running sum: the same from scratch or after any number of
+updates, each of which costs O(log V) for every operator whose memory changes.  A measured peak of whole steps calibrates it
+(:mod:`qsync_planner.replayer.calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
+
+import attrs
+
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel, Settled
+from qsync_planner.replayer.max_plus import NEVER
+from qsync_planner.replayer.sequence_tree import Node, SequenceTree
+
+# ---- merged from qsync_planner.replayer.memory
+# What no plan changes about memory: static bytes, when parameters' gradients are made, when tensors' gradients begin to live.
+
+GRADIENT_NBYTES = Precision.FLOAT32.nbytes
+_DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+@attrs.frozen
+class MemoryLayout:
+    """The fixed part of one rank's memory.
+
+    A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.
+
+    Args:
+        dag: the model.
+        profile: its measurements.
+        distributed: whether DDP keeps its bucket copies of the gradients.
+    """
+
+    dag: PrecisionDag
+    profile: Profile
+    distributed: bool
+
+    @property
+    def count(self) -> int:
+        """V, the number of operators."""
+        return len(self.dag.operators)
+
+    def backward_of(self, position: int) -> int:
+        """The moment of an operator's backward."""
+        return 2 * self.count - 1 - position
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """DDP's copies of all gradients."""
+        return sum(bucket.nbytes for bucket in self.dag.buckets) if self.distributed else 0
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """There during the whole step: weights, optimizer state, the batch, bucket copies."""
+        weights = sum(p.numel * _DTYPE_NBYTES.get(p.dtype, GRADIENT_NBYTES) for p in self.dag.parameters)
+        return weights + self.profile.optimizer_state_bytes + self.profile.input_bytes + self.bucket_bytes
+
+    @cached_property
+    def parameter_gradients(self) -> tuple[int, ...]:
+        """Bytes of parameters' gradients that begin to live at each moment: at their last user's backward."""
+        numel = {p.fqn: p.numel for p in self.dag.parameters if p.requires_grad}
+        last_user: dict[str, int] = {}
+        for position, operator in enumerate(self.dag.operators):
+            last_user.update(dict.fromkeys(operator.parameters, position))
+        begin = [0] * (2 * self.count)
+        for name, size in numel.items():
+            if name in last_user:
+                begin[self.backward_of(last_user[name])] += size * GRADIENT_NBYTES
+        return tuple(begin)
+
+    @cached_property
+    def parameter_gradients_until(self) -> tuple[int, ...]:
+        """Their running sum."""
+        return tuple(accumulate(self.parameter_gradients))
+
+    @cached_property
+    def first_gradient(self) -> tuple[int | None, ...]:
+        """Per operator the moment at which its output's gradient is first made: the backward of its last reader that makes one.
+
+        The last operator (the loss) starts from its own; None where no reader makes any, and for inputs.
+        """
+        index = self.dag.index
+        inputs: list[tuple[int, ...]] = [tuple(index[producer] for producer in operator.inputs) for operator in self.dag.operators]
+        return tuple(
+            None if operator.kind == "input" else self._first_gradient(position, inputs)
+            for position, operator in enumerate(self.dag.operators)
+        )
+
+    def _first_gradient(self, producer: int, inputs: Sequence[tuple[int, ...]]) -> int | None:
+        readers = self.dag.consumers[producer]
+        for reader in reversed(readers):
+            skipped = self.dag.operators[reader].no_grad_inputs
+            if any(source == producer and i not in skipped for i, source in enumerate(inputs[reader])):
+                return self.backward_of(reader)
+        return None if readers else self.backward_of(producer)
+
+
+# ---- from here on: qsync_planner.replayer.memory
+
+
+@attrs.frozen
+class MemoryEstimate:
+    """Predicted memory of one rank, in bytes.
+
+    Attributes:
+        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's bucket copies of all gradients.
+        saved_bytes: kept for backward when the forward pass ends.
+        transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
+            calibration's correction (which may make it negative).
+        peak_bytes: the sum of the three.
+    """
+
+    static_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    peak_bytes: int
+
+
+Intervals = list[tuple[int, int, int]]
+"""(first moment, moment after the last, bytes)."""
+_EMPTY = (0, 0, 0)
+OwnBytes = tuple[int, int, int, int]
+"""Own saved bytes, workspace, gradient copy, calibration."""
+
+
+class MemoryBefore(NamedTuple):
+    """What a refresh replaced, and what it added: bytes from one moment to another, and at a moment."""
+
+    root: Node
+    tensors: list[tuple[int, Intervals]]
+    owned: list[tuple[int, OwnBytes]]
+    intervals: Intervals
+    moments: list[tuple[int, int]]
+
+
+class MemoryLedger:
+    """Memory of one device group's rank, kept up to date with its cost mapper.
+
+    The operators are the leaves of a :class:`~qsync_planner.replayer.sequence_tree.SequenceTree`; a node holds what a run of them
+    adds until
+    its end and the highest sum on the way, forward and, in reverse, backward.
+    """
+
+    def __init__(self, mapper: CostMapper, *, distributed: bool = True) -> None:
+        self._mapper = mapper
+        layout = self._layout = MemoryLayout(mapper.dag, mapper.model.profile, distributed)
+        count = layout.count
+        self.static_bytes = layout.static_bytes
+        self._backward_of = [layout.backward_of(position) for position in range(count)]
+        self._operator_at = [*range(count), *reversed(range(count)), 0]
+        self._delta = [*layout.parameter_gradients, 0]
+        self._moment = [0] * (2 * count + 1)
+        self._correction = 0
+        self._known: dict[tuple[object, ...], Intervals] = {}
+        self._tensors = [self._intervals_of(i) for i in range(count)]
+        for intervals in self._tensors:
+            for start, end, nbytes in intervals:
+                self._delta[start] += nbytes
+                self._delta[end] -= nbytes
+        self._own: list[OwnBytes] = [_own_bytes(settled) for settled in mapper.settled]
+        for position, (saved, workspace, gradient_copy, correction) in enumerate(self._own):
+            backward = self._backward_of[position]
+            self._delta[position] += saved
+            self._delta[backward + 1] -= saved
+            self._moment[position] += workspace
+            self._moment[backward] += workspace + gradient_copy
+            self._correction += correction
+        self._tree = SequenceTree(count, self._fold, _join)
+
+    def _intervals_of(self, position: int) -> Intervals:
+        """As :meth:`_tensor_intervals`, which depends on nothing but the settings of the producer and of its readers."""
+        settings = self._mapper.settings
+        key = (position, settings[position], *[settings[reader] for reader in self._mapper.readers[position]])
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._tensor_intervals(position)
+        return found
+
+    def _tensor_intervals(self, position: int) -> Intervals:
+        """(first moment, moment after the last, bytes) of an operator's output, of its cast copies, and of its gradient."""
+        mapper = self._mapper
+        settled = mapper.settled[position]
+        readers = mapper.readers[position]
+        intervals: Intervals = []
+        kept_until = self._backward_of[position] if settled.saves_output else -1
+        copies: dict[int, tuple[int, int, int]] = {}
+        for reader, slot in mapper.reads[position]:
+            for share, nbytes, keeps in mapper.settings[reader].readings.get(slot, ()):
+                end = self._backward_of[reader] if keeps else reader
+                if share < 0:
+                    kept_until = max(kept_until, end)
+                else:
+                    first, last, _ = copies.get(share, (reader, 0, 0))
+                    copies[share] = (first, max(last, end), nbytes)
+        if mapper.dag.operators[position].kind != "input":
+            intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
+            gradient_start = self._layout.first_gradient[position]
+            if gradient_start is not None:
+                intervals.append((gradient_start, self._backward_of[position] + 1, settled.output_bytes))
+        intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
+        return intervals
+
+    def _fold(self, first: int, last: int) -> Node:
+        """A few operators: what their moments add, and the highest sum during them, forward and backward.
+
+        Nothing begins at the last moment of all, the one after the backward pass, so that the peak is never there.
+        """
+        moments = 2 * len(self._backward_of)
+        added = back_added = 0
+        peak = back_peak = NEVER
+        for delta, more in zip(self._delta[first:last], self._moment[first:last], strict=True):
+            added += delta
+            if added + more > peak:
+                peak = added + more
+        backward, before = moments - last, moments - first
+        for delta, more in zip(self._delta[backward:before], self._moment[backward:before], strict=True):
+            back_added += delta
+            if back_added + more > back_peak:
+                back_peak = back_added + more
+        return (None, None, added, peak, back_added, back_peak)
+
+    def refresh(self, settled: Iterable[int], producers: Iterable[int]) -> MemoryBefore:
+        """Account for changed operators, and for producers whose output may be kept in another way.
+
+        Returns what was there, for :meth:`restore`.
+        """
+        before = MemoryBefore(self._tree.root, [], [], [], [])
+        _, tensors, owned, intervals, moments = before
+        for position in producers:
+            old, new = self._tensors[position], self._intervals_of(position)
+            if old != new:
+                tensors.append((position, old))
+                self._tensors[position] = new
+                for (start, end, nbytes), added in zip_longest(old, new, fillvalue=_EMPTY):
+                    if start == added[0] and end == added[1]:
+                        nbytes -= added[2]
+                    elif added[2]:
+                        intervals.append(added)
+                    if nbytes:
+                        intervals.append((start, end, -nbytes))
+        for position in settled:
+            was, now = self._own[position], _own_bytes(self._mapper.settled[position])
+            if was != now:
+                owned.append((position, was))
+                self._own[position] = now
+                backward = self._backward_of[position]
+                intervals.append((position, backward + 1, now[0] - was[0]))
+                moments.append((position, now[1] - was[1]))
+                moments.append((backward, now[1] - was[1] + now[2] - was[2]))
+                self._correction += now[3] - was[3]
+        touched = set()
+        for start, end, nbytes in intervals:
+            self._delta[start] += nbytes
+            self._delta[end] -= nbytes
+            touched.add(start)
+            touched.add(end)
+        for moment, nbytes in moments:
+            self._moment[moment] += nbytes
+            touched.add(moment)
+        self._tree.refresh([self._operator_at[moment] for moment in touched])
+        return before
+
+    def restore(self, before: MemoryBefore) -> None:
+        """Undo a refresh."""
+        self._tree.root, tensors, owned, intervals, moments = before
+        for position, old in tensors:
+            self._tensors[position] = old
+        for position, was in owned:
+            self._correction += was[3] - self._own[position][3]
+            self._own[position] = was
+        for start, end, nbytes in intervals:
+            self._delta[start] -= nbytes
+            self._delta[end] += nbytes
+        for moment, nbytes in moments:
+            self._moment[moment] -= nbytes
+
+    def peak_bytes(self) -> int:
+        """Predicted peak of one rank."""
+        _, _, added, forward_peak, _, backward_peak = self._tree.root
+        calibration = self._mapper.model.calibration
+        highest: int = max(forward_peak, added + backward_peak)
+        modelled = self.static_bytes + highest + self._correction + calibration.memory_bytes
+        return max(modelled, calibration.memory_floor_bytes + self._layout.bucket_bytes)
+
+    def moments_bytes(self) -> list[int]:
+        """Memory at each of the 2V moments, without what is static and without calibration."""
+        return [running + more for running, more in zip(accumulate(self._delta), self._moment, strict=True)][:-1]
+
+    def saved_bytes(self) -> int:
+        """Bytes kept for backward when the forward pass ends."""
+        boundary = len(self._backward_of)
+        saved = sum(own[0] for own in self._own)
+        for intervals in self._tensors:
+            saved += sum(nbytes for start, end, nbytes in intervals if start < boundary < end)
+        return saved
+
+    def estimate(self) -> MemoryEstimate:
+        """The whole estimate."""
+        saved, peak = self.saved_bytes(), self.peak_bytes()
+        return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak)
+
+
+def _own_bytes(settled: Settled) -> OwnBytes:
+    return settled.saved_own_bytes, settled.workspace_bytes, settled.gradient_copy_bytes, settled.memory_correction_bytes
+
+
+def _join(left: Node, right: Node) -> Node:
+    """Two neighbouring runs of operators: ``right`` follows ``left`` in the forward pass and precedes it in the backward pass."""
+    _, _, added, peak, back_added, back_peak = left
+    _, _, added2, peak2, back_added2, back_peak2 = right
+    peak2 += added
+    back_peak += back_added2
+    return (
+        left,
+        right,
+        added + added2,
+        peak if peak > peak2 else peak2,
+        back_added + back_added2,
+        back_peak if back_peak > back_peak2 else back_peak2,
+    )
+
+
+def estimate_memory(
+    dag: PrecisionDag,
+    profile: Profile,
+    variants: Mapping[OpId, Variant],
+    *,
+    model: CostModel | None = None,
+    distributed: bool = True,
+) -> MemoryEstimate:
+    """Predicted peak memory of one rank under an assignment of variants.
+
+    Args:
+        dag: the model.
+        profile: its measurements on the device.
+        variants: the variant of every adjustable operator.
+        model: a calibrated cost model of the same graph and profile; None for the plain sum of parts.
+        distributed: whether DDP keeps its bucket copies of the gradients.
+
+    Raises:
+        PlanError: when the variants do not fit the model or were not profiled.
+    """
+    mapper = CostMapper(dag, model or CostModel(dag, profile), variants)
+    return MemoryLedger(mapper, distributed=distributed).estimate()

@@ -1,0 +1,396 @@
+"""The replayer: how long a job's training step takes, and how much memory, under any assignment of variants (DESIGN 6.2-6.4).
+
+It is a plain function of finished artifacts, and it is transactional for whoever searches: ``trial`` evaluates a change in time
+proportional to what it affects, ``rollback`` leaves nothing of it behind, and every answer equals the replay of the whole from
+scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dfg import GlobalDfg, LocalDfg
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.timeline import Timeline
+from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.calibration import calibrated_model
+from qsync_planner.replayer.communication import collective_ns, compute_share
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
+from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.max_plus import kernel
+from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLedger
+from qsync_planner.replayer.sequence_tree import Node
+from qsync_planner.replayer.step_timing import StepShape, StepTimes, StepTiming
+
+Variants = Mapping[OpId, Variant]
+
+
+@attrs.frozen
+class GroupPrediction:
+    """One rank of a group, in nanoseconds and bytes.
+
+    Attributes:
+        peak_bytes: predicted peak memory.
+        slack_ns: how much longer the job's period is than ``period_ns``.
+    """
+
+    _times: StepTimes
+    peak_bytes: int
+    slack_ns: int
+
+    @property
+    def busy_ns(self) -> int:
+        """Forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more."""
+        times = self._times
+        return max(times.forward_ns + times.backward_ns + times.optimizer_ns, times.dispatch_ns)
+
+    @property
+    def forward_ns(self) -> int:
+        """Compute time of the forward pass."""
+        return self._times.forward_ns
+
+    @property
+    def backward_ns(self) -> int:
+        """Compute time of the backward pass."""
+        return self._times.backward_ns
+
+    @property
+    def optimizer_ns(self) -> int:
+        """Compute time of the optimizer step."""
+        return self._times.optimizer_ns
+
+    @property
+    def dispatch_ns(self) -> int:
+        """CPU time of the step."""
+        return self._times.dispatch_ns
+
+    @property
+    def period_ns(self) -> int:
+        """The job's period if this group were the only one that limits it."""
+        return self._times.period_ns
+
+    @property
+    def bucket_ready_ns(self) -> tuple[int, ...]:
+        """When each bucket's gradients are complete, from the start of the group's step."""
+        return self._times.bucket_ready_ns
+
+    def as_dict(self) -> dict[str, object]:
+        """Every number by its name."""
+        names = ("busy_ns", "forward_ns", "backward_ns", "optimizer_ns", "peak_bytes", "slack_ns", "dispatch_ns", "period_ns")
+        return {name: getattr(self, name) for name in (*names, "bucket_ready_ns")}
+
+
+@attrs.frozen
+class Prediction:
+    """The steady state of a job.
+
+    Attributes:
+        iteration_ns: the period of training steps.
+        groups: per group.
+    """
+
+    iteration_ns: int
+    groups: Mapping[str, GroupPrediction]
+    _bucket_end: Deferred[tuple[int, ...]]
+
+    @property
+    def bucket_end_ns(self) -> tuple[int, ...]:
+        """When each bucket's collective ends, counted from the end of the last collective of the step before."""
+        return self._bucket_end.value
+
+    def as_dict(self) -> dict[str, object]:
+        """Every number by its name."""
+        groups = {name: group.as_dict() for name, group in self.groups.items()}
+        return {"iteration_ns": self.iteration_ns, "groups": groups, "bucket_end_ns": self.bucket_end_ns}
+
+
+def uniform_variants(dag: PrecisionDag, group: DeviceGroup, rung: Variant) -> dict[OpId, Variant]:
+    """Every adjustable operator at one rung of the group's ladder.
+
+    Raises:
+        PlanError: when the rung is not on the ladder.
+    """
+    if rung not in group.ladder:
+        ladder = ", ".join(variant.label for variant in group.ladder)
+        raise PlanError(f"{rung.label} is not on the ladder of group {group.name!r}, which is: {ladder}")
+    return {operator.op_id: rung for operator in dag.adjustable}
+
+
+def base_variants(dag: PrecisionDag, group: DeviceGroup) -> dict[OpId, Variant]:
+    """Every adjustable operator at the group's base precision."""
+    return {operator.op_id: base_rung(group) for operator in dag.adjustable}
+
+
+def base_rung(group: DeviceGroup) -> Variant:
+    """The variant of the group's base precision: the last rung of its ladder."""
+    return group.ladder[-1] if group.ladder else Variant.of(group.base)
+
+
+def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId, Variant]]:
+    """The variants of a plan, per group of the cluster.
+
+    Raises:
+        PlanError: when the plan and the cluster have different groups.
+    """
+    planned, described = {group.group for group in plan.groups}, {group.name for group in cluster.groups}
+    if planned != described:
+        raise PlanError(
+            f"the plan is for groups {', '.join(sorted(planned))}, but cluster {cluster.name!r} has "
+            f"{', '.join(sorted(described))}; replay it with the cluster file it was made from"
+        )
+    return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
+
+
+class _GroupState:
+    """One group's mapper, times and memory, changed together."""
+
+    def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants) -> None:
+        self.mapper = CostMapper(replayer.dag, replayer.model(group.name), variants)
+        self.timing = StepTiming(self.mapper, replayer.shape(group.name), synchronises=group.sync_per_step)
+        self.memory = MemoryLedger(self.mapper, distributed=replayer.ranks > 1)
+        self.times: StepTimes = self.timing.times()
+        self.peak_bytes = self.memory.peak_bytes()
+        self._before: tuple[Node, MemoryBefore, StepTimes, int] | None = None
+
+    def update(self, variants: Variants) -> None:
+        """Change some operators, until ``commit`` or ``rollback``."""
+        change = self.mapper.update(variants)
+        self._before = (
+            self.timing.refresh(change.recosted),
+            self.memory.refresh(change.settled, change.producers),
+            self.times,
+            self.peak_bytes,
+        )
+        self.times, self.peak_bytes = self.timing.times(), self.memory.peak_bytes()
+
+    def commit(self) -> None:
+        """Keep the update."""
+        self.mapper.commit()
+        self._before = None
+
+    def rollback(self) -> None:
+        """Undo the update."""
+        self.mapper.rollback()
+        if self._before is not None:
+            timing, memory, self.times, self.peak_bytes = self._before
+            self.timing.restore(timing)
+            self.memory.restore(memory)
+            self._before = None
+
+
+class Replayer:
+    """Predicts iteration time and memory of a job.
+
+    Args:
+        dag: the model.
+        cluster: the device groups.
+        profiles: per group the profile of its device type.
+        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.
+
+    Raises:
+        PlanError: when a group has no profile, or one of another model.
+        ClusterError: when nothing says how fast the groups communicate.
+    """
+
+    def __init__(
+        self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], *, like: Replayer | None = None
+    ) -> None:
+        missing = [group.name for group in cluster.groups if group.name not in profiles]
+        if missing:
+            raise PlanError(
+                f"no profile is given for group {missing[0]!r} of cluster {cluster.name!r}; "
+                f"give one with --profile {missing[0]}=PATH"
+            )
+        self.dag = dag
+        self.cluster = cluster
+        self.profiles = dict(profiles)
+        self.ranks = sum(group.count for group in cluster.groups)
+        self._models: dict[tuple[int, Variant], CostModel] = {} if like is None else like._models
+        self._like = like  # keeps its profiles alive, by whose identity the models are known
+        costs = [collective_ns(cluster, profiles, bucket.nbytes) for bucket in dag.buckets]
+        self._collective = {group.name: tuple(cost[group.name] for cost in costs) for group in cluster.groups}
+        self.collective_ns: tuple[int, ...] = tuple(max(cost.values()) for cost in costs)
+        self._shapes = {group.name: self._shape(group) for group in cluster.groups}
+        self._present: dict[str, _GroupState] | None = None
+        self._pending: _GroupState | None = None
+
+    def _shape(self, group: DeviceGroup) -> StepShape:
+        calibration = self.model(group.name).calibration
+        optimizer = kernel(calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
+        share = compute_share(self.profiles[group.name])
+        return StepShape.of(self.dag, self.collective_ns, share, optimizer)
+
+    def model(self, group: str) -> CostModel:
+        """The calibrated cost model of a group; groups of one profile and base share it."""
+        base = base_rung(self.cluster.group(group))
+        key = (id(self.profiles[group]), base)
+        if key not in self._models:
+            self._models[key] = calibrated_model(self.dag, self.profiles[group], base)
+        return self._models[key]
+
+    def shape(self, group: str) -> StepShape:
+        """The part of a group's step that no plan changes."""
+        return self._shapes[group]
+
+    def base_variants(self, group: str) -> dict[OpId, Variant]:
+        """Every adjustable operator of a group at its base precision."""
+        return base_variants(self.dag, self.cluster.group(group))
+
+    def available(self, group: str, op_id: OpId) -> tuple[Variant, ...]:
+        """The rungs of a group's ladder in which an operator was profiled, lowest first."""
+        model = self.model(group)
+        return tuple(variant for variant in self.cluster.group(group).ladder if model.has_cost(op_id, variant))
+
+    def _check_names(self, variants: Mapping[str, Variants]) -> None:
+        unknown = sorted(set(variants) - {group.name for group in self.cluster.groups})
+        if unknown:
+            raise PlanError(f"cluster {self.cluster.name!r} has no group {unknown[0]!r}")
+
+    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+        self._check_names(variants)
+        return {
+            group.name: _GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
+            for group in self.cluster.groups
+        }
+
+    def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+        """As :meth:`_states_of`, with one state for groups of one device type under the same variants."""
+        found: dict[str, _GroupState] = {}
+        known: list[tuple[CostModel, bool, Variants, _GroupState]] = []
+        for group in self.cluster.groups:
+            wanted = variants.get(group.name) or self.base_variants(group.name)
+            model = self.model(group.name)
+            for other, synchronises, theirs, state in known:
+                if other is model and synchronises == group.sync_per_step and theirs == wanted:
+                    found[group.name] = state
+                    break
+            else:
+                found[group.name] = _GroupState(self, group, wanted)
+                known.append((model, group.sync_per_step, wanted, found[group.name]))
+        return found
+
+    @property
+    def _states(self) -> dict[str, _GroupState]:
+        """The state of trials; base precision everywhere until ``start``."""
+        if self._present is None:
+            self._present = self._states_of({})
+        return self._present
+
+    def replay(self, variants: Mapping[str, Variants]) -> Prediction:
+        """Predict from scratch; groups not named run at their base precision.  Does not touch the state of trials.
+
+        Raises:
+            PlanError: when variants do not fit the model or were not profiled.
+        """
+        self._check_names(variants)
+        return self._predict(self._states_to_read(variants))
+
+    def mapper(self, group: str, variants: Variants) -> CostMapper:
+        """What the operators of a group cost under some variants; does not depend on the other groups."""
+        return CostMapper(self.dag, self.model(group), variants)
+
+    def period_ns(self, mappers: Mapping[str, CostMapper]) -> int:
+        """The job's period with every group's operators as its mapper has them, which may be another replayer's."""
+        return max(
+            StepTiming(mappers[group.name], self.shape(group.name), synchronises=group.sync_per_step).times().period_ns
+            for group in self.cluster.groups
+        )
+
+    def present_memory(self, group: str) -> MemoryEstimate:
+        """Predicted memory of one rank of a group in the present state of trials."""
+        return self._states[group].memory.estimate()
+
+    def memory(self, group: str, variants: Variants) -> MemoryEstimate:
+        """Predicted memory of one rank of a group, in its parts."""
+        mapper = CostMapper(self.dag, self.model(group), variants)
+        return MemoryLedger(mapper, distributed=self.ranks > 1).estimate()
+
+    def start(self, variants: Mapping[str, Variants]) -> Prediction:
+        """Begin trials from these variants; groups not named start at their base precision."""
+        self._present = self._states_of(variants)
+        self._pending = None
+        return self._predict(self._present)
+
+    def current(self) -> Prediction:
+        """The prediction of the present state, a pending trial included."""
+        return self._predict(self._states)
+
+    def current_variants(self, group: str) -> dict[OpId, Variant]:
+        """Variants of the present state, a pending trial included."""
+        return self._states[group].mapper.variants()
+
+    def trial(self, group: str, variants: Variants) -> Prediction:
+        """Evaluate a change of some operators of one group; it stays pending until ``commit`` or ``rollback``.
+
+        Raises:
+            PlanError: when an operator is unknown or not adjustable, or was not profiled so; nothing is pending then.
+            RuntimeError: when another trial is pending.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a trial is pending: commit or roll back first")
+        state = self._states[group]
+        state.update(variants)
+        self._pending = state
+        return self._predict(self._states)
+
+    def commit(self) -> None:
+        """Keep the pending trial."""
+        if self._pending is not None:
+            self._pending.commit()
+        self._pending = None
+
+    def rollback(self) -> None:
+        """Forget the pending trial."""
+        if self._pending is not None:
+            self._pending.rollback()
+        self._pending = None
+
+    def _predict(self, states: Mapping[str, _GroupState]) -> Prediction:
+        times = [state.times for state in states.values()]
+        period = max([entry.period_ns for entry in times])
+        groups = {
+            name: GroupPrediction(state.times, state.peak_bytes, period - state.times.period_ns) for name, state in states.items()
+        }
+        return Prediction(period, groups, Deferred(lambda: self._bucket_ends(times)))
+
+    def _bucket_ends(self, times: Sequence[StepTimes]) -> tuple[int, ...]:
+        """The recurrence of the collectives over all groups."""
+        end, ends = 0, []
+        for bucket, duration in enumerate(self.collective_ns):
+            end = max(end, *(entry.optimizer_ns + entry.bucket_ready_ns[bucket] for entry in times)) + duration
+            ends.append(end)
+        return tuple(ends)
+
+    def global_dfg(self, variants: Mapping[str, Variants]) -> GlobalDfg:
+        """The job's data-flow graph; groups not named run at their base precision."""
+        # Imported here: trials never need the node-level graph.
+        from qsync_planner.replayer.dfg_builder import build_local_dfg
+
+        states = self._states_of(variants)
+        locals_: list[LocalDfg] = [
+            build_local_dfg(
+                group.name,
+                states[group.name].mapper,
+                self.shape(group.name),
+                self._collective[group.name],
+                sync_per_step=group.sync_per_step,
+            )
+            for group in self.cluster.groups
+        ]
+        return GlobalDfg(tuple(locals_), tuple(group.count for group in self.cluster.groups))
+
+    def timeline(self, variants: Mapping[str, Variants]) -> Timeline:
+        """The predicted intervals of one steady step, one rank shown per group."""
+        from qsync_planner.replayer.timeline_export import predicted_timeline
+
+        prediction = self.replay(variants)
+        peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
+        return predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)

@@ -1,0 +1,251 @@
+"""One device group's training step in time: how long it takes, and when each gradient bucket is ready.
+
+A step is the forward pass, then the backward pass, in which a gradient bucket is complete after some operators, then the optimizer.
+The operators are the leaves of a :class:`~qsync_planner.replayer.sequence_tree.SequenceTree`: a change of some of them costs
+O(log V) each.
+
+How dispatch binds (DESIGN 6.3) depends on the group:
+
+* free-running (a GPU whose step does not synchronise): the CPU runs ahead, so dispatch binds through its sum alone;
+* synchronising every step: every step starts with CPU and device level, so the longest dispatch-then-compute chain counts;
+* synchronous (the CPU runs the kernels): one resource; the cost model has merged dispatch into compute, so both formulas agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import attrs
+
+from qsync_core.ir.dag import PrecisionDag
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.max_plus import NEVER, Work
+from qsync_planner.replayer.sequence_tree import Node, SequenceTree
+
+
+def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
+    """For each bucket the operator after whose backward it is ready: the earliest-executed user of any of its parameters.
+
+    A bucket whose parameters no operator is known to use is ready at the end of the backward pass (position 0).
+    """
+    first_user: dict[str, int] = {}
+    for position, operator in enumerate(dag.operators):
+        for parameter in operator.parameters:
+            first_user.setdefault(parameter, position)
+    return tuple(min((first_user.get(name, 0) for name in bucket.parameters), default=0) for bucket in dag.buckets)
+
+
+@attrs.frozen
+class StepShape:
+    """What does not depend on variants: where the buckets lie and what is added for them.
+
+    Attributes:
+        ready_after: per bucket the position of the operator after whose backward it is ready.
+        cuts: the distinct ones of those, in order of the backward pass (descending).
+        host_work_ns: per bucket the compute time its collective takes from this rank's own backward (0 for the last one: nothing is
+            left to delay).
+        optimizer: the optimizer step.
+        left_ns: per bucket how long its collective and those after it take.
+    """
+
+    ready_after: tuple[int, ...]
+    cuts: tuple[int, ...]
+    host_work_ns: tuple[int, ...]
+    optimizer: Work
+    left_ns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dag: PrecisionDag, collective_ns: Sequence[int], compute_share: float, optimizer: Work) -> StepShape:
+        """The shape of a model's step.
+
+        Args:
+            dag: the model with its buckets.
+            collective_ns: duration of each bucket's collective.
+            compute_share: share of it that runs on the rank's own compute resource.
+            optimizer: the optimizer step.
+        """
+        ready = bucket_positions(dag)
+        host = [round(compute_share * duration) for duration in collective_ns]
+        if host:
+            host[-1] = 0
+        left = tuple(accumulate(reversed(collective_ns)))[::-1]
+        return cls(ready, tuple(sorted(set(ready), reverse=True)), tuple(host), optimizer, left)
+
+    def host_work_after(self, cut: int) -> int:
+        """Compute time that collectives of buckets ready at this operator take from what follows it."""
+        return sum(work for work, position in zip(self.host_work_ns, self.ready_after, strict=True) if position == cut)
+
+
+class StepTimes(NamedTuple):
+    """One group's step, in nanoseconds from its own start.
+
+    Attributes:
+        forward_ns, backward_ns, optimizer_ns: compute time of the phases (host work of collectives counts as backward).
+        dispatch_ns: CPU time of the whole step.
+        alone_ns: the period of the group without waiting for any collective.
+        period_ns: the job's period if this group were the only one that limits it.
+        bucket_ready: see :attr:`bucket_ready_ns`, worked out when it is asked for.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+    dispatch_ns: int
+    alone_ns: int
+    period_ns: int
+    bucket_ready: Deferred[tuple[int, ...]]
+
+    @property
+    def bucket_ready_ns(self) -> tuple[int, ...]:
+        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum."""
+        return self.bucket_ready.value
+
+
+class StepTiming:
+    """The step of one group, kept up to date with its cost mapper.
+
+    A node of the tree maps, in the algebra of sums and maxima, the moments at which the CPU and the device become free before a run
+    of operators to those after it (see :mod:`qsync_planner.replayer.max_plus`): dispatch, compute and chain of the forward pass,
+    then of the
+    backward pass, which runs through the operators in reverse.  Two more numbers map them to the latest end of the collectives
+    of buckets that are ready within: ``after_device`` counts from the device's becoming free, ``after_cpu`` from the CPU's.  A leaf
+    begins with its operators' work backward and the position of the first.
+    """
+
+    def __init__(self, mapper: CostMapper, shape: StepShape, *, synchronises: bool) -> None:
+        self.mapper = mapper
+        self.shape = shape
+        self.cold = synchronises and not mapper.model.synchronous
+        left: dict[int, int] = {}
+        for position, left_ns in zip(shape.ready_after, shape.left_ns, strict=True):
+            left[position] = max(left.get(position, 0), left_ns)
+        self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
+        self._tree = SequenceTree(len(mapper.forward), self._fold, _join)
+
+    def _fold(self, first: int, last: int) -> Node:
+        """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""
+        dispatch = compute = back_dispatch = back_compute = 0
+        chain = back_chain = after_device = after_cpu = NEVER
+        for added_dispatch, added_compute, added_chain in self.mapper.forward[first:last]:
+            chain += added_compute
+            added_chain += dispatch
+            if added_chain > chain:
+                chain = added_chain
+            dispatch += added_dispatch
+            compute += added_compute
+        backward = self.mapper.backward[first:last]
+        position = last
+        for added_dispatch, added_compute, added_chain in reversed(backward):
+            position -= 1
+            back_chain += added_compute
+            added_chain += back_dispatch
+            if added_chain > back_chain:
+                back_chain = added_chain
+            back_dispatch += added_dispatch
+            back_compute += added_compute
+            if position in self._cuts:
+                host, left = self._cuts[position]
+                after_device = max(after_device, back_compute + left)
+                after_cpu = max(after_cpu, back_chain + left)
+                back_compute += host
+                back_chain += host
+        if not self.cold:
+            chain = back_chain = after_cpu = NEVER
+        return (backward, first, dispatch, compute, chain, back_dispatch, back_compute, back_chain, after_device, after_cpu)
+
+    def refresh(self, recosted: Sequence[int]) -> Node:
+        """Account for changed operators; returns what was there before, for :meth:`restore`."""
+        before = self._tree.root
+        self._tree.refresh(recosted)
+        return before
+
+    def restore(self, before: Node) -> None:
+        """Undo a refresh."""
+        self._tree.root = before
+
+    def times(self) -> StepTimes:
+        """The step as it now is."""
+        optimizer = self.shape.optimizer
+        root = self._tree.root
+        _, _, dispatch, forward, chain, back_dispatch, backward, back_chain, after_device, after_cpu = root
+        device = max(forward, chain)
+        finished = max(device + backward, dispatch + back_chain)
+        collected = max(device + after_device, dispatch + after_cpu)
+        dispatch += back_dispatch + optimizer.dispatch_ns
+        if self.cold and dispatch > finished:
+            finished = dispatch
+        alone = max(finished + optimizer.compute_ns, dispatch)
+        return StepTimes(
+            forward,
+            backward,
+            optimizer.compute_ns,
+            dispatch,
+            alone,
+            max(alone, collected + optimizer.compute_ns),
+            Deferred(lambda: self._bucket_ready(root)),
+        )
+
+    def _bucket_ready(self, root: Node) -> tuple[int, ...]:
+        """Walks the backward pass, over runs without a bucket in one step."""
+        cpu, device = root[2], max(root[3], root[4])
+        ready: dict[int, int] = {}
+        ahead = [(root, self._tree.half)]
+        while ahead:
+            node, half = ahead.pop()
+            if node[8] < _UNREADY:
+                device = max(device + node[6], cpu + node[7])
+                cpu += node[5]
+            elif half:
+                ahead += [(node[0], half >> 1), (node[1], half >> 1)]
+            else:
+                backward, first = node[:2]
+                for position in reversed(range(first, first + len(backward))):
+                    dispatch, compute, chain = backward[position - first]
+                    device = max(device + compute, cpu + chain if self.cold else 0)
+                    cpu += dispatch
+                    if position in self._cuts:
+                        ready[position] = device
+                        device += self._cuts[position][0]
+        return tuple([ready[position] for position in self.shape.ready_after])
+
+
+_UNREADY = NEVER // 2
+
+
+def _join(left: Node, right: Node) -> Node:
+    """Two neighbouring runs of operators: ``right`` follows ``left`` in the forward pass and precedes it in the backward pass."""
+    _, _, dispatch, compute, chain, back_dispatch, back_compute, back_chain, after_device, after_cpu = left
+    _, _, dispatch2, compute2, chain2, back_dispatch2, back_compute2, back_chain2, after_device2, after_cpu2 = right
+    # Comparisons instead of max: this is where trials spend their time.
+    chain += compute2
+    chain2 += dispatch
+    if chain2 > chain:
+        chain = chain2
+    after_cpu += back_dispatch2
+    by_device = back_chain2 + after_device
+    if by_device > after_cpu:
+        after_cpu = by_device
+    if after_cpu2 > after_cpu:
+        after_cpu = after_cpu2
+    after_device += back_compute2
+    if after_device2 > after_device:
+        after_device = after_device2
+    back_chain += back_dispatch2
+    back_chain2 += back_compute
+    if back_chain2 > back_chain:
+        back_chain = back_chain2
+    return (
+        left,
+        right,
+        dispatch + dispatch2,
+        compute + compute2,
+        chain,
+        back_dispatch + back_dispatch2,
+        back_compute + back_compute2,
+        back_chain,
+        after_device,
+        after_cpu,
+    )

@@ -1,0 +1,1 @@
+"""What people read about plans: explanations, differences, the page of a trade-off."""

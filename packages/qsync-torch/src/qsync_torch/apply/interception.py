@@ -1,0 +1,207 @@
+"""What happens to torch functions while an applied model's forward runs: mixed formats, guarded operators, functional calls.
+
+Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
+Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward
+promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls that a plan names by the calling module
+(:mod:`qsync_torch.apply.functional_calls`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from qsync_core.ir.precision import promote
+from qsync_torch.apply.functional_calls import CallSites
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
+from qsync_torch.operators.cast_cache import CastCache, float_key
+from qsync_torch.operators.norms import LOSSES, NORMS, call_in_float32, call_norm
+
+Function = Callable[..., Any]
+
+
+def _named(owner: object, *names: str) -> list[Function]:
+    return [getattr(owner, name) for name in names if hasattr(owner, name)]
+
+
+PROMOTED: frozenset[Function] = frozenset(
+    [
+        *_named(torch, "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
+        *_named(torch, "addmm", "addmv", "addbmm", "baddbmm", "chain_matmul"),
+        *_named(torch, "einsum", "tensordot", "bilinear", "cdist", "cross", "lerp", "addcmul", "addcdiv", "grid_sampler"),
+        *_named(torch, "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *_named(torch, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+        *_named(torch, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        *_named(torch._VF, "lstm", "gru", "rnn_tanh", "rnn_relu", "einsum", "tensordot", "cdist"),
+        *_named(F, "linear", "bilinear", "grid_sample", "scaled_dot_product_attention", "cosine_similarity", "prelu"),
+        *_named(torch.Tensor, "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
+        *_named(torch.Tensor, "addmm", "addmv", "addbmm", "baddbmm", "lerp", "addcmul", "addcdiv", "cross"),
+        *_named(torch.Tensor, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
+    ]
+)  # fmt: skip
+"""Functions that take several tensors and refuse mixed floating-point dtypes."""
+
+WRITES: frozenset[Function] = frozenset(
+    _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
+)
+"""Writes into an existing tensor: what is written takes the format of what is written to."""
+
+IN_PLACE: dict[Function, Function] = {
+    torch.Tensor.add_: torch.add,
+    torch.Tensor.sub_: torch.sub,
+    torch.Tensor.mul_: torch.mul,
+    torch.Tensor.div_: torch.div,
+}
+"""What ``x += y`` and its like call.  It binds the result to ``x``, so a wider ``y`` widens it like ``x + y`` does."""
+
+
+INDIFFERENT: frozenset[type[nn.Module]] = frozenset(
+    [
+        *_named(nn, "Identity", "Flatten", "Unflatten", "Embedding", "EmbeddingBag", "LayerNorm"),
+        *_named(nn, "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
+        *_named(nn, "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"),
+        *_named(nn, "ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish", "Softplus", "Softsign"),
+        *_named(nn, "Sigmoid", "LogSigmoid", "Tanh", "Hardtanh", "Hardsigmoid", "Hardswish", "Softmax", "LogSoftmax", "Softmax2d"),
+        *_named(nn, "MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "LPPool1d", "LPPool2d"),
+        *_named(nn, "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d"),
+        *_named(nn, "AdaptiveMaxPool1d", "AdaptiveMaxPool2d", "AdaptiveMaxPool3d"),
+        *_named(nn, "ZeroPad1d", "ZeroPad2d", "ZeroPad3d", "ConstantPad1d", "ConstantPad2d", "ConstantPad3d"),
+        *_named(nn, "Upsample", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+    ]
+)  # fmt: skip
+"""Modules of PyTorch that call no function which is handled here (layer norms: where :func:`.guarded.layer_norm` runs them)."""
+
+
+def is_indifferent(module: nn.Module) -> bool:
+    """Whether the module's forward runs the same without :class:`Interception`."""
+    return type(module) in INDIFFERENT and "forward" not in module.__dict__
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
+    """The format that operands of these dtypes promote to; None where there is nothing to do.
+
+    Numbers in a 0-dimensional tensor do not count, as in PyTorch's own promotion.
+    """
+    found = {value.dtype for value in _tensors(values) if value.dtype in PRECISION and value.is_floating_point() and value.ndim}
+    if len(found) < 2:
+        return None
+    return TORCH_DTYPE[promote(*(PRECISION[dtype] for dtype in found))]
+
+
+def _never_overridden(func: Any) -> Function:
+    """A copy of a Python function of PyTorch that does not ask whether somebody overrides it."""
+    module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
+    copy = types.FunctionType(func.__code__, module_globals, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_MULTI_HEAD_ATTENTION = _never_overridden(F.multi_head_attention_forward)
+
+
+class Interception(TorchFunctionMode):
+    """Active while an applied model's forward runs; see the module's text."""
+
+    def __init__(self, cache: CastCache, sites: CallSites) -> None:
+        super().__init__()
+        self._cache = cache
+        self._sites = sites
+        self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {
+            **dict.fromkeys(PROMOTED, self._promoted),
+            **dict.fromkeys(WRITES, self._written),
+            **dict.fromkeys(IN_PLACE, self._in_place),
+            **dict.fromkeys(NORMS, call_norm),
+            **dict.fromkeys(LOSSES, call_in_float32),
+            F.linear: self._functional_linear,
+            torch.conv2d: self._functional_conv2d,
+            F.multi_head_attention_forward: self._open,
+        }
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand a function to its handler, or run it as it is."""
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, args, kwargs or {})
+
+    def step_out(self) -> bool:
+        """Leave the mode for a while; False, and nothing has happened, where it is not the innermost mode."""
+        depth = torch._C._len_torch_function_stack()
+        if not depth or torch._C._get_function_stack_at(depth - 1) is not self:
+            return False
+        torch._C._pop_torch_function_stack()
+        return True
+
+    def step_in(self) -> None:
+        """Come back after :meth:`step_out`."""
+        torch._C._push_on_torch_function_stack(self)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is dtype or value.dtype not in PRECISION or not value.is_floating_point():
+                return value
+            if not self._cache.applies_to(value):
+                return value.to(dtype)
+            return self._cache.cast(value, float_key(value.dtype, dtype), 0, lambda seed: value.to(dtype))
+        if type(value) in (list, tuple):
+            return type(value)(self._cast(item, dtype) for item in value)
+        return value
+
+    def _promoted(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = widest_dtype((*args, *kwargs.values()))
+        if dtype is None:
+            return func(*args, **kwargs)
+        return func(*self._cast(args, dtype), **{key: self._cast(value, dtype) for key, value in kwargs.items()})
+
+    def _written(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        if not target.is_floating_point() or target.dtype not in PRECISION:
+            return func(*args, **kwargs)
+        rest = (self._cast(value, target.dtype) for value in args[1:])
+        return func(target, *rest, **{key: self._cast(value, target.dtype) for key, value in kwargs.items()})
+
+    def _in_place(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = widest_dtype(args) if args[0].dtype in LOW_FLOATS else None
+        if dtype in (None, args[0].dtype):
+            return func(*args, **kwargs)
+        result = IN_PLACE[func](*self._cast(args, dtype), **kwargs)
+        # Called as a method for its effect, the same function must still change the tensor, in the tensor's own format.
+        func(*args, **kwargs)
+        return result
+
+    def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned = self._sites.next_call("linear")
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        return planned.linear(*args, **kwargs)
+
+    def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned = self._sites.next_call("conv2d")
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        return planned.conv2d(*args, **kwargs)
+
+    def _open(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a Python function of PyTorch with this mode still active inside it.
+
+        Such a function first asks whether somebody overrides it and would call this mode for ever; a copy of it that never asks
+        is run instead.
+        """
+        with self:
+            return _MULTI_HEAD_ATTENTION(*args, **kwargs)

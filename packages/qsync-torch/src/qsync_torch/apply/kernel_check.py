@@ -1,0 +1,183 @@
+"""Whether every kernel that a plan needs can run here, asked before the first step; and building them, so that it does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import torch
+from torch import nn
+
+from qsync_core.errors import BackendError
+from qsync_core.ir.op_id import OpId
+from qsync_core.kernels.backend import KernelConfig
+from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, split_chain
+from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.tuning.search import CompilingBackend
+from qsync_torch.apply.plan_fit import Addressed, Assigned
+from qsync_torch.aten.int8 import conv_output_size
+from qsync_torch.kernels.binding import device_facts
+from qsync_torch.kernels.selection import (
+    asked_for,
+    find_backends,
+    is_for_any_sizes,
+    missing_backends,
+    parse_choice,
+    reasons_against,
+)
+from qsync_torch.operators.conv2d import IntPair, pair
+
+_NOMINAL_ROWS = 64
+"""Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
+_COMPILERS = 8
+_NAMED = 3
+_WAY_OUT = (
+    "install what is missing, plan again on this machine, or say which kernels to take instead: "
+    "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
+)
+
+
+def check_backends(addressed: Addressed, device: torch.device) -> None:
+    """Ask the backends about every kernel of every planned operator, forward and backward, before anything is changed.
+
+    Raises:
+        BackendError: with every reason, and the operators it holds for.
+    """
+    reasons: dict[str, list[OpId]] = {}
+    for names in dict.fromkeys(names for entry in addressed.entries.values() for names in _named(entry)):
+        for reason in missing_backends(names):
+            reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if names in _named(entry)]
+    if not reasons:
+        known: dict[tuple[Assigned, CallShapes], tuple[str, ...]] = {}
+        for op_id, entry, call in _planned_calls(addressed):
+            key = (entry, call)
+            if key not in known:
+                known[key] = tuple(_reasons(entry, call, device))
+            for reason in known[key]:
+                reasons.setdefault(reason, []).append(op_id)
+    if reasons:
+        refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
+        said = "; ".join(f"{_first(op_ids)}: {reason}" for reason, op_ids in reasons.items())
+        count = f"{len(refused)} of {len(addressed.entries)} operators"
+        raise BackendError(f"{count} can not run on {device.type} as they are planned: {said}; {_WAY_OUT}")
+
+
+def _named(entry: Assigned) -> tuple[str, ...]:
+    """The chain of an assignment, and every backend that its choice pins an operator to."""
+    return tuple(dict.fromkeys((entry.backend, *(choice.backend for choice in parse_choice(entry.config).ops.values()))))
+
+
+def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterator[str]:
+    label = entry.variant.label
+    if not entry.variant.compute.needs_scale:
+        if entry.backend != AUTO_BACKEND and FLOAT_BACKEND not in split_chain(entry.backend):
+            yield (
+                f"as {label} it runs PyTorch's own kernels (backend {FLOAT_BACKEND}), and {entry.backend} was named, "
+                "which is not asked for operators in float formats"
+            )
+            return
+        names = FLOAT_BACKEND
+    else:
+        names = entry.backend
+    config = entry.config if entry.variant.compute.needs_scale else ""
+    roles: dict[tuple[str, ...], list[str]] = {}
+    for asked in operator_requests(call, entry.variant, *device_facts(device)):
+        if refusals := reasons_against(asked.request, names, config, asked.role):
+            roles.setdefault(tuple(refusals), []).append(asked.role)
+    for refusals, refused in roles.items():
+        yield f"{', '.join(refused)} as {label} ({'; '.join(refusals)})"
+
+
+def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
+    """Every planned operator with shapes that stand for those of its calls, which a plan does not know."""
+    for op_id, module in addressed.modules:
+        yield op_id, addressed.entries[op_id], _as_chosen(_nominal(module), addressed.entries[op_id])
+    for by_name in addressed.functional.values():
+        for name, op_ids in by_name.items():
+            kind = "conv2d" if "conv" in name else "linear"
+            for op_id in op_ids:
+                yield op_id, addressed.entries[op_id], _as_chosen(_nominal_of_kind(kind), addressed.entries[op_id])
+
+
+def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
+    """Without the gradient of the input, where kernels were chosen for both other products and none for it.
+
+    The first operator of a model has no such gradient: its kernels were chosen without, and none of the backends need offer one.
+    """
+    chosen = parse_choice(entry.config).ops
+    others = all(f"{call.kind}.{product}" in chosen for product in ("output", "grad_weight"))
+    return attrs.evolve(call, input_gradient=not others or f"{call.kind}.grad_input" in chosen)
+
+
+def _nominal(module: nn.Module) -> CallShapes:
+    if isinstance(module, nn.Conv2d):
+        kernel, stride, dilation = pair(module.kernel_size), pair(module.stride), pair(module.dilation)
+        padding = _padding(module, kernel, dilation)
+        # Large enough for every filter to fit.
+        side = [max(_NOMINAL_ROWS, d * (k - 1) + 1) for d, k in zip(dilation, kernel, strict=True)]
+        out = [conv_output_size(side[i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(2)]
+        attributes = {name: f"{a},{b}" for name, (a, b) in (("dilation", dilation), ("padding", padding), ("stride", stride))}
+        attributes["groups"] = str(module.groups)
+        x, y = (1, module.in_channels, *side), (1, module.out_channels, *out)
+        return CallShapes("conv2d", x, tuple(module.weight.shape), y, attributes)
+    assert isinstance(module, nn.Linear)
+    n, k = module.weight.shape
+    return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+
+
+def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
+    if module.padding == "valid":
+        return 0, 0
+    if module.padding == "same":
+        return dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2
+    return pair(module.padding)
+
+
+def _nominal_of_kind(kind: str) -> CallShapes:
+    size = _NOMINAL_ROWS
+    if kind == "linear":
+        return CallShapes("linear", (size, size), (size, size), (size, size))
+    attributes = {"dilation": "1,1", "groups": "1", "padding": "0,0", "stride": "1,1"}
+    return CallShapes("conv2d", (1, size, size, size), (size, size, 1, 1), (1, size, size, size), attributes)
+
+
+def _first(op_ids: list[OpId]) -> str:
+    names = ", ".join(map(str, op_ids[:_NAMED]))
+    return names if len(op_ids) <= _NAMED else f"{names} and {len(op_ids) - _NAMED} more"
+
+
+def prebuild(addressed: Addressed, device: torch.device) -> None:
+    """Build the kernels that a plan pins with a configuration, so that their compilation does not fall into the first step.
+
+    What does not fit nominal shapes is left to the first step; nothing is built on a CPU.
+
+    Raises:
+        BackendError: when a kernel can not be had whatever the shapes: its error says so by an attribute ``for_any_sizes``.
+    """
+    if device.type == "cpu":
+        return
+    todo: dict[tuple[str, str, str], OperatorRequest] = {}
+    for _, entry, call in _planned_calls(addressed):
+        if not entry.variant.compute.needs_scale:
+            continue
+        for asked in operator_requests(call, entry.variant, *device_facts(device)):
+            _, pinned = asked_for(asked.role, entry.backend, entry.config)
+            if pinned is not None and pinned.config:
+                text = f"{entry.variant} {call.w if call.kind == 'linear' else call}"
+                todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), asked)
+
+    def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> BackendError | None:
+        (name, config, _), asked = item
+        try:
+            find_backends(name)[0].build(asked.request, KernelConfig(config))
+        except BackendError as error:
+            return error if is_for_any_sizes(error) else None
+        return None
+
+    compiled = [item for item in todo.items() if isinstance(find_backends(item[0][0])[0], CompilingBackend)]
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        errors = [error for error in pool.map(build, compiled) if error is not None]
+    if errors:
+        more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
+        raise BackendError(f"a kernel that the plan names can not be had here: {errors[0]}{more}; {_WAY_OUT}") from errors[0]

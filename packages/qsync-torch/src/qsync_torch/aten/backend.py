@@ -1,0 +1,74 @@
+"""The backend ``aten``: the reference implementation of every operator on PyTorch's own kernels (cuBLASLt, cuDNN, oneDNN)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
+from qsync_torch.aten.support import DEVICES, EIGHT_BIT, FLOATS, QUANTIZING, reasons
+
+_LAYOUTS = ("contiguous", "channels_last")
+
+
+class AtenBackend:
+    """Quantization, int8 and float8 products, and their gradients, on ATen."""
+
+    name = "aten"
+    api_version = BACKEND_API_VERSION
+
+    def kernel_specs(self) -> Sequence[KernelSpec]:
+        """What it offers, as data only."""
+        eight_bit, floats = tuple(map(str, EIGHT_BIT)), tuple(map(str, FLOATS))
+        quantizing = [KernelSpec(op, eight_bit, DEVICES, layouts=_LAYOUTS) for op in QUANTIZING]
+        products = [
+            KernelSpec(op, (*(eight_bit[:1] if op.startswith("conv2d") else eight_bit), *floats), DEVICES, layouts=_LAYOUTS)
+            for op in Op.ALL
+            if op not in QUANTIZING
+        ]
+        return (*quantizing, *products)
+
+    def unsupported_reasons(self, request: KernelRequest) -> list[str]:
+        """Why it can not run the request, each reason a sentence; empty means it can."""
+        return reasons(request)
+
+    def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """One: ATen chooses its own algorithms."""
+        return (KernelConfig(),)
+
+    def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
+        """A callable kernel; signatures in :mod:`qsync_torch.aten.linear`.
+
+        The scales of a quantization are those of the activation: ``request.variant.x_granularity``.
+
+        Raises:
+            BackendError: when the request is not supported or the configuration is not known.
+        """
+        if config.text:
+            raise BackendError(f"backend aten has no configuration {config.text!r}; leave it empty")
+        if against := self.unsupported_reasons(request):
+            raise BackendError(
+                f"backend aten can not run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
+            )
+        from qsync_core.geometry import Geometry
+        from qsync_torch.aten import conv2d as convolutions
+        from qsync_torch.aten import linear
+        from qsync_torch.aten import quantize as quantization
+
+        variant = request.variant
+        if request.op == Op.QUANTIZE:
+            return quantization.build_quantize(variant)
+        if request.op == Op.QUANTIZE_MANY:
+            return quantization.build_quantize_many(variant)
+        if request.op == Op.LINEAR_OUTPUT:
+            return linear.build_linear_output(variant)
+        if request.op == Op.LINEAR_GRAD_INPUT:
+            return linear.build_linear_grad_input(variant)
+        if request.op == Op.LINEAR_GRAD_WEIGHT:
+            return linear.build_linear_grad_weight(variant)
+        geometry = Geometry.of(request.attributes)
+        if request.op == Op.CONV2D_OUTPUT:
+            return convolutions.build_conv2d_output(geometry, variant)
+        if request.op == Op.CONV2D_GRAD_INPUT:
+            return convolutions.build_conv2d_grad_input(geometry, variant)
+        return convolutions.build_conv2d_grad_weight(geometry, variant)

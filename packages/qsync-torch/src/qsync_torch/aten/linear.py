@@ -1,0 +1,179 @@
+"""The linear kernels of the backend ``aten``: 8-bit products with dequantization, products in a float format, and their gradients.
+
+All write into the output that the caller allocates (see ``docs/writing-a-backend.md`` for the signatures):
+
+* ``linear.output``: ``kernel(x_MK, x_scale, w_NK, w_scale, bias_N, out_MN)``
+* ``linear.grad_input``: ``kernel(grad_MN, w_NK, w_scale, out_MK)``; of an int8 gradient ``kernel(grad_MN, w_NK, scale, out_MK)``
+* ``linear.grad_weight``: ``kernel(grad_MN, x_MK, x_scale, out_NK)``; of an int8 gradient ``kernel(grad_MN, x_MK, scale, out_NK)``
+
+Beside a gradient in a float format, saved 8-bit copies are dequantized to that format.  An integer up to 127 is exact in bfloat16,
+so there the scale is applied to the product instead of rounding ``scale * q``; float16 would overflow that way and takes
+``scale * q``.  An int8 gradient is multiplied as it is, and the sum of integers is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.aten.int8 import int8_product
+from qsync_torch.aten.quantize import dequantize
+from qsync_torch.aten.support import MAX_CONTRACTION
+from qsync_torch.dtypes import LOW_FLOATS
+
+_FLOAT8_MULTIPLE = 16
+"""``torch._scaled_mm`` takes contractions and columns in multiples of this."""
+
+
+def dequantize_product(
+    product: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """``out = product * x_scale * w_scale + bias``: (M, N) of int32 or float32 to a float (M, N), computed in float32."""
+    by_row = x_scale.numel() != 1
+    scale = w_scale if by_row else w_scale * x_scale
+    if product.device.type != "cpu":
+        # One pointwise kernel reads int32 and writes the output's format; the intermediate product is float32.
+        value = product * scale
+        if by_row:
+            value = value.mul_(x_scale[:, None])
+        torch.add(value, bias, out=out) if bias is not None else out.copy_(value)
+        return
+    # On a CPU a mixed-dtype pointwise kernel is not vectorised; conversions and same-dtype kernels are.
+    value = out if out.dtype is torch.float32 else torch.empty(out.shape, dtype=torch.float32)
+    value.copy_(product).mul_(scale)
+    if by_row:
+        value.mul_(x_scale[:, None])
+    if bias is not None:
+        value.add_(bias)
+    if value is not out:
+        out.copy_(value)
+
+
+def _int8_output(
+    x_MK: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_NK: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+) -> None:
+    dequantize_product(int8_product(x_MK, w_NK), x_scale, w_scale, bias_N, out_MN)
+
+
+def _float_output(
+    x_MK: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_NK: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+) -> None:
+    out_MN.copy_(torch.nn.functional.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype)))
+
+
+def _float8_output(
+    x_MK: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_NK: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+) -> None:
+    (m, k), n = x_MK.shape, w_NK.shape[0]
+    if m == 0 or n == 0:
+        return
+    if k == 0:
+        out_MN.zero_() if bias_N is None else out_MN.copy_(bias_N.expand_as(out_MN))
+        return
+    x, w = _float8_padded(x_MK, 1), _float8_padded(w_NK, _FLOAT8_MULTIPLE)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    # Accumulation in float32 throughout; the fast path of the tensor cores keeps 14 bits between partial sums.
+    product = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False)
+    dequantize_product(product[:, :n], x_scale, w_scale, bias_N, out_MN)
+
+
+def _float8_padded(x: torch.Tensor, row_multiple: int) -> torch.Tensor:
+    """Dense, with the contraction (and the rows, where asked for) in multiples that ``_scaled_mm`` takes."""
+    rows, columns = -x.shape[0] % row_multiple, -x.shape[1] % _FLOAT8_MULTIPLE
+    if not rows and not columns:
+        return x.contiguous()
+    # Padding knows no float8; a zero byte is the number zero.
+    return torch.nn.functional.pad(x.view(torch.int8), (0, columns, 0, rows)).view(x.dtype)
+
+
+def build_linear_output(variant: Variant) -> Callable[..., None]:
+    """The product and, for 8-bit operands, dequantization."""
+    if variant.compute is Precision.INT8:
+        return _int8_output
+    return _float8_output if variant.compute is Precision.FLOAT8_E4M3FN else _float_output
+
+
+def integers(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The 8-bit values themselves in ``dtype`` where one scale can be applied to the product instead."""
+    return q.to(dtype) if scale.numel() == 1 and dtype is not torch.float16 else None
+
+
+def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write a product, times a scale where there is one, computed in the format of ``out``."""
+    if scale is not None and product.device.type == "cuda":
+        torch.mul(product, scale, out=out)
+        return
+    out.copy_(product)
+    if scale is not None:
+        out.mul_(scale)
+
+
+def _mm_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of 16-bit matrices; on CUDA the float32 sums themselves, not rounded to 16 bit on the way."""
+    if a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
+
+
+def dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
+    """``q`` itself where it is a float operand, else ``scale * q`` in ``dtype``."""
+    return q.to(dtype) if scale.numel() == 0 else dequantize(q, scale, granularity, dtype)
+
+
+def _int8_grad_input(grad_MN: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_MK: torch.Tensor) -> None:
+    torch.mul(int8_product(grad_MN, w_NK.t()), scale, out=out_MK)
+
+
+def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
+    """``grad_MN @ dequantized w_NK`` in the format of ``grad_MN``, or ``scale * (grad_MN @ w_NK)`` of integers."""
+    if variant.grad_input.needs_scale:
+        return _int8_grad_input
+
+    def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, w_scale: torch.Tensor, out_MK: torch.Tensor) -> None:
+        w = dequantized(w_NK, w_scale, variant.w_granularity, grad_MN.dtype)
+        if out_MK.dtype is grad_MN.dtype:
+            torch.mm(grad_MN, w, out=out_MK)
+        else:
+            out_MK.copy_(torch.mm(grad_MN, w))
+
+    return kernel
+
+
+def _int8_grad_weight(grad_MN: torch.Tensor, x_MK: torch.Tensor, scale: torch.Tensor, out_NK: torch.Tensor) -> None:
+    """Pieces of rows whose int32 sum can not overflow, added in float32."""
+    factor = scale if scale.numel() == 1 else scale[:, None]
+    torch.mul(int8_product(grad_MN[:MAX_CONTRACTION].t(), x_MK[:MAX_CONTRACTION].t()), factor, out=out_NK)
+    for first in range(MAX_CONTRACTION, grad_MN.shape[0], MAX_CONTRACTION):
+        piece = slice(first, first + MAX_CONTRACTION)
+        out_NK += int8_product(grad_MN[piece].t(), x_MK[piece].t()) * factor
+
+
+def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
+    """``grad_MN.T @ dequantized x_MK`` in the format of ``grad_MN``, or ``scale * (grad_MN.T @ x_MK)`` of integers; in float32."""
+    if variant.grad_weight.needs_scale:
+        return _int8_grad_weight
+
+    def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
+        whole = integers(x_MK, x_scale, grad_MN.dtype)
+        x = dequantized(x_MK, x_scale, variant.x_granularity, grad_MN.dtype) if whole is None else whole
+        scaled(_mm_in_float32(grad_MN.t(), x), None if whole is None else x_scale, out_NK)
+
+    return kernel

@@ -1,0 +1,1 @@
+"""The commands that need torch: trace, profile, observe, tune, demo."""

@@ -1,0 +1,132 @@
+"""``qsync observe``: collect what indicators need over a job's first updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.artifacts import files as artifact
+from qsync_core.artifacts.atomic_file import check_writable
+from qsync_core.cli.options import output_option
+from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.errors import ObservationError, QSyncError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command()
+@click.argument("job")
+@click.option("--dag", "dag_path", type=click.Path(path_type=Path), help="The job's graph (qsync trace); traced anew without it.")
+@output_option("observations")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Updates before the first observed one.")
+@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Updates to observe at most.")
+@click.option("--all-steps", is_flag=True, help="Do not stop earlier when the rankings have settled.")
+@click.option("--collectors", "names", default=None, help="Which collectors, comma-separated.  [all but those that take long]")
+@click.option("--rungs", default="int8,bfloat16,float32", show_default=True, help="Precisions or variants a plan may use.")
+@click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take the ladder from this file's group.")
+@click.option("--group", default=None, help="Which group of the cluster file.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:0.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step; half of it is observed.  [the job's]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of dropout and the random directions.")
+@click.option("--fresh", is_flag=True, help="Start anew even where an interrupted observation could be continued.")
+@json_option
+def observe(
+    job: str,
+    dag_path: Path | None,
+    output: Path,
+    warmup: int,
+    steps: int,
+    all_steps: bool,
+    names: str | None,
+    rungs: str,
+    cluster_path: Path | None,
+    group: str | None,
+    device: str,
+    batch_size: int | None,
+    seed: int,
+    fresh: bool,
+    json_flag: bool,
+) -> None:
+    """Train JOB for its first updates and record the numbers that sensitivity indicators are computed from.
+
+    JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  The numbers do not depend on the device.  An
+    interrupted observation leaves OUTPUT.partial and is continued by the same command.
+    """
+    from qsync_torch.cli.ladder import ladder_of_group, read_rungs
+    from qsync_torch.devices import gradient_format, parse_device
+    from qsync_torch.load_job import load_job
+    from qsync_torch.observing.collectors import collectors_named
+    from qsync_torch.observing.observe import observe as run_observe
+    from qsync_torch.observing.record import JobFault
+    from qsync_torch.observing.settled import SettledRule
+    from qsync_torch.tracing.trace import trace
+
+    target = parse_device(device)
+    ladder = ladder_of_group(cluster_path, group)[0] if cluster_path else read_rungs(rungs, gradient_format(target))
+    collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
+    check_writable(output)
+    partial = output.with_name(output.name + ".partial")
+    check_writable(partial)
+    loaded = load_job(job, batch_size)
+    dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+    earlier = None if fresh else _earlier(partial)
+    try:
+        with progress_bar("observe") as update:
+            found = run_observe(
+                loaded,
+                dag,
+                ladder,
+                warmup=warmup,
+                steps=steps,
+                device=target,
+                collectors=collectors,
+                settled=None if all_steps else SettledRule(),
+                seed=seed,
+                earlier=earlier,
+                checkpoint=lambda so_far: artifact.save(so_far, partial),
+                announce=lambda text: click.echo(text, err=True),
+                progress=update,
+            )
+    except JobFault:
+        partial.unlink(missing_ok=True)  # of no use, and in the way of the mended job
+        raise
+    artifact.save(found, output)
+    partial.unlink(missing_ok=True)
+    without = {key.removeprefix("without "): reason for key, reason in found.settings.items() if key.startswith("without ")}
+    data = {
+        "output": str(output),
+        "model": found.model,
+        "iterations": len(found.iterations),
+        "batch_size": found.batch_size,
+        "stopped": found.stopped,
+        "series": len(found.series),
+        "collectors": sorted({series.collector for series in found.series}),
+        "without": without,
+    }
+
+    def render(console: Console) -> None:
+        console.print(
+            f"{found.model}: {len(found.series)} series over {len(found.iterations)} updates of {found.batch_size} samples",
+            markup=False,
+        )
+        console.print(f"stopped: {found.stopped}", markup=False)
+        console.print(f"wrote {output}", markup=False)
+
+    emit(json_flag, data, render)
+
+
+def _earlier(partial: Path) -> Observations | None:
+    """What an interrupted observation left, if anything."""
+    if not partial.exists():
+        return None
+    try:
+        return artifact.load(partial, Observations)
+    except QSyncError as error:
+        raise ObservationError(f"{error}; use --fresh to start anew") from None

@@ -1,0 +1,163 @@
+"""``qsync profile``: measure a job on this machine's device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.artifacts import files as artifact
+from qsync_core.cli.options import output_option
+from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.errors import QSyncError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.units import format_bytes, format_ns, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qsync_core.ir.profile import Profile
+
+
+@click.command()
+@click.argument("job")
+@click.option("--dag", "dag_path", type=click.Path(path_type=Path), help="The job's graph (qsync trace); traced anew without it.")
+@output_option("profile")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:0.")
+@click.option("--share", type=float, default=None, help="Share of the device that the job gets, above 0 and at most 1.  [1.0]")
+@click.option("--memory-cap", default=None, help="Memory the job may use, such as '8 GiB'.  [all]")
+@click.option("--rungs", default=None, help="Precisions or variants a plan may use.  [int8,bfloat16,float32]")
+@click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take ladder and share from this file's group.")
+@click.option("--group", default=None, help="Which group of the cluster file.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step.  [the job's]")
+@click.option(
+    "--backend",
+    default=None,
+    help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
+)
+@click.option("--tuning", type=click.Path(path_type=Path), default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
+@click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
+@json_option
+def profile(
+    job: str,
+    dag_path: Path | None,
+    output: Path,
+    device: str,
+    share: float | None,
+    memory_cap: str | None,
+    rungs: str | None,
+    cluster_path: Path | None,
+    group: str | None,
+    batch_size: int | None,
+    backend: str | None,
+    tuning: Path | None,
+    fresh: bool,
+    json_flag: bool,
+) -> None:
+    """Measure what JOB costs on this machine: operators, casts, memory, whole steps.
+
+    JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  An interrupted run continues where it stopped
+    when it is started again with the same output.  Under torchrun, all-reduces of the gradient buckets are measured as well.
+    """
+    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from qsync_torch.cli.ladder import ladder_of_group, read_rungs
+    from qsync_torch.devices import gradient_format, parse_device
+    from qsync_torch.distributed.ranks import process_group_from_environment
+    from qsync_torch.load_job import load_job
+    from qsync_torch.profiling.profile import profile as run_profile
+    from qsync_torch.tracing.trace import trace
+
+    target = parse_device(device)
+    if cluster_path is not None and rungs is not None:
+        raise QSyncError("--rungs and --cluster both give a ladder; use one of them")
+    if cluster_path is not None:
+        ladder, group_share, _ = ladder_of_group(cluster_path, group)
+        share = group_share if share is None else share
+    else:
+        ladder = read_rungs(rungs or "int8,bfloat16,float32", gradient_format(target))
+    share = 1.0 if share is None else share
+    if not 0 < share <= 1:
+        raise QSyncError(f"--share is a fraction of the device, above 0 and at most 1, got {share:g}")
+    try:
+        cap = parse_bytes(memory_cap) if memory_cap else 0
+    except ValueError as error:
+        raise QSyncError(f"--memory-cap: {error}") from None
+
+    loaded = load_job(job, batch_size)
+    dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+    partial = output.with_name(output.name + ".partial")
+    if fresh:
+        partial.unlink(missing_ok=True)
+    with process_group_from_environment(target) as rank, progress_bar("profile") as update:
+        found = run_profile(
+            loaded,
+            dag,
+            device=target,
+            share=share,
+            memory_cap_bytes=cap,
+            ladder=ladder,
+            backend=backend,
+            tuning=tuning,
+            resume=partial,
+            progress=update,
+            note=lambda text: click.echo(f"note: {text}", err=True),
+        )
+        if rank == 0:
+            artifact.save(found, output)
+            partial.unlink(missing_ok=True)
+    if rank == 0:
+        emit(json_flag, _facts(found, output), lambda console: _render(found, output, console))
+
+
+def _facts(found: Profile, output: Path) -> dict[str, object]:
+    return {
+        "output": str(output),
+        "model": found.model,
+        "device": found.device.name,
+        "distinct_costs": len(found.costs),
+        "operators": len(found.cost_index),
+        "casts": [
+            {
+                "source": str(model.key.source),
+                "target": str(model.key.target),
+                "granularity": str(model.key.granularity),
+                "rounding": str(model.key.rounding),
+                "intercept_ns": model.intercept_ns,
+                "ns_per_element": model.ns_per_element,
+                "r2": model.r2,
+            }
+            for model in found.casts
+        ],
+        "steps": [
+            {"variant": step.variant.label, "iteration_ns": step.iteration_ns, "peak_bytes": step.peak_bytes, "spread": step.spread}
+            for step in found.steps
+        ],
+    }
+
+
+def _render(found: Profile, output: Path, console: Console) -> None:
+    from rich.table import Table
+
+    console.print(f"{found.model} on {found.device.name}: {len(found.costs)} distinct costs for {len(found.cost_index)} operators")
+    table = Table(
+        "every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory", box=None, pad_edge=False
+    )
+    for step in found.steps:
+        table.add_row(
+            step.variant.label,
+            format_ns(step.iteration_ns),
+            format_ns(step.forward_dispatch_ns if not step.forward_compute_ns else step.forward_compute_ns),
+            format_ns(step.backward_dispatch_ns if not step.backward_compute_ns else step.backward_compute_ns),
+            format_ns(step.optimizer_compute_ns),
+            format_bytes(step.peak_bytes),
+        )
+    console.print(table)
+    lowest = min(found.casts, key=lambda model: model.r2, default=None)
+    if lowest is not None:
+        console.print(
+            f"{len(found.casts)} kinds of cast fitted, lowest R² {lowest.r2:.3f} ({lowest.key.source}→{lowest.key.target})"
+        )
+    console.print(f"wrote {output}")

@@ -1,0 +1,65 @@
+"""What a profile was measured on: the device's name and the versions that matter."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+import torch
+
+from qsync_core.errors import QSyncError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+
+
+def parse_device(text: str) -> torch.device:
+    """The device a person names.
+
+    Raises:
+        QSyncError: when this machine does not have it.
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise QSyncError(f"not a device: {text!r}; write cpu, cuda or cuda:0") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise QSyncError(f"QSync measures cpu and cuda devices, got {text!r}")
+    if not torch.cuda.is_available():
+        raise QSyncError(f"{text} was asked for, but torch sees no CUDA device here; use --device cpu, or see 'qsync doctor'")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise QSyncError(f"{text} was asked for, but this machine has {torch.cuda.device_count()} CUDA device(s)")
+    return torch.device("cuda", index)
+
+
+def device_type(device: torch.device, share: float = 1.0, memory_cap_bytes: int = 0) -> DeviceType:
+    """The device type that a profile of ``device`` is for."""
+    if device.type == "cpu":
+        return DeviceType("cpu", DeviceKind.CPU, share, memory_cap_bytes)
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return DeviceType(properties.name, DeviceKind.CUDA, share, memory_cap_bytes, capability)
+
+
+def software_versions(device: torch.device) -> dict[str, str]:
+    """Versions and settings that change what is measured."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "qsync-torch": version("qsync-torch")}
+    if device.type == "cpu":
+        versions["threads"] = str(torch.get_num_threads())
+        versions["machine"] = platform.machine()
+        versions["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        return versions
+    versions["cuda"] = torch.version.cuda or ""
+    versions["cudnn"] = str(torch.backends.cudnn.version())
+    versions["float32_matmul"] = torch.get_float32_matmul_precision()
+    versions["cudnn_tf32"] = str(torch.backends.cudnn.allow_tf32)
+    return versions
+
+
+def gradient_format(device: torch.device) -> Precision:
+    """The 16-bit format for gradients of 8-bit operators: bfloat16 where the device has it in hardware, else float16."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return Precision.FLOAT16
+    return Precision.BFLOAT16

@@ -1,0 +1,150 @@
+"""Who runs a request: the backend that a plan pins, the first of a chain that takes it, or whoever measured fastest (``auto``)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+from qsync_core.errors import BackendError
+from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice, OpChoice, split_chain
+from qsync_core.tuning.search import CompilingBackend
+from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.kernels.installed import installed
+from qsync_torch.kernels.store import store_of_request
+
+DEFAULT_BACKEND = AtenBackend.name
+
+parse_choice = functools.lru_cache(maxsize=4096)(KernelChoice.parse)
+
+
+def default_backend(device: torch.device) -> str:
+    """Where nobody names a backend: ``auto`` on a GPU, where kernels differ; ``aten`` on a CPU."""
+    return AUTO_BACKEND if device.type == "cuda" else DEFAULT_BACKEND
+
+
+@functools.lru_cache(maxsize=64)
+def find_backends(names: str) -> tuple[KernelBackend, ...]:
+    """The backends of a chain such as ``aten`` or ``triton+aten``, in the order in which they are asked; of ``auto``, all.
+
+    Raises:
+        BackendError: when one is not installed; the message names those that are.
+    """
+    if names == AUTO_BACKEND:
+        return tuple(installed().backends())
+    return tuple(_find_backend(name) for name in split_chain(names))
+
+
+def _find_backend(name: str) -> KernelBackend:
+    if name == DEFAULT_BACKEND:
+        return AtenBackend()
+    backends = {backend.name: backend for backend in installed().backends()}
+    if name not in backends:
+        known = ", ".join(sorted({*backends, DEFAULT_BACKEND}))
+        raise BackendError(
+            installed().why_disabled(name)
+            or f"kernel backend {name!r} is not installed here (found: {known}); install the package that provides it, "
+            f"or name another backend{installed().all_disabled()}"
+        )
+    return backends[name]
+
+
+def asked_for(op: str, names: str, config: str) -> tuple[str, OpChoice | None]:
+    """The chain that is asked for one operator, and the choice that pins it to one backend, if there is one."""
+    pinned = parse_choice(config).of(op)
+    return (names, None) if pinned is None else (pinned.backend, pinned)
+
+
+def missing_backends(names: str) -> list[str]:
+    """Why backends of a chain can not be asked at all, a sentence for each that is not installed."""
+    found = []
+    for name in () if names == AUTO_BACKEND else split_chain(names):
+        try:
+            find_backends(name)
+        except BackendError as error:
+            found.append(str(error))
+    return found
+
+
+def reasons_against(request: KernelRequest, names: str, config: str = "", role: str = "") -> list[str]:
+    """Why none of the backends that may run a request does, as ``backend: reason``; empty when one does.
+
+    A pinned configuration that its backend does not have whatever the shapes is a reason too.
+
+    Args:
+        request: what is to run.
+        names: backends joined by ``+``, or ``auto``.
+        config: the text of a :class:`~qsync_core.kernels.choice.KernelChoice`.
+        role: under which the choice has the request, where that is not its op.
+
+    Raises:
+        BackendError: when one of the backends is not installed.
+    """
+    chain, pinned = asked_for(role or request.op, names, config)
+    refusals: list[str] = []
+    for backend in find_backends(chain):
+        try:
+            reasons = backend.unsupported_reasons(request)
+        except BackendError as error:
+            if chain != AUTO_BACKEND:  # somebody named it
+                raise
+            reasons = [str(error)]
+        if not reasons:
+            unknown = "" if pinned is None else _why_unknown(backend, request, pinned.config)
+            return [f"{backend.name}: {unknown}"] if unknown else []
+        refusals.extend(f"{backend.name}: {reason}" for reason in reasons)
+    return refusals
+
+
+def _why_unknown(backend: KernelBackend, request: KernelRequest, config: str) -> str:
+    """Why a backend has no such configuration for any shapes; empty where it has, or where only building in earnest would tell."""
+    if not config or isinstance(backend, CompilingBackend) or config in (c.text for c in backend.candidate_configs(request)):
+        return ""
+    try:
+        backend.build(request, KernelConfig(config))
+    except BackendError as error:
+        return str(error) if is_for_any_sizes(error) else ""
+    return ""
+
+
+def is_for_any_sizes(error: BackendError) -> bool:
+    """Whether a backend says of its error that other shapes would not help (an attribute ``for_any_sizes``)."""
+    return bool(getattr(error, "for_any_sizes", False))
+
+
+def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
+    """Build a kernel with the backend that is to run the request.
+
+    A pinned configuration that its backend refuses for the shapes at hand (a smaller last batch) gives way to the same backend's
+    first candidate, with a warning; not so where the backend says that it has no such configuration for any shapes.  Another
+    backend is never taken.
+
+    Args:
+        request, names, config: as in :func:`reasons_against`.
+
+    Raises:
+        BackendError: with every backend's reasons.
+    """
+    chain, pinned = asked_for(request.op, names, config)
+    if chain == AUTO_BACKEND:
+        backend, chosen = installed().select(request, store=store_of_request(request))
+        return backend.build(request, chosen)
+    for backend in find_backends(chain):
+        if not backend.unsupported_reasons(request):
+            if pinned is not None and pinned.config:
+                try:
+                    return backend.build(request, KernelConfig(pinned.config))
+                except BackendError as error:
+                    first = backend.candidate_configs(request)[0]
+                    if first.text == pinned.config or is_for_any_sizes(error):
+                        raise
+                    warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
+                    return backend.build(request, first)
+            return backend.build(request, backend.candidate_configs(request)[0])
+    shapes = " and ".join(str(list(shape)) for shape in request.shapes)
+    raise BackendError(
+        f"{request.op} as {request.variant.label} on {shapes} can not run on {request.device_kind}: "
+        + "; ".join(reasons_against(request, names, config))
+    )

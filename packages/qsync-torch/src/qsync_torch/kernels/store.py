@@ -1,0 +1,60 @@
+"""The tuning store of this machine: its device, the versions that latencies depend on, and the backends' own."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from qsync_core.errors import QSyncError
+from qsync_core.kernels.backend import KernelRequest
+from qsync_core.plugins.hooks import DeviceFacts
+from qsync_core.tuning.search import TuningStore, default_store_path
+from qsync_torch.devices import device_type, parse_device
+from qsync_torch.kernels.installed import installed
+
+
+def tuning_software(device: torch.device) -> dict[str, str]:
+    """Versions that decide which configuration is fastest; whatever else a profile records does not."""
+    if device.type == "cpu":
+        return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
+    return {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
+
+
+def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
+    """The records for a device of this machine.
+
+    Args:
+        device: which.
+        path: the file; by default :func:`qsync_core.tuning.search.default_store_path`.
+
+    Raises:
+        ArtifactError: when the file is not a tuning store.
+    """
+    return TuningStore(
+        path or default_store_path(), device_type(device).name, tuning_software(device), installed().backend_versions()
+    )
+
+
+def describe_device(text: str) -> DeviceFacts | None:
+    """What kernels depend on, of the device that a person names; None where it is not here."""
+    try:
+        device = parse_device(text)
+    except QSyncError:
+        return None
+    found = device_type(device)
+    return DeviceFacts(device.type, found.name, found.compute_capability, tuning_software(device))
+
+
+def store_of_request(request: KernelRequest) -> TuningStore:
+    """The default store for the current device of a request's kind, read again when the file has changed."""
+    path = default_store_path()
+    changed = path.stat().st_mtime_ns if path.exists() else 0
+    index = torch.cuda.current_device() if request.device_kind == "cuda" else None
+    return _open(path, request.device_kind, index, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _open(path: Path, kind: str, index: int | None, changed: int) -> TuningStore:
+    return open_store(torch.device(kind, index) if index is not None else torch.device(kind), path)

@@ -1,0 +1,172 @@
+"""An operator's ATen call as text, so that it can be run again without the model.
+
+Dependent, guarded and fixed operators (and those that ``apply_`` can not address) carry their call in
+``Operator.attributes["call"]``: canonical JSON of the overload and its arguments.  ``profile`` runs it to measure them.
+
+Arguments stand for themselves, except::
+
+    {"input": i, "stride": [...]}          the i-th activation; strides in elements where it is not contiguous
+    {"parameter": j, "shape": [...]}       the j-th parameter
+    {"tensor": [...], "dtype": "int64", "below": n}  any other tensor; integers lie in 0..n-1
+    {"dtype": "bool"}, {"device": ""}, {"layout": "strided"}, {"memory_format": "channels_last"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.ir.dag import Operator
+from qsync_torch.operators.norms import call_norm
+
+_NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": torch.layer_norm,
+    "group_norm": torch.group_norm,
+    "rms_norm": torch.rms_norm,
+}
+"""Run as ``apply_`` runs them: on 16-bit activations their float32 parameters may need a cast."""
+
+CALL_ATTRIBUTE = "call"
+"""Key of ``Operator.attributes``."""
+
+
+def encode_call(
+    target: torch.fx.node.Target, args: Sequence[Any], kwargs: Mapping[str, Any], describe: Callable[[Any], Any]
+) -> str:
+    """The text of a call.  ``describe`` gives the dictionary that stands for a graph node."""
+
+    def encode(value: Any) -> Any:
+        match value:
+            case torch.fx.Node():
+                return describe(value)
+            case None | bool() | int() | float() | str():
+                return value
+            case list() | tuple():
+                return [encode(item) for item in value]
+            case torch.dtype():
+                return {"dtype": str(value).removeprefix("torch.")}
+            case torch.device():
+                return {"device": ""}
+            case torch.layout():
+                return {"layout": str(value).removeprefix("torch.")}
+            case torch.memory_format():
+                return {"memory_format": str(value).removeprefix("torch.")}
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return encode(value.node.hint)
+        return {"opaque": type(value).__name__}
+
+    return json.dumps(
+        {"op": str(target), "args": encode(list(args)), "kwargs": {key: encode(value) for key, value in sorted(kwargs.items())}},
+        separators=(",", ":"),
+    )
+
+
+@attrs.frozen
+class AtenCall:
+    """A call that can be run: ``AtenCall.of(operator).run(inputs, parameters)``.
+
+    Attributes:
+        op: ``aten.add.Tensor`` and so on.
+        args, kwargs: as in the module's docstring.
+        operator: where it comes from.
+    """
+
+    op: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    operator: Operator
+
+    @classmethod
+    def of(cls, operator: Operator) -> AtenCall | None:
+        """The operator's call; None where it carries none that can be run (graph inputs, higher-order and fused operators)."""
+        text = operator.attributes.get(CALL_ATTRIBUTE)
+        if text is None or '"opaque"' in text:
+            return None
+        call = json.loads(text)
+        if not call["op"].startswith("aten."):
+            return None
+        return cls(call["op"], call["args"], call["kwargs"], operator)
+
+    def _specs(self, key: str) -> Iterator[dict[str, Any]]:
+        """The dictionaries that stand for activations or parameters, in the order of the arguments."""
+        waiting = [*self.args, *self.kwargs.values()][::-1]
+        while waiting:
+            match waiting.pop():
+                case list() as items:
+                    waiting.extend(reversed(items))
+                case dict() as spec if key in spec:
+                    yield spec
+
+    def make_inputs(self, dtypes: Sequence[torch.dtype], device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        """Random activations of the operator's shapes and memory layouts."""
+        strides: dict[int, list[int]] = {}
+        for spec in self._specs("input"):
+            strides.setdefault(spec["input"], spec.get("stride", []))
+        inputs = []
+        for index, (shape, dtype) in enumerate(zip(self.operator.input_shapes, dtypes, strict=True)):
+            stride = strides.get(index)
+            if stride and 0 not in stride:  # expanded activations are made dense
+                made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            else:
+                made = torch.empty(shape, dtype=dtype, device=device)
+            inputs.append(made.normal_())
+        return inputs
+
+    def make_parameters(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        """Random float32 parameters, in the order of ``Operator.parameters``."""
+        shapes = {spec["parameter"]: spec["shape"] for spec in self._specs("parameter")}
+        return [torch.randn(shapes.get(index, ()), device=device) for index in range(len(self.operator.parameters))]
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
+    ) -> Any:
+        """Run it on the current autograd graph.  In-place operators run as their functional form, so that leaves may be given."""
+        return self.bind(inputs, parameters, device)()
+
+    def bind(
+        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
+    ) -> Callable[[], Any]:
+        """A function that only makes the call: everything around it (arguments, other tensors) is made here, once."""
+
+        def decode(value: Any) -> Any:
+            match value:
+                case list():
+                    return [decode(item) for item in value]
+                case {"input": index}:
+                    return inputs[index]
+                case {"parameter": index}:
+                    return parameters[index]
+                case {"tensor": shape, "dtype": dtype}:
+                    return _make_tensor(shape, getattr(torch, dtype), value.get("below", 1), device)
+                case {"dtype": name} | {"layout": name} | {"memory_format": name}:
+                    return getattr(torch, name)
+                case {"device": _}:
+                    return torch.device(device)
+            return value
+
+        args, kwargs = decode(self.args), {key: decode(value) for key, value in self.kwargs.items()}
+        _, packet_name, overload = self.op.split(".")
+        packet = getattr(torch.ops.aten, packet_name)
+        if packet_name.endswith("_") and not packet_name.startswith("_"):
+            functional = getattr(torch.ops.aten, packet_name[:-1], None)
+            if functional is not None and overload in functional.overloads():
+                packet = functional
+            else:
+                call = getattr(packet, overload)
+                return lambda: call(args[0].clone(), *args[1:], **kwargs)
+        if packet_name in _NORMS:
+            return partial(call_norm, _NORMS[packet_name], tuple(args), kwargs)
+        return partial(getattr(packet, overload), *args, **kwargs)
+
+
+def _make_tensor(shape: list[int], dtype: torch.dtype, below: int, device: torch.device | str) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if dtype is torch.bool:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.randint(below, shape, dtype=dtype, device=device)

@@ -1,0 +1,269 @@
+"""What a plan may do with each ATen operator: its kind, and its class of DESIGN section 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_core.ir.dag import OpClass
+from qsync_torch.tracing.graph_values import Draft, Read
+
+LINEAR = "linear"
+CONV2D = "conv2d"
+
+LOSSES = {
+    "cross_entropy_loss": "cross_entropy",
+    "nll_loss": "nll",
+    "nll_loss_nd": "nll",
+    "nll_loss2d": "nll",
+    "mse_loss": "mse",
+    "l1_loss": "l1",
+    "smooth_l1_loss": "smooth_l1",
+    "huber_loss": "huber",
+    "binary_cross_entropy": "binary_cross_entropy",
+    "binary_cross_entropy_with_logits": "binary_cross_entropy",
+    "kl_div": "kl_div",
+    "ctc_loss": "ctc",
+    "cosine_embedding_loss": "cosine_embedding",
+    "hinge_embedding_loss": "hinge_embedding",
+    "margin_ranking_loss": "margin_ranking",
+    "multi_margin_loss": "multi_margin",
+    "multilabel_margin_loss": "multilabel_margin",
+    "soft_margin_loss": "soft_margin",
+    "triplet_margin_loss": "triplet_margin",
+    "poisson_nll_loss": "poisson_nll",
+}
+"""ATen loss functions and the loss kind that a PrecisionDag stores."""
+
+GUARDED = frozenset(
+    {
+        "softmax",
+        "log_softmax",
+        "safe_softmax",
+        "logsumexp",
+        "batch_norm",
+        "native_batch_norm",
+        "layer_norm",
+        "native_layer_norm",
+        "group_norm",
+        "native_group_norm",
+        "instance_norm",
+        "rms_norm",
+        "local_response_norm",
+    }
+)
+"""Compute inside in float32 whatever they are given."""
+
+FIXED = frozenset({"embedding", "embedding_bag", "weight_norm"})
+"""Never touched, whatever they read."""
+
+PRODUCTS_WITH_A_PARAMETER = {
+    "matmul": "torch.matmul",
+    "mm": "torch.mm",
+    "bmm": "torch.bmm",
+    "mv": "torch.mv",
+    "addmm": "torch.addmm",
+    "addmv": "torch.addmv",
+    "baddbmm": "torch.baddbmm",
+    "addbmm": "torch.addbmm",
+    "einsum": "torch.einsum",
+    "tensordot": "torch.tensordot",
+    "dot": "torch.dot",
+    "bilinear": "torch.nn.functional.bilinear",
+}
+"""Linear maps where one factor is a parameter: work for a plan in principle, but written in a way that apply_ does not reach."""
+
+UNSUPPORTED_CONVOLUTIONS = {
+    "conv1d": "one-dimensional convolution",
+    "conv3d": "three-dimensional convolution",
+    "conv_transpose1d": "transposed convolution",
+    "conv_transpose2d": "transposed convolution",
+    "conv_transpose3d": "transposed convolution",
+    "conv_tbc": "time-first convolution",
+    "convolution": "convolution called as torch.convolution",
+}
+"""Convolutions that no backend interface describes."""
+
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
+"""Layers whose products are inside one fused operator."""
+
+
+def op_name(target_name: str) -> str:
+    """The plain name of an ATen operator: no overload, no marks of in-place or private variants (``add_``, ``_softmax``)."""
+    return target_name.split(".")[0].strip("_")
+
+
+def class_of(name: str, *, has_activation: bool, mixes_float32: bool) -> OpClass:
+    """The class of an operator that is neither linear nor a convolution.
+
+    Args:
+        name: plain name.
+        has_activation: it reads at least one floating-point activation.
+        mixes_float32: it also reads a parameter, buffer or constant of at least one dimension, which is float32: PyTorch's
+            promotion then computes in float32 whatever the activations are.
+    """
+    if not has_activation or name in FIXED or name in LOSSES or name in RECURRENT:
+        return OpClass.FIXED
+    if name in GUARDED:
+        return OpClass.GUARDED
+    return OpClass.FIXED if mixes_float32 else OpClass.DEPENDENT
+
+
+# ---- merged from qsync_torch.tracing.classify
+# Linear and convolution calls: what their kernels need to know, and why ``apply_`` can not address some of them.
+
+
+def is_own_call(module: nn.Module | None, kind: str, weight: Read | None, parameter_names: dict[int, str]) -> bool:
+    """True where the call is the forward of that very ``nn.Linear`` or ``nn.Conv2d``: the operator is named after the module.
+
+    A subclass that keeps the forward counts; one that overrides it makes functional calls.
+    """
+    if module is None or weight is None or "forward" in vars(module):
+        return False
+    if kind == LINEAR:
+        own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    else:
+        own = (
+            isinstance(module, nn.Conv2d)
+            and type(module).forward is nn.Conv2d.forward
+            and type(module)._conv_forward is nn.Conv2d._conv_forward
+        )
+    return own and parameter_names.get(id(module._parameters.get("weight"))) == weight.value.storage.name
+
+
+def weight_reason(weight: Read | None, bias: Read | None) -> str:
+    """Why the weight or bias of a call rules it out; empty where they do not."""
+    if weight is None:
+        return "its weight is not a floating-point tensor"
+    storage = weight.value.storage
+    if storage.writer is not None and storage.weight_only:
+        return "its weight is computed from parameters in every step (weight_norm, a parametrization or the like), not a parameter"
+    if storage.writer is not None:
+        return "its weight is an activation, not a parameter"
+    if storage.kind != "parameter":
+        return f"its weight is {storage.kind} {storage.name!r}, not a parameter"
+    if weight.value.is_view:
+        return f"its weight is a part or another view of parameter {storage.name!r}, not the whole of it"
+    if bias is not None and bias.is_activation:
+        return "its bias is computed, not a parameter"
+    return ""
+
+
+def module_reason(module: nn.Module | None) -> str:
+    """Why the calling module rules a convolution out; empty where it does not."""
+    mode = getattr(module, "padding_mode", "zeros") if isinstance(module, nn.modules.conv._ConvNd) else "zeros"
+    return "" if mode == "zeros" else f"its padding_mode is {mode!r}; only 'zeros' is supported"
+
+
+def conv2d_attributes(x: Read, weight: Read, arguments: dict[str, Any]) -> tuple[dict[str, str], str]:
+    """Stride, padding, dilation and groups as canonical text (``"1,1"``), and why they rule the call out (or an empty text)."""
+    stride, dilation = _pair(arguments["stride"]), _pair(arguments["dilation"])
+    reason = ""
+    padding = arguments["padding"]
+    if isinstance(padding, str):
+        total = [d * (k - 1) for d, k in zip(dilation, weight.tensor.shape[2:], strict=True)] if padding == "same" else [0, 0]
+        if any(amount % 2 for amount in total):
+            reason = "its padding 'same' is wider on one side; only symmetric padding is supported"
+        padding = [amount // 2 for amount in total]
+    attributes = {
+        "stride": _text(stride),
+        "padding": _text(_pair(padding)),
+        "dilation": _text(dilation),
+        "groups": str(int(arguments["groups"])),
+    }
+    if x.tensor.dim() != 4:
+        reason = "its input has no batch dimension"
+    elif not x.tensor.is_contiguous() and x.tensor.is_contiguous(memory_format=torch.channels_last):
+        attributes["memory_format"] = "channels_last"
+    return attributes, reason
+
+
+def unsupported_reason(name: str) -> str:
+    """Why an operator that multiplies with a weight in another way than linear and conv2d can not be lowered; empty for others."""
+    if name in UNSUPPORTED_CONVOLUTIONS:
+        return f"{UNSUPPORTED_CONVOLUTIONS[name]} is not supported; only linear and two-dimensional convolution are"
+    if name in RECURRENT:
+        return "recurrent layers are not supported: their products are inside one operator"
+    if name in PRODUCTS_WITH_A_PARAMETER:
+        return f"{PRODUCTS_WITH_A_PARAMETER[name]} with a parameter is out of reach; use torch.nn.functional.linear"
+    return ""
+
+
+def _pair(value: Any) -> list[int]:
+    values = [int(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return values * 2 if len(values) == 1 else values
+
+
+def _text(values: list[int]) -> str:
+    return ",".join(map(str, values))
+
+
+# ---- merged from qsync_torch.tracing.classify
+# Floating-point operations of a forward pass: a multiplication and an addition count as two.
+
+Shape = Sequence[int]
+
+
+def linear_flops(output_shape: Shape, weight_shape: Shape) -> int:
+    """Output (…, N), weight (N, K): 2·M·N·K with M the product of the leading dimensions."""
+    return 2 * math.prod(output_shape) * weight_shape[1]
+
+
+def conv2d_flops(output_shape: Shape, weight_shape: Shape) -> int:
+    """Output (B, O, H, W), weight (O, I/groups, R, S): each output element takes I/groups·R·S products."""
+    return 2 * math.prod(output_shape) * math.prod(weight_shape[1:])
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape) -> int:
+    """Scaled dot-product attention: scores (…, L, S) from E features, and their product with (S, Ev) values."""
+    *batch, length, features = query
+    return 2 * math.prod(batch) * length * key[-2] * (features + value[-1])
+
+
+def other_flops(name: str, input_shapes: Sequence[Shape], output_shape: Shape) -> int:
+    """Operators without weights: products of two activations by their size, all else one operation an output element."""
+    if name == "scaled_dot_product_attention" and len(input_shapes) >= 3:
+        return attention_flops(*input_shapes[:3])
+    if name in ("matmul", "mm", "bmm", "baddbmm", "addmm") and len(input_shapes) >= 2:
+        return 2 * math.prod(output_shape) * input_shapes[-2][-1]
+    return math.prod(output_shape)
+
+
+# ---- merged from qsync_torch.tracing.classify
+# Which loss a job minimises, and how it is reduced over the batch.
+
+
+def loss_kind(drafts: Sequence[Draft], loss: int | None) -> tuple[str, str]:
+    """Kind (``cross_entropy``, ``mse``, … or ``custom``) and reduction (``mean``, ``sum`` or ``none``).
+
+    From the loss back to the model's output: where every path passes a loss function of one kind, that is the kind
+    (the mean of two cross-entropies is cross-entropy); anything else is ``custom``.
+    """
+    if loss is None:
+        return "custom", "mean"
+    kinds: set[str] = set()
+    reductions: list[str] = []
+    waiting, seen = [loss], set()
+    while waiting:
+        position = waiting.pop()
+        if position in seen:
+            continue
+        seen.add(position)
+        draft = drafts[position]
+        if draft.name in LOSSES:
+            is_log_softmax = any(drafts[source].name == "log_softmax" for source in draft.inputs)
+            kind = LOSSES[draft.name]
+            kinds.add("cross_entropy" if kind == "nll" and is_log_softmax else kind)
+            reductions.append(draft.reduction)
+        elif draft.in_loss and draft.kind != "input":
+            if draft.name in ("mean", "sum"):
+                reductions.append(draft.name)
+            waiting.extend(draft.inputs)
+        else:
+            kinds.add("custom")
+    known = [reduction for reduction in dict.fromkeys(reductions) if reduction != "none"]
+    return (kinds.pop() if len(kinds) == 1 else "custom"), (known[0] if known else "none")

@@ -1,0 +1,151 @@
+"""The order in which gradients become ready, found by a backward pass over fake tensors.
+
+Autograd decides the order; so autograd is asked.  The exported graph is run under ``FakeTensorMode`` (shapes only, no
+memory, no arithmetic) and differentiated, with a hook at every parameter: the same hooks at which
+DistributedDataParallel counts gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from qsync_core.errors import TraceError
+from qsync_core.ir.dag import Bucket
+from qsync_torch.tracing.export import ExportedStep, explain_node_failure
+
+
+@attrs.frozen(eq=False)
+class FakeRun:
+    """What running the graph on fake tensors shows.
+
+    Attributes:
+        gradient_order: FQNs of the parameters that get a gradient, in the order in which they get it.
+        storage: the storage of each node's tensor: nodes with equal numbers share memory.
+        needs_grad: names of the nodes whose value requires a gradient.
+    """
+
+    gradient_order: tuple[str, ...]
+    storage: dict[str, int]
+    needs_grad: frozenset[str]
+
+
+_VALUE_READERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default)
+
+
+class _Recorder(torch.fx.Interpreter):
+    """Runs the graph node by node and notes storage and ``requires_grad`` of each value."""
+
+    def __init__(self, module: torch.fx.GraphModule, model: str) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # it would add the graph's own text to messages
+        self._model = model
+        self.storage: dict[str, int] = {}
+        self.needs_grad: set[str] = set()
+        self._alive: list[Any] = []  # freed storages would have their numbers used again
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target in _VALUE_READERS:
+            # Fake tensors have no values; what a model does with one read by .item() does not change its graph any more.
+            return getattr(getattr(n.meta.get("val"), "node", None), "pytype", int)(1)
+        if n.target in _VALUE_CHECKS:
+            return None
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            raise TraceError(explain_node_failure(self._model, n, error)) from error
+        if isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result):
+            storage = result.untyped_storage()
+            self._alive.append(storage)
+            self.storage[n.name] = storage._cdata
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+            self.needs_grad.add(n.name)
+        return result
+
+
+def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeRun:
+    """Forward and backward of the exported step on fake tensors.
+
+    Args:
+        step: the exported step.
+        trainable: FQNs of the parameters that require a gradient.
+        model: the model's name, for messages.
+
+    Raises:
+        TraceError: when a shape depends on tensor values; the message names the line.
+    """
+    order: list[str] = []
+    parameters: dict[str, torch.Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        values = []
+        for node in step.graph_module.graph.find_nodes(op="placeholder"):
+            operand = step.operands[node.name]
+            example = node.meta.get("val")
+            if not isinstance(example, torch.Tensor):
+                values.append(example)
+                continue
+            value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+            if operand.kind == "parameter":
+                value = parameters.setdefault(operand.name, value)
+                value.requires_grad_(operand.name in trainable)
+            values.append(value)
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        recorder = _Recorder(step.graph_module, model)
+        (loss,) = recorder.run(*values, enable_io_processing=False)[-1:]
+        if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+            loss.backward()
+    return FakeRun(tuple(order), recorder.storage, frozenset(recorder.needs_grad))
+
+
+# ---- merged from qsync_torch.tracing.gradient_order
+# Gradient buckets as DistributedDataParallel forms them after its first iteration.
+
+MEBIBYTE = 1024 * 1024
+DEFAULT_BUCKET_CAP_MB = 25
+"""DistributedDataParallel's own default; with it the first bucket is smaller (1 MiB), so that communication starts early."""
+
+
+def form_buckets(
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    gradient_order: Sequence[str],
+    bucket_cap_mb: float | None = None,
+) -> tuple[Bucket, ...]:
+    """The buckets, first ready first.
+
+    After the first backward pass the reducer packs parameters again in the order in which their gradients became ready
+    (``Reducer::rebuild_buckets``).  It does not when some parameter got no gradient (``find_unused_parameters=True``): then the
+    first buckets stay, which are packed in the order of definition and reduced last to first.
+
+    Args:
+        parameters: ``named_parameters`` that require a gradient, tied ones once; only sizes and dtypes are used.
+        gradient_order: names in the order in which gradients become ready.
+        bucket_cap_mb: DistributedDataParallel's argument of that name, in MiB; None for its default.
+    """
+    tensors = dict(parameters)
+    cap = int((DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MEBIBYTE)
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, cap] if bucket_cap_mb is None else [cap]
+    if set(gradient_order) == set(tensors):
+        names = list(gradient_order)
+        ordered = [tensors[name] for name in names]
+        # With indices given, the function keeps the order of its input instead of sorting buckets by definition.
+        assigned, _ = dist._compute_bucket_assignment_by_size(ordered, limits, [], list(range(len(ordered))))
+    else:
+        names = list(tensors)
+        assigned, _ = dist._compute_bucket_assignment_by_size(list(tensors.values()), limits)
+        assigned = assigned[::-1]
+    return tuple(
+        Bucket(
+            parameters=tuple(names[index] for index in indices),
+            nbytes=sum(tensors[names[index]].numel() * tensors[names[index]].element_size() for index in indices),
+        )
+        for indices in assigned
+    )

@@ -1,0 +1,98 @@
+"""What flows along the exported graph: storages, who wrote them last, and operators in the making.
+
+In-place operators and views make "the producer of a tensor" a question about memory, not about graph nodes: every value points to
+a :class:`Storage`, views share it, and whoever writes into any of them becomes its producer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.ir.dag import OpClass
+
+
+@attrs.define(eq=False)
+class Storage:
+    """Memory that several graph values may share.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, ``constant``, ``input`` or ``activation``.
+        name: FQN or argument name; empty for activations.
+        writer: position of the draft that wrote it last; None where nobody did.
+        weight_only: it holds parameters, or what was computed from nothing but parameters, buffers and constants.
+    """
+
+    kind: str
+    name: str = ""
+    writer: int | None = None
+    weight_only: bool = False
+
+
+@attrs.frozen(eq=False)
+class Value:
+    """One value: its memory, and whether it is a part or another shape of it."""
+
+    storage: Storage
+    is_view: bool = False
+
+
+@attrs.frozen(eq=False)
+class Read:
+    """One floating-point tensor that an operator reads."""
+
+    node: torch.fx.Node
+    value: Value
+    argument: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The (fake) tensor: shape, strides, dtype."""
+        return self.node.meta["val"]
+
+    @property
+    def is_activation(self) -> bool:
+        """True where some operator or graph input produced it."""
+        return self.value.storage.writer is not None
+
+
+@attrs.define(eq=False)
+class Draft:
+    """An operator before it has a name.
+
+    ``inputs`` are positions of other drafts; ``weight_name`` is the parameter that is the weight of a linear or convolution,
+    empty where the weight is something else.
+    """
+
+    name: str
+    kind: str
+    op_class: OpClass
+    scope: str
+    module: torch.nn.Module | None
+    inputs: tuple[int, ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    output_shape: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    weight_shape: tuple[int, ...] = ()
+    weight_name: str = ""
+    attributes: dict[str, str] = attrs.field(factory=dict)
+    call: str = ""
+    flops: int = 0
+    reason: str = ""
+    no_grad_inputs: tuple[int, ...] = ()
+    is_own_call: bool = False
+    in_loss: bool = False
+    reduction: str = ""
+
+
+def float_tensor(value: Any) -> torch.Tensor | None:
+    """The first real floating-point tensor of an operator's result, None where there is none."""
+    leaves = value if isinstance(value, (list, tuple)) else [value]
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point), None)
+
+
+def static_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape as plain integers."""
+    return tuple(int(size) for size in tensor.shape)

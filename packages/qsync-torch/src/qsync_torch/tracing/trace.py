@@ -1,0 +1,140 @@
+"""``trace``: from a job to its PrecisionDag (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from qsync_core.errors import TraceError
+from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_torch.job import Job
+from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
+from qsync_torch.tracing.classify import loss_kind
+from qsync_torch.tracing.export import export_step, quiet_torch
+from qsync_torch.tracing.gradient_order import form_buckets, run_fake
+from qsync_torch.tracing.graph_values import Draft
+from qsync_torch.tracing.graph_walk import GraphWalk
+from qsync_torch.tracing.names import Names, functional_fqn, is_module_work
+
+
+def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
+    """Trace one training step of a job, without running it and without copying its parameters.
+
+    Args:
+        job: what is trained.
+        bucket_cap_mb: as given to DistributedDataParallel; None for its default.
+
+    Returns:
+        The graph.  Every linear and convolution call is an operator, functional, tied and repeated calls included; those that
+        ``apply_`` can not address say why in ``not_applicable``.
+
+    Raises:
+        TraceError: when the model can not be exported (with the line and what to do), a parameter is not float32, or the
+            loss is not a scalar that depends on the parameters.
+        JobError: when the job's batch function fails or returns something else than a Batch.
+    """
+    if bucket_cap_mb is not None and not (math.isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise TraceError(f"the bucket size is a number of MiB above 0, got {bucket_cap_mb}")
+    _check_parameters(job)
+    device = next((parameter.device for parameter in job.model.parameters()), torch.device("cpu"))
+    batch = job.batch(0, job.batch_size).to(device)
+    step = export_step(job, batch)
+    trainable = [(name, parameter) for name, parameter in job.model.named_parameters() if parameter.requires_grad]
+    with quiet_torch():
+        run = run_fake(step, frozenset(name for name, _ in trainable), job.name)
+    if not run.gradient_order:
+        raise TraceError(f"no parameter of {job.name} gets a gradient; compute the loss from the model's output")
+    walk = GraphWalk(step, run, job.model)
+    walk.walk()
+    kind, reduction = loss_kind(walk.drafts, walk.loss)
+    return PrecisionDag(
+        model=job.name,
+        operators=_operators(walk.drafts),
+        parameters=tuple(
+            Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
+            for name, parameter in job.model.named_parameters()
+        ),
+        buckets=form_buckets(trainable, run.gradient_order, bucket_cap_mb),
+        loss=kind,
+        loss_reduction=reduction,
+        batch_size=job.batch_size,
+    )
+
+
+def _check_parameters(job: Job) -> None:
+    for name, parameter in job.model.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise TraceError(f"parameter {name} of {job.name} has no shape yet; run the model once before tracing it")
+        if parameter.dtype.is_floating_point and parameter.dtype is not torch.float32:
+            raise TraceError(
+                f"parameter {name} of {job.name} is {str(parameter.dtype).removeprefix('torch.')}; QSync keeps parameters in "
+                "float32 and lowers single operators: convert the model with .float()"
+            )
+
+
+def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
+    names = Names()
+    op_ids = [names.claim(fqn) for fqn in _fqns(drafts)]
+    _share_reasons(drafts, op_ids)
+    depths: list[int] = []
+    for draft in drafts:
+        depths.append(max((depths[source] + 1 for source in draft.inputs), default=0))
+    return tuple(
+        Operator(
+            op_id=op_id,
+            kind=draft.kind,
+            op_class=draft.op_class,
+            inputs=tuple(op_ids[source] for source in draft.inputs),
+            input_shapes=draft.input_shapes,
+            output_shape=draft.output_shape,
+            parameters=draft.parameters,
+            weight_shape=draft.weight_shape,
+            attributes=_attributes(draft),
+            flops=draft.flops,
+            variant_group=_variant_group(draft, op_id),
+            depth=depth,
+            not_applicable=draft.reason,
+            no_grad_inputs=draft.no_grad_inputs,
+        )
+        for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
+    )
+
+
+def _attributes(draft: Draft) -> dict[str, str]:
+    """What a plan can lower is described by its geometry; everything else by the call to run again."""
+    if not draft.call or (draft.op_class is OpClass.ADJUSTABLE and not draft.reason):
+        return draft.attributes
+    return {**draft.attributes, CALL_ATTRIBUTE: draft.call}
+
+
+def _variant_group(draft: Draft, op_id: OpId) -> str:
+    """Calls of one module share a variant; functional calls of one module do when they share the weight."""
+    return op_id.fqn if draft.is_own_call or not draft.weight_name else f"{op_id.fqn}({draft.weight_name})"
+
+
+def _share_reasons(drafts: list[Draft], op_ids: list[OpId]) -> None:
+    """A module whose forward is swapped is swapped for all its calls: where one of them can not be addressed, none can."""
+    refused: dict[str, tuple[OpId, str]] = {}
+    for draft, op_id in zip(drafts, op_ids, strict=True):
+        if draft.is_own_call and draft.reason:
+            refused.setdefault(op_id.fqn, (op_id, draft.reason))
+    for draft, op_id in zip(drafts, op_ids, strict=True):
+        if draft.is_own_call and not draft.reason and op_id.fqn in refused:
+            other, reason = refused[op_id.fqn]
+            draft.reason = f"the same module is called as {other}, of which: {reason}"
+
+
+def _fqns(drafts: list[Draft]) -> list[str]:
+    operators_of: dict[str, set[str]] = {}
+    for draft in drafts:
+        operators_of.setdefault(draft.scope, set()).add(draft.name)
+    fqns = []
+    for draft in drafts:
+        single = is_module_work(draft.module) and len(operators_of[draft.scope]) == 1
+        if draft.kind == "input" or (draft.scope and (draft.is_own_call or (single and not draft.weight_shape))):
+            fqns.append(draft.scope)
+        else:
+            fqns.append(functional_fqn(draft.scope, draft.name))
+    return fqns
