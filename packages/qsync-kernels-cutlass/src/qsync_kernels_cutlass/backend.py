@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
+from qsync_core.progress import ProgressCallback
 from qsync_kernels_cutlass import candidates, refusal, validity
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
 from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
@@ -53,7 +54,7 @@ class CutlassBackend:
             return ()
         return tuple(KernelConfig(found.text) for found in availability.offered(request, _architecture(request)))
 
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Callable[[int, int, str], None]) -> object:
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
         """Compile the candidates of requests for a chip that this machine need not have; see :mod:`.compile_ahead`.
 
         Args:

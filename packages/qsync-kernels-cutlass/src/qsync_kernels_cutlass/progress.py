@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from typing import Protocol, TextIO
+
+from qsync_core.progress import ProgressCallback
 
 
 class Progress(Protocol):
@@ -75,7 +76,7 @@ class ProgressLine:
 class Counting:
     """Hands the count to a function ``update(done, total, what)``."""
 
-    def __init__(self, update: Callable[[int, int, str], None]) -> None:
+    def __init__(self, update: ProgressCallback) -> None:
         """Tell ``update`` of every kernel."""
         self._update = update
         self._lock = threading.Lock()
@@ -119,7 +120,7 @@ class Together:
             one.end()
 
 
-def counting(update: Callable[[int, int, str], None]) -> Progress:
+def counting(update: ProgressCallback) -> Progress:
     """Hands the count to a function; where standard error is no terminal, which has no bar that moves, it gets the lines too."""
     return Counting(update) if sys.stderr.isatty() else Together(Counting(update), ProgressLine())
 

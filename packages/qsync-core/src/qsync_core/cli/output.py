@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qsync_core.progress import ProgressCallback, silent
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDTH_OF_FILES = 132
 """Columns where the output is not a terminal: wide enough that tables are not cut."""
 
-Update = Callable[[int, int, str], None]
-"""``update(done, total, text)`` moves a progress bar."""
 
 json_option = click.option("--json", "json_flag", is_flag=True, help="Print one JSON object instead of text.")
 """The option that every command has; the command's parameter is ``json_flag``."""
@@ -41,7 +41,7 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
 
 
 @contextlib.contextmanager
-def progress_bar(description: str) -> Iterator[Update]:
+def progress_bar(description: str) -> Iterator[ProgressCallback]:
     """A progress bar on standard error; where that is no terminal nothing is printed.
 
     Example::
@@ -50,7 +50,7 @@ def progress_bar(description: str) -> Iterator[Update]:
             update(3, 10, "conv2d int8")
     """
     if not sys.stderr.isatty():
-        yield lambda done, total, text: None
+        yield silent
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME
-from qsync_core.tuning.search import CompilingBackend, Update
+from qsync_core.progress import ProgressCallback
+from qsync_core.tuning.search import CompilingBackend
 
 T = TypeVar("T")
 _METHODS = ("kernel_specs", "unsupported_reasons", "candidate_configs", "build")
@@ -116,6 +117,6 @@ class CheckedBackend:
 class CheckedCompilingBackend(CheckedBackend):
     """The same of a backend that compiles ahead of time."""
 
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Update) -> object:
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
         """Compile the candidates of requests that the backend supports, into its cache."""
         return self._ask("compile_ahead", requests, arch, progress)

@@ -13,6 +13,7 @@ import attrs
 import pluggy
 
 from qsync_core.kernels.backend import KernelBackend, KernelRequest
+from qsync_core.progress import ProgressCallback
 
 if TYPE_CHECKING:
     import click
@@ -76,7 +77,7 @@ class TruthRequest:
     budget_s: float
     device: str
     announce: Callable[[str], None]
-    progress: Callable[[int, int, str], None]
+    progress: ProgressCallback
 
 
 @hookspec

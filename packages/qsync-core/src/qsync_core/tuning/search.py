@@ -11,13 +11,14 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import attrs
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.progress import ProgressCallback
 from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord
 from qsync_core.tuning.store import Match, TuningStore, default_store_path, merge_stores
 
@@ -87,9 +88,6 @@ __all__ = [
     "tune",
 ]
 
-Update = Callable[[int, int, str], None]
-"""``progress(done, total, what)``."""
-
 
 class Measure(Protocol):
     """Runs a kernel on operands of the request's shapes (qsync-torch has one)."""
@@ -116,7 +114,7 @@ class CompilingBackend(Protocol):
     its configurations (``tile=128x64x64;swizzle=4``): configurations that differ in these alone are one kernel.
     """
 
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: Update) -> object:
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
         """Compile the candidates of requests that the backend supports, into its cache.
 
         Args:

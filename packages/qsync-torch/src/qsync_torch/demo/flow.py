@@ -15,11 +15,12 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
+from qsync_core.progress import ProgressCallback
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.cores import check_cores
 from qsync_torch.demo.cpu_quota import remove_abandoned_quotas
-from qsync_torch.demo.launch import Progress, run_workers
+from qsync_torch.demo.launch import run_workers
 from qsync_torch.demo.measuring import LADDER
 from qsync_torch.demo.outcome import Outcome, make_outcome
 from qsync_torch.demo.planning import Plans, cluster_toml, infer_variants, local_batches, make_plans
@@ -72,7 +73,7 @@ class Result:
     measured: dict[str, Timeline]
 
 
-def run_demo(options: Options, progress: Progress) -> Result:
+def run_demo(options: Options, progress: ProgressCallback) -> Result:
     """Run it; every artifact stays in ``options.folder``.
 
     Raises:
@@ -121,7 +122,7 @@ def _with_timeline(plans: Plans) -> dict[str, PrecisionPlan]:
     return {name: plan for name, plan in plans.compared.items() if name != "dynamic-batch"}
 
 
-def _measure(options: Options, progress: Progress) -> Measured:
+def _measure(options: Options, progress: ProgressCallback) -> Measured:
     folder = options.folder
     task = MeasureTask(
         model=options.model,
@@ -148,7 +149,7 @@ def _train(
     plans: Plans,
     measured: Measured,
     dag: PrecisionDag,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> Trained:
     folder = options.folder
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from qsync_core.errors import QSyncError
+from qsync_core.progress import ProgressCallback
 from qsync_torch.demo.cores import WORKERS
 from qsync_torch.demo.parent_death import die_with_parent
 from qsync_torch.demo.tasks import write_json
@@ -17,10 +17,8 @@ from qsync_torch.demo.worker_events import parse
 
 _LOG_LINES_SHOWN = 12
 
-Progress = Callable[[int, int, str], None]
 
-
-def run_workers(kind: str, task: Any, folder: Path, progress: Progress) -> None:
+def run_workers(kind: str, task: Any, folder: Path, progress: ProgressCallback) -> None:
     """Give both workers a task and wait for them; what they print goes to ``<kind>.log`` in ``folder``.
 
     Raises:

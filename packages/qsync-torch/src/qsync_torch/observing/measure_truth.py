@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import TruthRequest
+from qsync_core.progress import ProgressCallback
 from qsync_torch.devices import parse_device
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.load_job import load_job
@@ -20,8 +21,6 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector, subjects
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.step_collector import ObservedStep
 from qsync_torch.observing.truth_budget import TruthBudget, check_seconds, fit_seconds
-
-Update = Callable[[int, int, str], None]
 
 
 def measure_truth(request: TruthRequest) -> Observations:
@@ -82,7 +81,7 @@ def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warm
     )
 
 
-def _over_batches(budget: TruthBudget, progress: Update) -> Update:
+def _over_batches(budget: TruthBudget, progress: ProgressCallback) -> ProgressCallback:
     """One progress bar over all batches, from the collector's, which starts anew with each."""
     finished = 0
 

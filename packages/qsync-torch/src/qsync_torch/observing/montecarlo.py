@@ -7,7 +7,7 @@ draw by draw.  It costs a forward and a backward pass for every operator, varian
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.apply.apply import Applied, apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import low_precision
@@ -25,7 +26,6 @@ from qsync_torch.observing.step_collector import ObservedStep, StepTerm
 
 DRAWS = 8
 """Draws for each operator and variant that rounds at random, on every observed batch."""
-Update = Callable[[int, int, str], None]
 
 
 def is_random(variant: Variant) -> bool:
@@ -85,7 +85,7 @@ class MonteCarloCollector:
         draws: passes for each operator in a variant that rounds at random, even and at least 2.
         operators: lower only these one by one; None for all adjustable ones.
         together: also lower all adjustable operators at once, in each variant.
-        progress: told ``(passes done, passes of this batch, operator and variant)``.
+        progress: receives ``(passes done, passes of this batch, operator and variant)``.
     """
 
     name = terms.MONTECARLO
@@ -96,13 +96,13 @@ class MonteCarloCollector:
         draws: int = DRAWS,
         operators: Collection[OpId] | None = None,
         together: bool = True,
-        progress: Update | None = None,
+        progress: ProgressCallback = silent,
     ) -> None:
         if draws < 2 or draws % 2:
             raise ValueError(f"draws is an even number of at least 2, so that halves can be compared; got {draws}")
         self.draws, self.together = draws, together
         self.operators = None if operators is None else tuple(operators)
-        self._progress = progress or (lambda done, total, what: None)
+        self._progress = progress
 
     def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
         """Forward and backward passes over each observed batch."""

@@ -15,6 +15,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
+from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import parse_device
 from qsync_torch.job import Batch, Job, check_same_model
 from qsync_torch.observing.collector import low_precision
@@ -34,11 +35,6 @@ _STEP_SEED = 1_000_003
 """Steps of one run draw differently, and runs of different seeds do."""
 _SAME_LOSS = {"cpu": 1e-3, "cuda": 2e-2}
 """By how much of the largest recorded loss an update that is trained again may differ: a GPU adds in another order each time."""
-Update = Callable[[int, int, str], None]
-
-
-def silent(done: int, total: int, what: str) -> None:
-    """Report no progress."""
 
 
 def observe(
@@ -56,7 +52,7 @@ def observe(
     earlier: Observations | None = None,
     checkpoint: Callable[[Observations], None] | None = None,
     announce: Callable[[str], None] | None = None,
-    progress: Update = silent,
+    progress: ProgressCallback = silent,
 ) -> Observations:
     """Train a copy of the job's model in float32 and collect numbers at every update after a warm-up.
 
@@ -139,7 +135,7 @@ class _Run:
         settled: SettledRule | None,
         earlier: Observations | None,
         checkpoint: Callable[[Observations], None] | None,
-        progress: Update,
+        progress: ProgressCallback,
     ) -> Observations:
         asked = self._settings()
         record = Record(self.dag.model) if earlier is None else self._continued(earlier, asked)

@@ -21,6 +21,7 @@ from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import AUTO_BACKEND
 from qsync_core.kernels.requests import CallShapes
+from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
@@ -40,17 +41,11 @@ from qsync_torch.tuning.chooser import Chosen, KernelChooser
 
 T = TypeVar("T")
 
-Update = Callable[[int, int, str], None]
-"""``progress(done, total, what)``, called before each measurement."""
 
 BASE = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
-
-
-def silent(done: int, total: int, what: str) -> None:
-    """Report no progress."""
 
 
 @attrs.frozen
@@ -79,7 +74,7 @@ def profile(
     tuning: Path | None = None,
     resume: Path | None = None,
     with_collectives: bool = True,
-    progress: Update = silent,
+    progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
     operator_effort: Effort = OPERATOR_EFFORT,
     cast_effort: Effort = CAST_EFFORT,

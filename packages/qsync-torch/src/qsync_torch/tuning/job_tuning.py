@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import attrs
@@ -16,6 +16,7 @@ from qsync_core.kernels.backend import KernelBackend, KernelRequest
 from qsync_core.kernels.choice import QUANTIZE_WEIGHT
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
+from qsync_core.progress import ProgressCallback, silent
 from qsync_core.tuning.record import formats_of
 from qsync_core.tuning.search import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
 from qsync_torch.tuning.compiling import BackgroundCompiler
@@ -23,10 +24,6 @@ from qsync_torch.tuning.kernel_library import LimitedBackend
 from qsync_torch.tuning.operands import rotating_sets
 from qsync_torch.tuning.peaks import device_peaks
 from qsync_torch.tuning.timer import KernelTimer
-
-Update = Callable[[int, int, str], None]
-"""``progress(done, total, what)``."""
-
 
 DEFAULT_EFFORT = Effort()
 
@@ -80,7 +77,7 @@ def tune_requests(
     device: torch.device,
     *,
     effort: Effort = DEFAULT_EFFORT,
-    progress: Update = lambda done, total, what: None,
+    progress: ProgressCallback = silent,
 ) -> JobTuning:
     """Tune requests on a device with every backend that takes them.
 
@@ -138,7 +135,7 @@ def tune_requests(
     return JobTuning(tuple(tuned[index] for index in range(len(requests))), reused, time.monotonic() - start)
 
 
-def _compiling(progress: Update, done: int, total: int, built: int, every: int) -> None:
+def _compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
     progress(done, total, f"compiling, {built} of {every} kernels")
 
 
@@ -164,7 +161,7 @@ class CompiledAhead:
 
 
 def compile_requests(
-    requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: Update
+    requests: Iterable[OperatorRequest], backends: Iterable[KernelBackend], arch: str, progress: ProgressCallback
 ) -> dict[str, CompiledAhead]:
     """Let every backend that can compile ahead do so for the requests it takes.
 

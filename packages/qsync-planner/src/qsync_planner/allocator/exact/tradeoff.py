@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -22,6 +22,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
+from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed, least_memory, least_time
 from qsync_planner.allocator.exact.program import is_installed
@@ -91,9 +92,6 @@ _EXTREME_COLUMNS = 5_000
 """Programs with more columns are not asked for their fastest plan; uniform precision's time is then the shortest limit."""
 _STRAIGHT = 2e-3
 """Share of the curve's area between two of its points that is not worth another one."""
-
-Progress = Callable[[int, int, str], None]
-"""``progress(done, total, text)``."""
 
 
 @attrs.frozen
@@ -214,7 +212,7 @@ def tradeoff(
     budgets: int = BUDGETS,
     limits: int = LIMITS,
     effort: Effort = EFFORT,
-    progress: Progress | None = None,
+    progress: ProgressCallback = silent,
 ) -> Tradeoff:
     """Find the curve.  The same inputs give the same result.
 
@@ -226,7 +224,7 @@ def tradeoff(
         budgets: memory budgets, at least 1; every group gets the same share of the way from the least to the most.
         limits: time limits for each budget, at least 3.
         effort: how far to go for one point.
-        progress: told what is being solved.
+        progress: receives what is being solved.
 
     Raises:
         PlanError: without a sensitivity or without HiGHS; for artifacts that do not belong together.
@@ -245,8 +243,7 @@ def tradeoff(
     levels = curve.levels(budgets)
     for number, level in enumerate(levels):
         for text in curve.add(level, limits):
-            if progress is not None:
-                progress(number * limits, len(levels) * limits, f"{_sizes(level.budgets) or 'no memory limit'}, {text}")
+            progress(number * limits, len(levels) * limits, f"{_sizes(level.budgets) or 'no memory limit'}, {text}")
     points = curve.points()
     return Tradeoff(
         dag.model,
