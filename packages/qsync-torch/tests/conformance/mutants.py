@@ -455,4 +455,39 @@ class ForgetsToFlip(Mutant):
         return lambda grad, w, scale, out: kernel(grad, w.flip(2, 3), scale, out)
 
 
+class SkipsAPosition(Mutant):
+    """A float gradient of an image without the filters' first position."""
+
+    op = Op.CONV2D_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        def gradient(grad, w, scale, out):
+            if grad.dtype is not torch.int8 and w.shape[2] > 1:
+                w = w.clone(memory_format=torch.channels_last)
+                w[:, :, 0, 0] = 0
+            kernel(grad, w, scale, out)
+
+        return gradient
+
+
+class OneScaleForAllFilters(Mutant):
+    op = Op.CONV2D_GRAD_INPUT
+
+    def wrap(self, kernel, request):
+        return lambda grad, w, scale, out: kernel(grad, w, scale[:1].expand_as(scale), out)
+
+
+class SkipsAnImage(Mutant):
+    """A float gradient of filters without the batch's last image."""
+
+    op = Op.CONV2D_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        def gradient(grad, x, scale, out):
+            images = max(1, grad.shape[0] - 1)
+            kernel(grad[:images], x[:images], scale, out)
+
+        return gradient
+
+
 ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value not in (Mutant, Draws)]

@@ -247,10 +247,18 @@ def test_a_float_gradient_of_the_input(
         check_near(out, grad.double() @ dequantized, grad.double().abs() @ dequantized.abs(), dtype)
 
 
-def check_near(found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype) -> None:
-    """Errors of the terms, and one rounding of the result; ``magnitude`` is the sum of the terms' magnitudes."""
+def check_near(
+    found: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype, partial_sums: torch.Tensor | int = 1
+) -> None:
+    """Errors of the terms, and one rounding of the result; ``magnitude`` is the sum of the terms' magnitudes.
+
+    A sum of n ``partial_sums`` that are stored in ``dtype`` is rounded n - 1 times more, each time by at most the unit roundoff u
+    of what has been added up so far.  Together that is at most ku / (1 - ku) of the magnitude, with k = n - 1 (Higham, *Accuracy
+    and Stability of Numerical Algorithms*, lemma 3.1 and equation 3.4).
+    """
     error = (found.double() - expected).abs()
-    allowed = STEP[dtype] * (0.5 * magnitude + expected.abs()) + 1e-30
+    more = HALF_STEP[dtype] * (torch.as_tensor(partial_sums, device=error.device) - 1).clamp(min=0)
+    allowed = STEP[dtype] * (0.5 * magnitude + expected.abs()) + more / (1 - more) * magnitude + 1e-30
     assert bool((error <= allowed).all()), f"errors up to {(error / allowed).max().item():.1f} times what is allowed"
 
 
