@@ -8,7 +8,7 @@ import pytest
 
 from contracts.environment import ROOT
 
-PAGE = (ROOT / "docs" / "allocator-exact.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "design" / "exact-allocator.md").read_text(encoding="utf-8")
 SOURCES = [ROOT / "packages" / "qsync-core" / "src", ROOT / "packages" / "qsync-planner" / "src"]
 EXACT = SOURCES[1] / "qsync_planner" / "allocator" / "exact"
 

@@ -1,4 +1,4 @@
-"""Which format flows where and which casts that takes, written down a second time from docs/precision-semantics.md.
+"""Which format flows where and which casts that takes, written down a second time from docs/design/precision-semantics.md.
 
 Shares no code with the product: only the names of formats and the classes that hold data.
 """

@@ -1,4 +1,4 @@
-"""How long collectives take among unequal groups, in exact fractions: a ring over the slowest hop (docs/predictor/simulator.md).
+"""How long collectives take among unequal groups, in exact fractions: a ring over the slowest hop (docs/design/simulator.md).
 
 Shares no code with the product.
 """

@@ -52,7 +52,8 @@ Calls of one module read one rounded weight; each is written an equal part of wh
 ``output_noise``      the same for rounding the output
 ====================  ================================================================================================
 
-A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise`` (docs/predictor/indicators.md).
+A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise``
+(docs/design/indicator.md#flips).
 
 Collector ``montecarlo``, the truth, one series per (adjustable operator, variant that is not the base precision's) with the
 operator alone in that variant, and one with ``op_id=None`` for all adjustable operators in it together:

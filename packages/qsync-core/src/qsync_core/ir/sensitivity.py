@@ -22,7 +22,7 @@ class Sensitivity:
         omega: Ω per operator and variant; finite and not negative.  An operator's base precision may be absent: it is 0.
         notes: what a reader must know (a fallback taken, how values were averaged).
         flips: the part of Ω that comes from masks that flip (ReLU, max pooling), likewise; absent is 0.  Operators share those
-            masks, so that together these parts are less than their sum (docs/predictor/indicators.md).
+            masks, so that together these parts are less than their sum (docs/design/indicator.md#whole-plans).
     """
 
     model: str

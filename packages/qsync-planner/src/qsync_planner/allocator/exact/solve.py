@@ -25,7 +25,7 @@ from qsync_planner.replayer.replay import Replayer
 # ---- merged from qsync_planner.allocator.exact.solve
 # Where the deadline form does not hold, the exact solver says so, and trials by replay take its place.
 #
-# The proof (``docs/allocator-exact.md``) takes collectives for what the buckets of gradients are: started in the backward pass,
+# The proof (docs/design/exact-allocator.md#deadlines) takes collectives for what the buckets of gradients are: started in backward,
 # of a
 # duration that no plan changes.  The replayer itself models optimizers and collectives of fixed duration, and steps that
 # synchronise.
