@@ -1,8 +1,8 @@
 """The best plan by trying every assignment, and whether the allocator finds it.
 
-The problem is taken from docs/design/allocator.md#the-problem and docs/decisions/uniform-precision.md: minimise Σ Ω over all devices
-of the inference groups, within every group's memory, at the pace of uniform precision.  What an assignment takes is found by code that was written a
-second time, from the documentation: formats and casts (``brute_force_formats``, ``brute_force_walk``), time
+The problem is that of docs/design/allocator.md#the-problem and docs/decisions/uniform-precision.md: minimise Σ Ω over all devices
+of the inference groups, within every group's memory, at the pace of uniform precision.  What an assignment takes is computed by
+code that was written a second time, from the documentation: formats and casts (``brute_force_formats``, ``brute_force_walk``), time
 (``brute_force_clocks``, ``brute_force_network``), memory (``brute_force_memory``), whole steps (``brute_force_calibration``).  Only
 :func:`disagreements` calls the product.
 """
