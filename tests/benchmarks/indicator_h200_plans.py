@@ -35,8 +35,8 @@ from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.series import geometric_mean
 from qsync_torch.load_job import load_job
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 
 JOBS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:batch=12,seq=128"}

@@ -26,11 +26,10 @@ from results import write_rows
 
 from qsync_core.ir.observations import Observations
 from qsync_planner.indicate import indicate
+from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.observing.settled import SettledRule, spearman
+from qsync_torch.observing.record import SettledRule, spearman
 from qsync_torch.tracing.trace import trace
 
 UPDATES = 50

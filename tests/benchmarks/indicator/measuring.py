@@ -16,12 +16,11 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16, FLOAT32 = map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))

@@ -20,9 +20,9 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.observing.collector import ObservedStep, StepTerm
 from qsync_torch.observing.montecarlo import is_random, squared_norm, step_gradients
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.step_collector import ObservedStep, StepTerm
 
 Plan = Mapping[OpId, Variant]
 """What runs in another variant than float32."""

@@ -60,11 +60,10 @@ def qsync_describe_device(device: str) -> DeviceFacts | None:
 @hookimpl
 def qsync_register_collectors() -> list[Any]:
     """What the built-in indicators need; ``hessian`` and ``montecarlo`` run only where they are asked for."""
+    from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
     from qsync_torch.observing.hessian import HessianCollector
     from qsync_torch.observing.hutchinson import HutchinsonCollector
-    from qsync_torch.observing.lossvar import LossVarCollector
     from qsync_torch.observing.montecarlo import MonteCarloCollector
-    from qsync_torch.observing.paper import PaperCollector
 
     return [HutchinsonCollector(), LossVarCollector(), PaperCollector(), HessianCollector(), MonteCarloCollector()]
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_torch.observing.attention import LeanAttention
-from qsync_torch.observing.paired_dropout import PairedDropout
+from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
 
 SOME = torch.tensor([[True, False, True], [True, True, True], [False, False, True], [True, True, False]])
 EMPTY = SOME & torch.tensor([[True], [True], [False], [True]])

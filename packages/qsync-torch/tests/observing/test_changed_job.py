@@ -12,7 +12,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.lossvar import LossVarCollector
+from qsync_torch.observing.closed_form import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.tracing.trace import trace

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.observing.element_variance import element_variance, float_spacing
+from qsync_torch.observing.rounding_noise import element_variance, float_spacing
 from qsync_torch.quantize import quantize
 
 

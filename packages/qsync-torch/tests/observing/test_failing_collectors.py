@@ -20,11 +20,11 @@ from qsync_core.plugins.registry import Registry
 from qsync_torch.doctor import doctor_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import observe as observe_module
+from qsync_torch.observing.closed_form import LossVarCollector
+from qsync_torch.observing.collector import CollectorUnavailable
 from qsync_torch.observing.collectors import collectors_named, installed_collectors
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import JobFault
-from qsync_torch.observing.step_collector import CollectorUnavailable
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)

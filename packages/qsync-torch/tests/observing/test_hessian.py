@@ -15,8 +15,8 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.job import Batch, Job
+from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepCollector
 from qsync_torch.observing.hessian import HessianCollector
-from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepCollector
 from qsync_torch.quantize import quantize
 from qsync_torch.tracing.trace import trace
 

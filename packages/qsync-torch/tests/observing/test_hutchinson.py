@@ -18,10 +18,10 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
+from qsync_torch.observing.closed_form import LossVarCollector
+from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepCollector
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)

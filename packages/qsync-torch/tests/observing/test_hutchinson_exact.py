@@ -17,9 +17,9 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import hutchinson
+from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.hutchinson import HutchinsonCollector, random_signs
 from qsync_torch.observing.montecarlo import MonteCarloCollector
-from qsync_torch.observing.step_collector import ObservedStep
 from qsync_torch.tracing.trace import trace
 
 FLOAT32, BF16, INT8_FORMAT = Precision.FLOAT32, Precision.BFLOAT16, Precision.INT8

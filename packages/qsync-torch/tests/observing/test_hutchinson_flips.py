@@ -13,10 +13,10 @@ from qsync_core.ir import observations as terms
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing import flips, hutchinson
-from qsync_torch.observing.flips import FLIP_FACTOR
+from qsync_torch.observing import hutchinson, mask_flips
+from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.step_collector import ObservedStep
+from qsync_torch.observing.mask_flips import FLIP_FACTOR
 from qsync_torch.tracing.trace import trace
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8), w_granularity=Granularity.PER_TENSOR)
@@ -117,7 +117,7 @@ def _jacobian(step, windowed):
 
 def test_flips_are_what_windows_add(step, monkeypatch):
     """Squares of the response with windows less that without, the direction averaged out over all coordinates."""
-    monkeypatch.setattr(flips, "WINDOW", WINDOW)
+    monkeypatch.setattr(mask_flips, "WINDOW", WINDOW)
     plain_signs = hutchinson.random_signs
     sizes = [parameter.numel() for parameter in step.model.parameters()]
     totals = Counter()

@@ -13,9 +13,9 @@ from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
+from qsync_torch.observing.collector import ObservedStep, StepCollector
+from qsync_torch.observing.measure_truth import TruthBudget, fit_passes, fit_seconds
 from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, passes, subjects
-from qsync_torch.observing.step_collector import ObservedStep, StepCollector
-from qsync_torch.observing.truth_budget import TruthBudget, fit_passes, fit_seconds
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)

@@ -10,14 +10,12 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.collector import OperatorCall
-from qsync_torch.observing.element_variance import element_variance
-from qsync_torch.observing.geometry import Geometry
-from qsync_torch.observing.lossvar import LossVarCollector
+from qsync_torch.observing.call_hooks import tapped
+from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
+from qsync_torch.observing.collector import Geometry, OperatorCall
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.observing.settled import SettledRule
-from qsync_torch.observing.tap import tapped
+from qsync_torch.observing.record import SettledRule
+from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)

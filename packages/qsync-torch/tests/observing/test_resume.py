@@ -16,14 +16,13 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
+from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
 from qsync_torch.observing.collectors import collectors_named
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
-from qsync_torch.observing.lossvar import LossVarCollector
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
-from qsync_torch.observing.settled import SettledRule
+from qsync_torch.observing.record import SettledRule
 from qsync_torch.tracing.trace import trace
 
 INT8 = Variant.of(Precision.INT8)

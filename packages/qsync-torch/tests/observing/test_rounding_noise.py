@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
-from qsync_torch.observing.element_variance import element_variance
-from qsync_torch.observing.rounding_noise import Cast
+from qsync_torch.observing.rounding_noise import Cast, DeferredSum, Fetched, element_variance
 
 CASTS = [
     Cast(Precision.BFLOAT16),

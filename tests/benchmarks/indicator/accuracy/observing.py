@@ -13,10 +13,10 @@ from indicator.models import SUBJECTS
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_torch.observing.closed_form import PaperCollector
 from qsync_torch.observing.hessian import HessianCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.tracing.trace import trace
 
 WARMUP, STEPS = 400, 16

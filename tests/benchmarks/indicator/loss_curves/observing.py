@@ -11,9 +11,9 @@ from indicator.measuring import FLOAT32, INT8
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_torch.observing.closed_form import PaperCollector
 from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
-from qsync_torch.observing.paper import PaperCollector
 from qsync_torch.tracing.trace import trace
 
 OBSERVED = (INT8, FLOAT32)

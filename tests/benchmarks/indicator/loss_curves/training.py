@@ -19,7 +19,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from qsync_torch.job import Batch
-from qsync_torch.observing.paired_dropout import PairedDropout
+from qsync_torch.observing.replaced_functions import PairedDropout
 
 RISE_SHARE = 0.1
 """Of the updates: the learning rate rises over them, then falls linearly to 0."""

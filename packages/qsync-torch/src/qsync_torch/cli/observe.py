@@ -64,8 +64,7 @@ def observe(
     from qsync_torch.load_job import load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe
-    from qsync_torch.observing.record import JobFault
-    from qsync_torch.observing.settled import SettledRule
+    from qsync_torch.observing.record import JobFault, SettledRule
     from qsync_torch.tracing.trace import trace
 
     target = parse_device(device)

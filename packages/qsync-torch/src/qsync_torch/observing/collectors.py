@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from qsync_core.errors import ObservationError
+import attrs
+import torch
+
+from qsync_core.errors import ObservationError, PluginError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.contributions import contributed, ignore
 from qsync_core.plugins.registry import Registry
-from qsync_torch.observing.collector import Collector
-from qsync_torch.observing.step_collector import StepCollector
+from qsync_torch.observing.call_hooks import Tap
+from qsync_torch.observing.collector import (
+    Collector,
+    CollectorUnavailable,
+    ObservedStep,
+    OperatorCall,
+    RestoredCollector,
+    StepCollector,
+)
+from qsync_torch.observing.record import JobFault, Key, Record
 
 AnyCollector = Collector | StepCollector
 
@@ -64,3 +78,157 @@ def passes(collector: Any, dag: PrecisionDag, variants: Sequence[Variant]) -> fl
     """What a collector says that one update costs, in forward and backward passes over the batch; 0 where it does not say."""
     estimate = getattr(collector, "passes", None)
     return float(estimate(dag, variants)) if estimate is not None else 0.0
+
+
+# ---- merged from qsync_torch.observing.collectors
+# The collectors of one run: asked update by update, restored when it is continued, and named when they fail.
+
+
+@attrs.frozen
+class Cost:
+    """Forward and backward passes besides those of training: of each observed update, and more of the first one."""
+
+    each: float
+    first: float
+
+
+@attrs.define
+class RunningCollectors:
+    """The collectors that observe a model.
+
+    Attributes:
+        model: its name.
+        variants: what they are asked about.
+        active: those that run.
+        asked_for: somebody named them, so that one that fails ends the run; otherwise a failure disables only itself.
+        announce: told of those that are left out.
+        unavailable: why those that are left out are.
+    """
+
+    model: str
+    variants: Sequence[Variant]
+    active: list[AnyCollector]
+    asked_for: bool
+    announce: Callable[[str], None]
+    unavailable: dict[str, str] = attrs.field(factory=dict)
+    _restored: set[str] = attrs.field(factory=set)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that run."""
+        return [collector.name for collector in self.active]
+
+    @property
+    def read_calls(self) -> bool:
+        """Whether any of them wants the calls of operators."""
+        return any(isinstance(collector, Collector) for collector in self.active)
+
+    def of_step(self, step: ObservedStep, record: Record) -> dict[Key, float]:
+        """What step collectors write of an update that is about to be made.
+
+        Raises:
+            JobFault: what a collector found wrong with the job.
+            ObservationError: when one that was asked for can not go on, or none is left.
+            PluginError: when one that was asked for fails.
+        """
+        found: dict[Key, float] = {}
+        for collector in [c for c in self.active if isinstance(c, StepCollector)]:
+            with self._blamed(collector, step.update, record):
+                numbers = collector.collect_step(step, self.variants)
+                found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()), step)
+        return found
+
+    def of_calls(self, tap: Tap, update: int, record: Record) -> dict[Key, float]:
+        """What per-call collectors write of an update whose backward pass is over.
+
+        Raises:
+            As :meth:`of_step`.
+        """
+        found: dict[Key, float] = {}
+        with torch.no_grad():
+            for call in tap.calls():
+                op_id = call.operator.op_id
+                for collector in [c for c in self.active if isinstance(c, Collector)]:
+                    with self._blamed(collector, update, record):
+                        numbers = collector.collect(call, self.variants)
+                        found |= _keyed(collector, ((op_id, v, term, value) for (v, term), value in numbers.items()), call)
+        return {key: value for key, value in found.items() if key[2] not in self.unavailable}
+
+    def restore(self, model: torch.nn.Module, update: int, record: Record) -> None:
+        """Hand collectors that ask for it what they wrote of the last observed update, before a run is continued."""
+        for collector in [c for c in self.active if isinstance(c, RestoredCollector)]:
+            with self._blamed(collector, update, record):
+                collector.restore(model, update, self.variants, record.last(collector.name))
+                self._restored.add(collector.name)
+
+    def cost(self, dag: PrecisionDag, update: int, record: Record) -> Cost:
+        """What they say that they cost."""
+        each = first = 0.0
+        for collector in list(self.active):
+            with self._blamed(collector, update, record):
+                estimate = passes(collector, dag, self.variants)
+                if not getattr(collector, "measures_once", False):
+                    each += estimate
+                elif collector.name not in self._restored:
+                    first += estimate
+        return Cost(each, first)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Go on without a collector.
+
+        Raises:
+            ObservationError: when none is left.
+        """
+        self.active = [collector for collector in self.active if collector.name != name]
+        self.unavailable[name] = reason
+        if not self.active:
+            raise ObservationError(f"collector {name} can not observe {self.model}: {reason}")
+        self.announce(f"without {name}: {reason}; observing goes on with {', '.join(self.names)}")
+
+    @contextmanager
+    def _blamed(self, collector: AnyCollector, update: int, record: Record) -> Iterator[None]:
+        """Around a call of a collector: what it did not mean to raise is told in a sentence that names it."""
+        try:
+            yield
+        except CollectorUnavailable as reason:
+            if self.asked_for and record.wrote(collector.name):
+                raise ObservationError(f"collector {collector.name} fails at update {update} of {self.model}: {reason}") from None
+            record.forget(collector.name)
+            self.leave_out(collector.name, str(reason))
+        except JobFault:
+            raise
+        except ObservationError as error:
+            raise JobFault(str(error)) from error
+        except QSyncError:
+            raise
+        except Exception as error:  # somebody else's code may raise anything
+            what = f"failed at update {update} of {self.model} with {_described(error)}"
+            if self.asked_for:
+                raise PluginError(
+                    f"collector {collector.name} ({_origin(collector)}) {what}; name others with --collectors, or mend it"
+                ) from error
+            record.forget(collector.name)
+            self.leave_out(collector.name, f"it {what}")
+
+
+def _keyed(
+    collector: AnyCollector, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]], seen: ObservedStep | OperatorCall
+) -> Mapping[Key, float]:
+    """Numbers that are not finite are the job's fault where what was seen is not either, or the collector is QSync's own; that is
+    found where they are recorded."""
+    found = {(op_id, variant, collector.name, term): float(value) for op_id, variant, term, value in numbers}
+    if not _origin(collector).startswith("qsync_torch."):
+        wrong = next(((*key, value) for key, value in found.items() if not math.isfinite(value)), None)
+        if wrong is not None and seen.is_finite():
+            op_id, _, _, term, value = wrong
+            raise ValueError(f"{term} of {'the model' if op_id is None else op_id} is {value}")
+    return found
+
+
+def _origin(collector: AnyCollector) -> str:
+    return f"{type(collector).__module__}.{type(collector).__qualname__}"
+
+
+def _described(error: Exception) -> str:
+    text = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,12 +17,10 @@ from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_torch.observing.collector import low_precision
-from qsync_torch.observing.element_variance import element_variance
-from qsync_torch.observing.geometry import Geometry
+from qsync_torch.observing.call_hooks import watched
+from qsync_torch.observing.collector import CollectorUnavailable, Geometry, ObservedStep, StepTerm, low_precision
+from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.observing.second_derivatives import no_second_derivative, refuse_checkpointing, twice_differentiable
-from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
-from qsync_torch.observing.watch import watched
 
 FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
 """Hessian-vector products an operator."""

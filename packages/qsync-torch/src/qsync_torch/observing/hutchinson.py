@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
+from torch.utils import _pytree as pytree
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
@@ -16,18 +17,42 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
-from qsync_torch.observing.attention import LeanAttention
-from qsync_torch.observing.deferred_sums import DeferredSum, Fetched
-from qsync_torch.observing.flips import FLIP_FACTOR, Masks
-from qsync_torch.observing.gradient_copies import lowered_copies
-from qsync_torch.observing.micro_batches import split
-from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site
+from qsync_torch.observing.call_hooks import watched
+from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm
+from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
+from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
-from qsync_torch.observing.paired_dropout import PairedDropout
-from qsync_torch.observing.rounding_noise import Cast, GradientCasts, GradientCopies, OperandCasts, Scales
+from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
+from qsync_torch.observing.rounding_noise import Cast, DeferredSum, Fetched, GradientCasts, GradientCopies, OperandCasts, Scales
 from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
-from qsync_torch.observing.step_collector import CollectorUnavailable, ObservedStep, StepTerm
-from qsync_torch.observing.watch import watched
+
+# ---- merged from qsync_torch.observing.hutchinson
+# Splitting a batch into parts whose losses add up to that of the whole.
+
+
+def split(batch: Batch, parts: int, *, mean: bool) -> Iterator[tuple[Batch, float]]:
+    """Parts of a batch along dimension 0, each with the weight of its loss in the loss of the whole.
+
+    Args:
+        batch: its tensors of ``batch.size`` rows are split; others belong to every part.
+        parts: at least 1; some fewer where the batch has fewer samples.
+        mean: whether the loss is a mean over samples (a sum otherwise).
+    """
+    size = batch.size
+    if parts <= 1 or size <= 1:
+        yield batch, 1.0
+        return
+    for rows in torch.arange(size).tensor_split(min(parts, size)):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+
+        def take(leaf: object, first: int = first, last: int = last) -> object:
+            return leaf[first:last] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+        args, kwargs, target = pytree.tree_map(take, (batch.args, batch.kwargs, batch.target))
+        yield Batch(args, kwargs, target), (last - first) / size if mean else 1.0
+
+
+# ---- from here on: qsync_torch.observing.hutchinson
 
 _DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""

@@ -20,9 +20,8 @@ from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.apply.apply import Applied, apply_
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.observing.collector import low_precision
-from qsync_torch.observing.paired_dropout import PairedDropout
-from qsync_torch.observing.step_collector import ObservedStep, StepTerm
+from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
+from qsync_torch.observing.replaced_functions import PairedDropout
 
 DRAWS = 8
 """Draws for each operator and variant that rounds at random, on every observed batch."""

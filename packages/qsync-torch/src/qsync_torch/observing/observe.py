@@ -18,13 +18,10 @@ from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import parse_device
 from qsync_torch.job import Batch, Job, check_same_model
-from qsync_torch.observing.collector import low_precision
-from qsync_torch.observing.collectors import AnyCollector, default_collectors, installed_collectors
-from qsync_torch.observing.record import LOSS, JobFault, Key, Record
-from qsync_torch.observing.running_collectors import RunningCollectors
-from qsync_torch.observing.settled import SettledRule
-from qsync_torch.observing.step_collector import ObservedStep
-from qsync_torch.observing.tap import tapped
+from qsync_torch.observing.call_hooks import tapped
+from qsync_torch.observing.collector import ObservedStep, low_precision
+from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, default_collectors, installed_collectors
+from qsync_torch.observing.record import LOSS, JobFault, Key, Record, SettledRule
 from qsync_torch.profiling.whole_step import StepRunner
 
 WARMUP = 10

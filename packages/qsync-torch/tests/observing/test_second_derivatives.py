@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_torch.observing.geometry import Geometry
-from qsync_torch.observing.products import product
+from qsync_torch.observing.collector import Geometry
+from qsync_torch.observing.second_derivatives import product
 
 GEOMETRIES = {
     "plain": ((2, 3, 6, 5), (4, 3, 3, 3), Geometry()),

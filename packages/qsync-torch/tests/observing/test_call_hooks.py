@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.apply.lowered_call import LoweredCall
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.watch import watched
+from qsync_torch.observing.call_hooks import watched
 from qsync_torch.tracing.trace import trace
 
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
-from qsync_torch.observing.record import Record
-from qsync_torch.observing.settled import SettledRule, spearman
+from qsync_torch.observing.record import Record, SettledRule, spearman
 
 RULE = SettledRule(warmup=4, window=3, quiet_windows=2, window_alone=0.9)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
-from qsync_torch.observing.element_variance import INT8_LEVELS, absmax_scale
+from qsync_torch.observing.rounding_noise import INT8_LEVELS, absmax_scale
 
 
 class PaperCollector:
@@ -46,3 +46,30 @@ def effective_exponent(tensor: torch.Tensor) -> torch.Tensor:
     smallest = Precision.FLOAT32.min_exponent
     bounded = (exponent - 1).clamp(min=smallest).masked_fill(largest == 0, smallest).to(torch.float64)
     return torch.where(torch.isfinite(largest), bounded, largest.to(torch.float64))
+
+
+# ---- merged from qsync_torch.observing.closed_form
+# Collector ``lossvar``: rounding variance times squared gradient, summed over both operands (DESIGN 6.1).
+
+
+class LossVarCollector:
+    """Σ σ²·(∂L/∂·)² over the activation, the weight and, where it is of 16 bits, the output; in units of loss²."""
+
+    name = terms.LOSSVAR
+
+    def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
+        """Two or three terms a variant; see :mod:`qsync_core.ir.observations`."""
+        found: dict[Term, torch.Tensor | float] = {}
+        squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
+
+        def weighted(operand: str, precision: Precision, granularity: Granularity, rounding: Rounding) -> torch.Tensor:
+            variance = call.variance(operand, precision, granularity, rounding)
+            return torch.sum(variance * squares[operand], dtype=torch.float64)
+
+        for variant in low_precision(variants):
+            compute, rounding = variant.compute, variant.rounding
+            found[variant, terms.X_VAR_GRAD] = weighted("x", compute, variant.x_granularity, rounding)
+            found[variant, terms.W_VAR_GRAD] = weighted("weight", compute, variant.w_granularity, rounding)
+            if variant.output is not Precision.FLOAT32:
+                found[variant, terms.Y_VAR_GRAD] = weighted("output", variant.output, Granularity.PER_TENSOR, Rounding.NEAREST)
+        return found

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_torch.observing import flips
-from qsync_torch.observing.flips import FLIP_FACTOR, Masks
+from qsync_torch.observing import mask_flips
+from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 
 RELUS = {
     "F.relu": F.relu,
@@ -127,7 +127,7 @@ def _flips(function, a, grad, v):
 @pytest.mark.parametrize("name", POOLS)
 def test_runner_up_and_distance_against_brute_force(name, monkeypatch):
     """With a window so wide that the distance decides for about half of the windows."""
-    monkeypatch.setattr(flips, "WINDOW", 0.5)
+    monkeypatch.setattr(mask_flips, "WINDOW", 0.5)
     torch.manual_seed(0)
     options, a = POOLS[name], _random(2, 2, 9, 8)
     grad = _random(*F.max_pool2d(a, **options).shape)
@@ -170,7 +170,7 @@ def test_a_window_of_one_element_has_no_runner_up():
 
 
 def test_window_of_a_relu_by_hand(monkeypatch):
-    monkeypatch.setattr(flips, "WINDOW", 0.5)
+    monkeypatch.setattr(mask_flips, "WINDOW", 0.5)
     a = torch.tensor([-3.0, -0.5, 0.25, 1.0, 2.25])
     grad, v = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0]), torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0])
     found = _flips(F.relu, a, grad, v)
@@ -196,8 +196,8 @@ def test_flips_go_where_the_relu_reads(inplace):
         torch.autograd.backward([masks.seen[0].edge], [masks.seen[0].flips.float()])
         return leaf.grad
 
-    near = (x.abs() < flips.WINDOW * x.std(correction=0)).float()
-    relu, t = torch.relu(3 * x), flips.WINDOW * 3 * x.std(correction=0)
+    near = (x.abs() < mask_flips.WINDOW * x.std(correction=0)).float()
+    relu, t = torch.relu(3 * x), mask_flips.WINDOW * 3 * x.std(correction=0)
     expected = 3 * (3 * v) * (2 * relu * grad) * near / (2 * t)
     assert 10 < int(near.sum()) < 100
     torch.testing.assert_close(carried(), expected, rtol=0.01, atol=1e-6)

@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from qsync_torch.observing.paired_dropout import PairedDropout
+from qsync_torch.observing.replaced_functions import PairedDropout
 
 
 def _seeded(function, *args, **kwargs):
