@@ -50,3 +50,12 @@ def test_the_changelog_has_an_entry_for_the_current_version(distribution):
     version = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
     entry = (package / "CHANGELOG.md").read_text().split(f"## {version}", 1)[1].split("\n## ")[0]
     assert re.search(r"^- \w", entry, flags=re.M), f"{distribution} {version} has no line in its changelog"
+
+
+@pytest.mark.parametrize("distribution", MODULES)
+def test_a_changelog_tells_each_version_once_and_as_it_is(distribution):
+    text = (ROOT / "packages" / distribution / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", text, flags=re.M)
+    assert len(versions) == len(set(versions))
+    first = text.split("\n## ")[1] if len(versions) == 1 else ""
+    assert re.findall(r"now the default|than before|instead of \d", first) == [], "a first version has nothing to compare with"
