@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
+from qsync_core.kernels.support import LINEAR, QUANTIZATIONS
 from qsync_kernels_triton.config import QuantizeConfig, UnknownConfigError
 from qsync_kernels_triton.product_config import ProductConfig, ranked
-from qsync_kernels_triton.reasons import EIGHT_BIT, LINEAR, MIN_COMPUTE_CAPABILITY, OFFERED, QUANTIZATIONS, reasons_against
+from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
     QuantizeConfig(),
@@ -44,12 +45,12 @@ class TritonBackend:
                 min_compute_capability=capability,
                 layouts=("contiguous", "channels_last") if op not in LINEAR else ("contiguous",),
             )
-            for op in OFFERED
+            for op in Op.ALL
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
         """Why it can not run the request, each reason a sentence; empty means it can."""
-        return reasons_against(request)
+        return list(unsupported_reasons(request))
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """Configurations worth trying, best guess first."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qsync_core.kernels.support import MAX_CONTRACTION
 from qsync_torch.aten.int8 import im2col_channels_last, int8_conv2d, int8_product
-from qsync_torch.aten.support import MAX_CONTRACTION
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_torch.aten.support import DEVICES, EIGHT_BIT, FLOATS, QUANTIZING, reasons
+from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, LINEAR, QUANTIZATIONS
+from qsync_torch.aten.support import DEVICES, EIGHT_BIT, unsupported_reasons
 
 _LAYOUTS = ("contiguous", "channels_last")
 
@@ -20,17 +22,16 @@ class AtenBackend:
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
         eight_bit, floats = tuple(map(str, EIGHT_BIT)), tuple(map(str, FLOATS))
-        quantizing = [KernelSpec(op, eight_bit, DEVICES, layouts=_LAYOUTS) for op in QUANTIZING]
-        products = [
-            KernelSpec(op, (*(eight_bit[:1] if op.startswith("conv2d") else eight_bit), *floats), DEVICES, layouts=_LAYOUTS)
-            for op in Op.ALL
-            if op not in QUANTIZING
-        ]
-        return (*quantizing, *products)
+        formats = (
+            dict.fromkeys(QUANTIZATIONS, eight_bit)
+            | dict.fromkeys(LINEAR, (*eight_bit, *floats))
+            | dict.fromkeys(CONVOLUTIONS, (str(Precision.INT8), *floats))
+        )
+        return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
         """Why it can not run the request, each reason a sentence; empty means it can."""
-        return reasons(request)
+        return list(unsupported_reasons(request))
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
         """One: ATen chooses its own algorithms."""

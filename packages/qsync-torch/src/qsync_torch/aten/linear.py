@@ -19,9 +19,9 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.support import MAX_CONTRACTION
 from qsync_torch.aten.int8 import int8_product
 from qsync_torch.aten.quantize import dequantize
-from qsync_torch.aten.support import MAX_CONTRACTION
 from qsync_torch.dtypes import LOW_FLOATS
 
 _FLOAT8_MULTIPLE = 16

@@ -1,0 +1,201 @@
+"""Why a backend cannot run a request: the reasons that backends share, from the request alone.
+
+Each function yields one sentence per reason, and nothing where the request gives none.  A backend's ``unsupported_reasons`` chains
+those that hold for its kernels and adds its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.kernels.backend import KernelRequest, Op
+
+QUANTIZATIONS = (Op.QUANTIZE, Op.QUANTIZE_MANY)
+LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
+CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
+FLOATS = (Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)
+FIRST_TENSOR_CORES = {
+    Precision.FLOAT16: (7, 0),
+    Precision.INT8: (7, 5),
+    Precision.BFLOAT16: (8, 0),
+    Precision.FLOAT8_E4M3FN: (8, 9),
+}
+"""First CUDA compute capability whose tensor cores multiply a format."""
+MAX_CONTRACTION = (2**31 - 1) // 127**2
+"""Longest contraction of int8 values in -127..127 whose int32 sum cannot overflow."""
+
+_GEOMETRY = (("stride", "1,1", 1), ("padding", "0,0", 0), ("dilation", "1,1", 1), ("groups", "1", 1))
+"""Attributes of a convolution: name, default and least value."""
+
+
+def format_field(op: str) -> str:
+    """Field of the variant that names the format in which ``op`` computes."""
+    return op.partition(".")[2] if op.endswith((".grad_input", ".grad_weight")) else "compute"
+
+
+def product_format(request: KernelRequest) -> Precision:
+    """Format in which the request's operator computes: the variant's compute format, or that of the gradient at hand."""
+    found: Precision = getattr(request.variant, format_field(request.op))
+    return found
+
+
+def contraction_length(request: KernelRequest) -> int:
+    """Number of products that a request sums for one element of its result; 0 where there is no product or shapes are missing."""
+    if len(request.shapes) < 2 or request.op in QUANTIZATIONS:
+        return 0
+    first, second = request.shapes[:2]
+    if request.op.endswith(".output"):
+        return math.prod(second[1:])
+    if request.op.endswith(".grad_input"):
+        return second[0] // int(request.attributes.get("groups", "1")) * math.prod(second[2:])
+    return first[0] * math.prod(first[2:])
+
+
+def capability_of(request: KernelRequest) -> tuple[int, ...]:
+    """The compute capability that a request names, as numbers; empty where it names none."""
+    try:
+        return tuple(int(part) for part in request.compute_capability.split("."))
+    except ValueError:
+        return ()
+
+
+def op_reasons(request: KernelRequest, offered: Sequence[str]) -> Iterator[str]:
+    """The backend offers other operators."""
+    if request.op not in offered:
+        yield f"it offers {', '.join(offered)}, not {request.op}"
+
+
+def device_reasons(request: KernelRequest, kinds: Sequence[str]) -> Iterator[str]:
+    """The backend runs on other devices: ``kinds`` are ``cpu`` and ``cuda``, or one of them."""
+    if request.device_kind not in kinds:
+        offered = " and ".join(kind.upper() for kind in kinds)
+        yield f"it runs on {offered} devices, and this request is for {request.device_kind}"
+
+
+def capability_reasons(request: KernelRequest, what: str, least: tuple[int, int]) -> Iterator[str]:
+    """A CUDA device whose compute capability is known is too old for ``what``."""
+    if request.device_kind == "cuda" and (found := capability_of(request)) and found < least:
+        yield f"{what} need compute capability {least[0]}.{least[1]}, and this device's is {request.compute_capability}"
+
+
+def tensor_core_reasons(request: KernelRequest, precision: Precision) -> Iterator[str]:
+    """A CUDA device has no tensor cores for a format."""
+    yield from capability_reasons(request, f"{precision.partition('_')[0]} products", FIRST_TENSOR_CORES[precision])
+
+
+def symmetry_reasons(request: KernelRequest) -> Iterator[str]:
+    """Zero points are asked for."""
+    if not request.variant.symmetric:
+        yield "it quantizes symmetrically only; zero points are in the reference alone"
+
+
+def format_reasons(request: KernelRequest, accepted: Sequence[str]) -> Iterator[str]:
+    """The request's operator computes in none of the ``accepted`` formats."""
+    found, field = product_format(request), format_field(request.op)
+    if found not in accepted:
+        operands = "" if field == "compute" else f" of {request.variant.compute} operands"
+        yield f"it runs {request.op}{operands} in {', '.join(accepted)}, not in {found}; choose one of those as {field}"
+
+
+def saved_reasons(request: KernelRequest) -> Iterator[str]:
+    """Operands are to be saved in another format than they are multiplied in."""
+    if request.variant.saved is not request.variant.compute:
+        yield f"it saves operands in the format it computes in ({request.variant.compute}), not in {request.variant.saved}"
+
+
+def scale_reasons(request: KernelRequest) -> Iterator[str]:
+    """Scales of 8-bit operands do not factor out of the product."""
+    variant, rows = request.variant, request.variant.x_granularity is Granularity.PER_ROW
+    if not variant.compute.needs_scale:
+        return
+    if variant.x_granularity is Granularity.PER_CHANNEL:
+        yield "scales per input channel do not factor out of a product; quantize the activation per tensor or per row"
+    if variant.w_granularity is Granularity.PER_ROW:
+        yield "a weight has scales per tensor or per output channel, not per row"
+    if rows and request.op in CONVOLUTIONS:
+        yield "rows of a convolution's patches overlap and cannot have scales of their own; quantize the activation per tensor"
+    if rows and request.op == Op.LINEAR_GRAD_WEIGHT and variant.grad_weight.needs_scale:
+        yield f"an {variant.grad_weight} grad_weight sums over the activation's rows; quantize the activation per tensor"
+
+
+def overflow_reasons(request: KernelRequest) -> Iterator[str]:
+    """An int8 product sums more terms than int32 surely holds."""
+    length = contraction_length(request)
+    if product_format(request) is Precision.INT8 and length > MAX_CONTRACTION:
+        yield f"an int32 sum over {length} products could overflow; the longest exact one is {MAX_CONTRACTION}"
+
+
+def layout_reasons(request: KernelRequest) -> Iterator[str]:
+    """Operands are not dense."""
+    if not request.contiguous:
+        yield f"it needs dense{' channels-last' if request.op in CONVOLUTIONS else ''} operands, and these are not; copy them first"
+
+
+def quantization_reasons(request: KernelRequest) -> Iterator[str]:
+    """A quantization has attributes that no kernel takes, or that its tensors cannot have."""
+    known = {} if request.op == Op.QUANTIZE_MANY else {"multiplier": "channel", "transposed": "true"}
+    for name, value in request.attributes.items():
+        if value != known.get(name):
+            yield f"it does not know the attribute {name}={value} of {request.op}"
+    if request.attributes.get("transposed") == "true" and any(len(shape) != 2 for shape in request.shapes):
+        yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
+
+
+def shape_reasons(request: KernelRequest) -> Iterator[str]:
+    """Shapes and geometry are not those of a product.  The functions above take both for granted: ask this one first."""
+    op, shapes, rank = request.op, request.shapes, 4 if request.op in CONVOLUTIONS else 2
+    said = " and ".join(str(tuple(shape)) for shape in shapes) or "none"
+    if len(shapes) != 2 or any(len(shape) != rank for shape in shapes):
+        yield f"{op} takes two operands of {rank} dimensions each, and these have the shapes {said}"
+        return
+    if min(map(min, shapes)) < 0:
+        yield f"operands of shapes {said} have sizes below 0"
+        return
+    if rank == 4 and (malformed := [*geometry_reasons(request)]):
+        yield from malformed
+        return
+    first, second = shapes
+    groups = int(request.attributes.get("groups", "1")) if rank == 4 else 1
+    if op.endswith(".output"):
+        one, other = first[1], second[1] * groups
+    else:
+        one, other = (first[1], second[0]) if op.endswith(".grad_input") else (first[0], second[0])
+    if one != other:
+        yield f"operands of shapes {said} do not fit each other: {one} against {other} in {op}"
+    elif op in CONVOLUTIONS and op != Op.CONV2D_GRAD_WEIGHT:
+        if second[0] % groups:
+            yield f"{second[0]} output channels do not divide into {groups} groups"
+        if not all(second[2:]):
+            yield f"a filter has taps, not {second[2]}x{second[3]}"
+
+
+def geometry_reasons(request: KernelRequest) -> Iterator[str]:
+    """Stride, padding, dilation and groups are those of no convolution."""
+    for name, default, least in _GEOMETRY:
+        text = request.attributes.get(name, default)
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if len(values) != len(default.split(",")) or min(values) < least:
+            yield f"a convolution's {name} is written like {default!r}, each number {least} or more, not {text!r}"
+
+
+def forward_convolution_reasons(request: KernelRequest) -> Iterator[str]:
+    """The gradient of a convolution's input is no forward convolution with transposed filters (it is at stride 1)."""
+    stride = request.attributes.get("stride", "1,1")
+    if request.op == Op.CONV2D_GRAD_INPUT and stride != "1,1":
+        advice = "; keep grad_input in 16 bit" if product_format(request).needs_scale else ""
+        yield f"it computes {request.op} as a convolution with transposed filters, which needs stride 1, got {stride}{advice}"
+
+
+def padding_reasons(request: KernelRequest) -> Iterator[str]:
+    """The forward convolution that computes a gradient of an input would have a negative padding."""
+    if request.op != Op.CONV2D_GRAD_INPUT or len(request.shapes) < 2:
+        return
+    padding, dilation = ([int(n) for n in request.attributes.get(name, text).split(",")] for name, text, _ in _GEOMETRY[1:3])
+    reach = [step * (taps - 1) for step, taps in zip(dilation, request.shapes[1][2:], strict=True)]
+    if any(pad > most for pad, most in zip(padding, reach, strict=True)):
+        yield f"{request.op} in 8 bit needs a padding within the filter's reach {reach}, got {padding}; keep grad_input in 16 bit"

@@ -1,0 +1,50 @@
+"""The reasons that backends share; each backend's own tests check which of them it gives."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels import support
+from qsync_core.kernels.backend import KernelRequest, Op
+
+INT8 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
+LINEAR = KernelRequest(Op.LINEAR_OUTPUT, INT8, ((5, 7), (3, 7)), device_kind="cuda", compute_capability="8.0")
+FILTERS = {"stride": "1,1", "padding": "1,1", "dilation": "2,1", "groups": "2"}
+CONVOLUTION = attrs.evolve(LINEAR, op=Op.CONV2D_OUTPUT, shapes=((2, 8, 9, 9), (6, 4, 3, 5)), attributes=FILTERS)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "field", "length"),
+    [
+        (Op.LINEAR_OUTPUT, ((5, 7), (3, 7)), "compute", 7),
+        (Op.LINEAR_GRAD_INPUT, ((5, 3), (3, 7)), "grad_input", 3),
+        (Op.LINEAR_GRAD_WEIGHT, ((5, 3), (5, 7)), "grad_weight", 5),
+        (Op.CONV2D_OUTPUT, ((2, 8, 9, 9), (6, 4, 3, 5)), "compute", 4 * 3 * 5),
+        (Op.CONV2D_GRAD_INPUT, ((2, 6, 7, 7), (6, 4, 3, 5)), "grad_input", 3 * 3 * 5),
+        (Op.CONV2D_GRAD_WEIGHT, ((2, 6, 7, 7), (2, 8, 9, 9)), "grad_weight", 2 * 7 * 7),
+    ],
+)
+def test_every_product_has_its_format_and_the_length_of_its_sums(op, shapes, field, length):
+    request = attrs.evolve(CONVOLUTION if op.startswith("conv2d") else LINEAR, op=op, shapes=shapes)
+    assert support.product_format(request) is getattr(INT8, field)
+    assert support.contraction_length(request) == length
+    assert list(support.shape_reasons(request)) == []
+    assert support.contraction_length(attrs.evolve(request, shapes=())) == 0
+
+
+def test_an_unknown_compute_capability_speaks_against_nothing():
+    for capability, refused in (("8.0", True), ("8.9", False), ("10.0", False), ("", False), ("x", False)):
+        request = attrs.evolve(LINEAR, compute_capability=capability)
+        assert bool(list(support.tensor_core_reasons(request, Precision.FLOAT8_E4M3FN))) == refused
+    assert not list(support.tensor_core_reasons(attrs.evolve(LINEAR, device_kind="cpu"), Precision.FLOAT8_E4M3FN))
+
+
+@pytest.mark.parametrize(("padding", "fits"), [("4,4", True), ("5,4", False), ("4,5", False)])
+def test_a_gradient_is_a_convolution_as_long_as_its_padding_is_not_negative(padding, fits):
+    gradient = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT, attributes=FILTERS | {"padding": padding})
+    (sentence,) = list(support.padding_reasons(gradient)) or [""]
+    assert (sentence == "") == fits
+    assert fits or f"reach [4, 4], got [{padding.replace(',', ', ')}]" in sentence

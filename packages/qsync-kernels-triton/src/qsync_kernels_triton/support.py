@@ -1,0 +1,62 @@
+"""Why the Triton kernels cannot run a request, each reason a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from qsync_core.kernels import support
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, QUANTIZATIONS
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+"""Triton's own lower bound: it does not support the T4 (7.5)."""
+EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
+    """Yield why not; nothing where the kernels run the request."""
+    yield from support.op_reasons(request, Op.ALL)
+    yield from support.symmetry_reasons(request)
+    yield from support.device_reasons(request, ("cuda",))
+    yield from support.capability_reasons(request, "Triton's kernels", MIN_COMPUTE_CAPABILITY)
+    if request.device_kind == "cuda" and not support.capability_of(request):
+        yield "Triton's kernels need compute capability 8.0, and this device's is unknown"
+    if request.op in QUANTIZATIONS:
+        yield from _quantization_reasons(request)
+    elif request.op in Op.ALL:
+        yield from _product_reasons(request)
+    if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
+        yield f"{' and '.join(missing)} cannot be found; install qsync-kernels-triton[triton]"
+
+
+def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
+    yield from support.format_reasons(request, EIGHT_BIT)
+    yield from support.layout_reasons(request)
+    yield from support.quantization_reasons(request)
+    if request.attributes.get("multiplier") and any(len(shape) not in (2, 4) for shape in request.shapes):
+        yield f"channels to multiply are those of 2-d and 4-d tensors, and this one has the shape {request.shapes[0]}"
+
+
+def _product_reasons(request: KernelRequest) -> Iterator[str]:
+    variant, op = request.variant, request.op
+    if str(variant.compute) not in EIGHT_BIT:
+        yield f"it multiplies {', '.join(EIGHT_BIT)}, not {variant.compute}"
+        return
+    # No shapes are given where no kernel is about to run; geometry must be readable all the same.
+    malformed = support.shape_reasons(request) if request.shapes else support.geometry_reasons(request)
+    if reasons := list(malformed):
+        yield from reasons
+        return
+    yield from support.saved_reasons(request)
+    yield from support.scale_reasons(request)
+    yield from support.overflow_reasons(request)
+    if not variant.compute.is_fixed_point:
+        yield from support.tensor_core_reasons(request, variant.compute)
+    if not op.endswith(".output"):
+        yield from support.format_reasons(request, FLOATS if op == Op.CONV2D_GRAD_WEIGHT else (*FLOATS, variant.compute))
+    if op in CONVOLUTIONS:
+        yield from support.layout_reasons(request)
+        yield from support.forward_convolution_reasons(request)
+        if op == Op.CONV2D_GRAD_INPUT and (groups := request.attributes.get("groups", "1")) != "1":
+            yield f"it computes grad_input of one group only, not of {groups}"
