@@ -1,4 +1,4 @@
-"""Lets the tests import the builders that stand beside them, and pins hypothesis to what CI runs."""
+"""Lets tests import the builders in this folder and each other's cases, and pins hypothesis to what CI runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+sys.path[:0] = map(str, (_HERE, *(_HERE / room for room in ("allocator", "cli", "indicators", "replayer"))))
 
 settings.register_profile("qsync-planner", deadline=None, derandomize=True)
 settings.load_profile("qsync-planner")

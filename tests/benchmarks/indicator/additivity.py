@@ -17,9 +17,9 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.allocator import plan_error as product
+from qsync_planner.allocator import verdict as product
 from qsync_planner.indicate import indicate
-from qsync_planner.indicator_check.ranks import kendall_tau
+from qsync_planner.indicator_check.agreement import kendall_tau
 from qsync_planner.indicators.series import geometric_mean
 
 Row = dict[str, Any]

@@ -29,7 +29,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.plan_error import FLIP_EXPONENT, plan_error
+from qsync_planner.allocator.verdict import FLIP_EXPONENT, plan_error
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.series import geometric_mean

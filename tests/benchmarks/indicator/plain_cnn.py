@@ -1,4 +1,4 @@
-"""A fourth model, of another kind: the exponent of :mod:`qsync_planner.allocator.plan_error` was not chosen on it."""
+"""A fourth model, of another kind: the exponent of :mod:`qsync_planner.allocator.verdict` was not chosen on it."""
 
 from __future__ import annotations
 

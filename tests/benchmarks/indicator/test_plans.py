@@ -15,7 +15,7 @@ from indicator.plans import PlanErrors, drawn_plans
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_planner.allocator import plan_error as product
+from qsync_planner.allocator import verdict as product
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe

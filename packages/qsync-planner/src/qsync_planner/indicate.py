@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
@@ -14,11 +14,45 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
 from qsync_planner.indicators.blame import blamed
-from qsync_planner.indicators.interface import TellsFlips
+from qsync_planner.indicators.interface import Omega, TellsFlips
 from qsync_planner.indicators.registry import AUTO, automatic
 from qsync_planner.indicators.series import check_values
-from qsync_planner.indicators.unreached import lowered_last, unreached, unreached_note
 from qsync_planner.matching import check_observations
+
+# ---- merged from qsync_planner.indicate
+# Operators that no gradient came back to: what their rounding does to others' gradients is not known, and may be much.
+#
+# An operator under ``no_grad``, or whose output is detached, still feeds what comes after it.
+
+
+def unreached(observations: Observations | None, dag: PrecisionDag, collectors: Sequence[str]) -> list[OpId]:
+    """Operators of which these collectors wrote nothing, though of others; zeros are something."""
+    if observations is None:
+        return []
+    written = {series.op_id for series in observations.series if series.collector in collectors}
+    return [operator.op_id for operator in dag.adjustable if operator.op_id not in written] if written - {None} else []
+
+
+def lowered_last(omega: Omega, operators: Sequence[OpId]) -> Omega:
+    """Ω with these operators as sensitive as the most sensitive of the others."""
+    known = [by_variant for op_id, by_variant in omega.items() if op_id not in operators]
+    if not known:
+        return omega
+    return {
+        op_id: {v: max(by[v] for by in known) for v in by_variant} if op_id in operators else by_variant
+        for op_id, by_variant in omega.items()
+    }
+
+
+def unreached_note(operators: Sequence[OpId]) -> tuple[str, ...]:
+    """What a reader must know of them."""
+    if not operators:
+        return ()
+    names = ", ".join(map(str, operators))
+    return (f"no gradient came back to {names}: what rounding there does is not known, and Ω is set to the largest of the model",)
+
+
+# ---- from here on: qsync_planner.indicate
 
 
 def indicate(

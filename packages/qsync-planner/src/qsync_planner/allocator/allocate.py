@@ -14,20 +14,24 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
+from qsync_planner.allocator.baselines import (
+    MAX_TOLERANCE,
+    UniformStart,
+    infeasible,
+    move_to_uniform,
+    solve_full,
+    solve_uniform,
+    time_limit_ns,
+)
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
-from qsync_planner.allocator.exact.objectives import least_memory_plan, least_time_plan
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
-from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, solve_exactly
-from qsync_planner.allocator.full import infeasible, solve_full
+from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
-from qsync_planner.allocator.plan_error import error_notes
-from qsync_planner.allocator.problem import Problem, build_problem
-from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plans
-from qsync_planner.allocator.uniform import MAX_TOLERANCE, UniformStart, move_to_uniform, solve_uniform, time_limit_ns
-from qsync_planner.allocator.verdict import judge
+from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replayer.replay import Replayer
 

@@ -18,13 +18,11 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
+from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks, members
-from qsync_planner.allocator.problem import GroupProblem, Unit
-from qsync_planner.allocator.reasons import reason, time_text
+from qsync_planner.allocator.problem import GroupProblem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal, overruns, recover_as_printed
-from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.allocator.solution import Solution
-from qsync_planner.allocator.uniform import UniformStart
+from qsync_planner.allocator.solution import Solution, reason, time_text
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
 

@@ -14,10 +14,9 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators import noise_sources
+from qsync_planner.indicators import series as noise_sources
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.noise_sources import Part
-from qsync_planner.indicators.series import geometric_mean, non_negative, require
+from qsync_planner.indicators.series import Part, geometric_mean, non_negative, require
 
 _PART_OF_TERM = {terms.X_VAR_GRAD: noise_sources.operands, terms.Y_VAR_GRAD: noise_sources.output}
 

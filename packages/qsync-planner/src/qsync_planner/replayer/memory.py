@@ -32,8 +32,8 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel, Settled
+from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
-from qsync_planner.replayer.sequence_tree import Node, SequenceTree
 
 # ---- merged from qsync_planner.replayer.memory
 # What no plan changes about memory: static bytes, when parameters' gradients are made, when tensors' gradients begin to live.
@@ -159,7 +159,7 @@ class MemoryBefore(NamedTuple):
 class MemoryLedger:
     """Memory of one device group's rank, kept up to date with its cost mapper.
 
-    The operators are the leaves of a :class:`~qsync_planner.replayer.sequence_tree.SequenceTree`; a node holds what a run of them
+    The operators are the leaves of a :class:`~qsync_planner.replayer.incremental.SequenceTree`; a node holds what a run of them
     adds until
     its end and the highest sum on the way, forward and, in reverse, backward.
     """

@@ -24,10 +24,9 @@ from qsync_planner.replayer.calibration import calibrated_model
 from qsync_planner.replayer.communication import collective_ns, compute_share
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
-from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.incremental import Deferred, Node
 from qsync_planner.replayer.max_plus import kernel
 from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLedger
-from qsync_planner.replayer.sequence_tree import Node
 from qsync_planner.replayer.step_timing import StepShape, StepTimes, StepTiming
 
 Variants = Mapping[OpId, Variant]
@@ -372,7 +371,7 @@ class Replayer:
     def global_dfg(self, variants: Mapping[str, Variants]) -> GlobalDfg:
         """The job's data-flow graph; groups not named run at their base precision."""
         # Imported here: trials never need the node-level graph.
-        from qsync_planner.replayer.dfg_builder import build_local_dfg
+        from qsync_planner.replayer.simulator import build_local_dfg
 
         states = self._states_of(variants)
         locals_: list[LocalDfg] = [
@@ -389,7 +388,7 @@ class Replayer:
 
     def timeline(self, variants: Mapping[str, Variants]) -> Timeline:
         """The predicted intervals of one steady step, one rank shown per group."""
-        from qsync_planner.replayer.timeline_export import predicted_timeline
+        from qsync_planner.replayer.simulator import predicted_timeline
 
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}

@@ -1,7 +1,7 @@
 """One device group's training step in time: how long it takes, and when each gradient bucket is ready.
 
 A step is the forward pass, then the backward pass, in which a gradient bucket is complete after some operators, then the optimizer.
-The operators are the leaves of a :class:`~qsync_planner.replayer.sequence_tree.SequenceTree`: a change of some of them costs
+The operators are the leaves of a :class:`~qsync_planner.replayer.incremental.SequenceTree`: a change of some of them costs
 O(log V) each.
 
 How dispatch binds (DESIGN 6.3) depends on the group:
@@ -21,9 +21,8 @@ import attrs
 
 from qsync_core.ir.dag import PrecisionDag
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.incremental import Deferred, Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER, Work
-from qsync_planner.replayer.sequence_tree import Node, SequenceTree
 
 
 def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:

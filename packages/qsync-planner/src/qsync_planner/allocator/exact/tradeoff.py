@@ -24,17 +24,14 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
+from qsync_planner.allocator.baselines import MAX_TOLERANCE, infeasible, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed, least_memory, least_time
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Effort, KnownPlans
 from qsync_planner.allocator.exact.solve import Programs, relative_gap
-from qsync_planner.allocator.full import infeasible
-from qsync_planner.allocator.memory_repair import move_to_least_memory
-from qsync_planner.allocator.problem import GroupProblem, Problem, build_problem
-from qsync_planner.allocator.reasons import rounded_up
-from qsync_planner.allocator.search_state import SearchState
-from qsync_planner.allocator.solution import Solution
-from qsync_planner.allocator.uniform import MAX_TOLERANCE, move_to_uniform, time_limit_ns
+from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem
+from qsync_planner.allocator.recovery import move_to_least_memory
+from qsync_planner.allocator.solution import Solution, rounded_up
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replayer.replay import Replayer
 

@@ -11,10 +11,9 @@ from planning_cases import LADDERS, Case, random_case
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.units import format_bytes
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.problem import Problem, Unit, build_problem
-from qsync_planner.allocator.reasons import added_time_text, reason, time_text
+from qsync_planner.allocator.problem import Problem, SearchState, Unit, build_problem
 from qsync_planner.allocator.recovery import History, Refusal, Step, recover
-from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.solution import added_time_text, reason, time_text
 from qsync_planner.replayer.replay import Prediction, Replayer
 
 UNIT = Unit("a", (), LADDERS[0], (4.0, 1.0, 0.0))

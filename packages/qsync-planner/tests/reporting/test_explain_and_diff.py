@@ -10,8 +10,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_planner.allocator import allocate
 from qsync_planner.matching import check_plan
-from qsync_planner.reporting.diff import diff_plans
-from qsync_planner.reporting.explain import explain, select_operators
+from qsync_planner.reporting.explain import diff_plans, explain, select_operators
 
 
 @pytest.mark.parametrize(

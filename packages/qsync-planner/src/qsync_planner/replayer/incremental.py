@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import total_ordering
 from operator import itemgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 Node = tuple[Any, ...]
 """What a run of the sequence amounts to.  Above the leaves the first two entries are the nodes of its halves."""
@@ -72,3 +73,40 @@ class SequenceTree:
             half = 2 * half or 1
             node = join(sibling, node) if first & half else join(node, sibling)
         return node
+
+
+# ---- merged from qsync_planner.replayer.incremental
+# A value that is worked out when it is first asked for.
+
+T = TypeVar("T")
+
+
+@total_ordering
+class Deferred(Generic[T]):
+    """Compares to another as the values do."""
+
+    __slots__ = ("_make", "_value")
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._value: T
+
+    @property
+    def value(self) -> T:
+        """The value."""
+        if self._make is not None:
+            self._value = self._make()
+            self._make = None
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Deferred) and bool(self.value == other.value)
+
+    def __lt__(self, other: Deferred[Any]) -> bool:
+        return bool(self.value < other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)

@@ -16,7 +16,7 @@ from qsync_core.artifacts.files import from_bytes, to_bytes
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.timeline_export import predicted_timeline
+from qsync_planner.replayer.simulator import predicted_timeline
 
 
 def spans(timeline: Timeline, rank: int, resource: Resource) -> list[tuple[int, int]]:

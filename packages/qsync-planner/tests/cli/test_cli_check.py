@@ -22,12 +22,10 @@ from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import TruthRequest
 from qsync_core.plugins.registry import Registry
-from qsync_planner.cli.check import CheckRequest, run_check
+from qsync_planner.cli.indicate import CheckRequest, run_check
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
-from qsync_planner.indicator_check.page import render_page
-from qsync_planner.indicator_check.rows import agreement_table, number
-from qsync_planner.indicator_check.scatter import Axis
+from qsync_planner.indicator_check.page import Axis, agreement_table, number, render_page
 from qsync_planner.plugin import qsync_register_commands
 
 I8, B16 = Variant.of(INT8), Variant.of(BFLOAT16)

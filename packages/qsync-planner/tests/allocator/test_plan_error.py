@@ -17,7 +17,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.plan_error import FLIP_EXPONENT, plan_error
+from qsync_planner.allocator.verdict import FLIP_EXPONENT, plan_error
 from qsync_planner.indicate import indicate
 
 I8, F16 = Variant.of(INT8), Variant.of(FLOAT16)

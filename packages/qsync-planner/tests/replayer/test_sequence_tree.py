@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_planner.replayer.sequence_tree import Node, SequenceTree
+from qsync_planner.replayer.incremental import Node, SequenceTree
 
 LETTERS = st.sampled_from("abcdefgh")
 

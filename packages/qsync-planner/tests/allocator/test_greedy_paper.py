@@ -27,12 +27,11 @@ from qsync_core.ir.semantics import run_precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
+from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.blocks import classes, find_blocks
 from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
-from qsync_planner.allocator.problem import GroupProblem, build_problem
-from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.problem import GroupProblem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution
-from qsync_planner.allocator.uniform import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.replayer.replay import Replayer
 
 

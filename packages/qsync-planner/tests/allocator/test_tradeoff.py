@@ -29,7 +29,7 @@ from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import tradeoff as tradeoff_module
 from qsync_planner.allocator.exact.solve import RELAXED
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
-from qsync_planner.cli.tradeoff import show_tradeoff
+from qsync_planner.cli.plan import show_tradeoff
 from qsync_planner.plugin import qsync_register_commands
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.reporting.tradeoff_page import render_page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qsync_planner.replayer.deferred import Deferred
+from qsync_planner.replayer.incremental import Deferred
 
 
 def test_a_value_is_worked_out_once_and_only_when_asked_for() -> None:

@@ -7,9 +7,8 @@ import pytest
 from planning_cases import Case, random_case
 
 from qsync_planner.allocator.blocks import MAX_COMBINATIONS, find_blocks
-from qsync_planner.allocator.fastest_start import _walk, move_to_fastest
-from qsync_planner.allocator.problem import build_problem
-from qsync_planner.allocator.search_state import SearchState
+from qsync_planner.allocator.greedy import _walk, move_to_fastest
+from qsync_planner.allocator.problem import SearchState, build_problem
 from qsync_planner.replayer.replay import Replayer
 
 
@@ -51,7 +50,7 @@ def test_stays_near_the_optimum_and_never_loses_to_uniform_across_blocks() -> No
         blocks = find_blocks(problem, max_combinations=16)
         assert len(blocks) > 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("qsync_planner.allocator.fastest_start.find_blocks", lambda group: find_blocks(group, 16))
+            patch.setattr("qsync_planner.allocator.greedy.find_blocks", lambda group: find_blocks(group, 16))
             move_to_fastest(state, "infer0")
         found = state.prediction.groups["infer0"].period_ns
         assert found <= uniform

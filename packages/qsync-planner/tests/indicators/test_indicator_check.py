@@ -23,10 +23,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Rounding
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicator_check import compare, read_truth
-from qsync_planner.indicator_check.agreement import Agreement, split_half
-from qsync_planner.indicator_check.names import variant_names
-from qsync_planner.indicator_check.ranks import kendall_tau, spearman
-from qsync_planner.indicator_check.regret import kept, regret
+from qsync_planner.indicator_check.agreement import Agreement, kendall_tau, kept, regret, spearman, split_half
+from qsync_planner.indicator_check.compare import variant_names
 
 I8, FLOORED, B16, F32 = (
     Variant.of(INT8),
