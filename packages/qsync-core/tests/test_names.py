@@ -94,7 +94,7 @@ def test_bad_variant_text(text: str) -> None:
 
 
 def test_standard_variants() -> None:
-    """The table of DESIGN section 5: output, saved copies and gradients of each precision."""
+    """The table of docs/design/precision-semantics.md#standard-variants: output, saved copies and gradients of each precision."""
     int8 = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
     assert (int8.output, int8.saved, int8.grad_input, int8.grad_weight) == ("float32", "int8", "float16", "float16")
     float8 = Variant.of(Precision.FLOAT8_E4M3FN)

@@ -1,4 +1,4 @@
-"""The casts around an operator against a table worked out by hand from DESIGN section 5."""
+"""The casts around an operator against a table worked out by hand (docs/design/precision-semantics.md#casts)."""
 
 from __future__ import annotations
 

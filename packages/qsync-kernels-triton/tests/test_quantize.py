@@ -166,7 +166,10 @@ def test_a_channels_last_tensor_is_rounded_in_memory_order(way):
 
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_stochastic_rounding_is_unbiased_with_the_variance_of_the_residual(form):
-    """Mean x and variance s²·f·(1−f) (DESIGN 6.1), over 4096 draws of 9 values, within five standard errors."""
+    """Mean x and variance s²·f·(1−f), over 4096 draws of 9 values, within five standard errors.
+
+    See docs/design/indicator.md#element-variance.
+    """
     draws = 4096
     largest = reference.LARGEST[form]
     values = torch.tensor([largest, 0.0, 0.25, 0.5, 1.75, -0.3, -3.3, 57.125, -0.03125])

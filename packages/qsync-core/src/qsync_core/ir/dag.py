@@ -20,7 +20,7 @@ from qsync_core.ir.variant import Variant
 
 
 class OpClass(enum.StrEnum):
-    """What a plan may do with an operator (DESIGN section 5)."""
+    """What a plan may do with an operator (docs/design/precision-semantics.md#operator-classes)."""
 
     ADJUSTABLE = "adjustable"
     """Linear and convolution: the plan picks a variant."""
@@ -137,7 +137,7 @@ class Operator:
 
 @attrs.frozen
 class PrecisionDag:
-    """A model's operators and data edges (DESIGN section 2).
+    """A model's operators and data edges (docs/artifacts.md).
 
     Attributes:
         model: a name for people.

@@ -1,8 +1,10 @@
-"""Names of the observed terms: what collectors (qsync-torch) write and indicators (qsync-planner) read (DESIGN 6.1).
+"""Names of the observed terms: what collectors (qsync-torch) write and indicators (qsync-planner) read.
+
+See docs/design/indicator.md#omega.
 
 Notation: an adjustable operator computes ``y = v · x`` from its activation input ``v`` and its weight ``x`` (the paper's letters;
-``lossvar`` below writes x and w for the two operands as DESIGN does).  ``L`` is the loss, all gradients are those of the loss of
-the observed batch without any loss scaling.  All values are finite float64 numbers, one per observed iteration.
+``lossvar`` below writes x and w for the two, as docs/design/indicator.md does).  ``L`` is the loss, all gradients are those of the
+loss of the observed batch without any loss scaling.  All values are finite float64 numbers, one per observed iteration.
 
 Collector ``lossvar``, one series per (adjustable operator, variant that is not the base precision's):
 
@@ -156,7 +158,7 @@ class Series:
 
 @attrs.frozen
 class Observations:
-    """Series of all collectors over the same iterations (DESIGN sections 2 and 6.1).
+    """Series of all collectors over the same iterations (docs/design/indicator.md#omega).
 
     Attributes:
         model, dag_digest: which PrecisionDag they belong to.

@@ -76,7 +76,7 @@ class Verdict:
 
 @attrs.frozen
 class PrecisionPlan:
-    """Which precision every operator runs in, per device group (DESIGN sections 2 and 7).
+    """Which precision every operator runs in, per device group (docs/artifacts.md).
 
     Attributes:
         model, dag_digest: what it is for.  ``operator_ids`` are all adjustable operators, to name differences by FQN.

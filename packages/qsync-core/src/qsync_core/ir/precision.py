@@ -36,7 +36,9 @@ class Precision(enum.StrEnum):
 
     @property
     def mantissa_bits(self) -> int:
-        """Stored mantissa bits k of a floating-point format (DESIGN 6.1: 10 for float16, not the paper's 9).
+        """Stored mantissa bits k of a floating-point format (10 for float16, not the paper's 9).
+
+        See docs/design/indicator.md#element-variance.
 
         Raises:
             ValueError: for int8, which has no mantissa.
@@ -91,7 +93,9 @@ def join(a: Precision, b: Precision) -> Precision:
 
 
 def promote(*precisions: Precision) -> Precision:
-    """The format a precision-dependent operator runs in, given the formats of its inputs (DESIGN section 5).
+    """The format a precision-dependent operator runs in, given the formats of its inputs.
+
+    See docs/design/precision-semantics.md#operator-classes.
 
     Raises:
         ValueError: when called without arguments.

@@ -84,7 +84,9 @@ class CastKey:
 
 @attrs.frozen
 class CastModel:
-    """Cost of a cast as a linear function of the number of elements, fitted to measurements (paper, Cost Mapper; DESIGN 6.2).
+    """Cost of a cast as a linear function of the number of elements, fitted to measurements (paper, Cost Mapper).
+
+    See docs/design/cost-mapper.md#casting-costs.
 
     ``cost_ns(n) = max(0, intercept_ns + ns_per_element * n)``, rounded to an integer.  Fixed-point casts include the
     min/max passes.  ``samples`` are the (elements, measured ns) pairs of the fit, ``r2`` its coefficient of determination.
@@ -149,7 +151,7 @@ class StepMeasurement:
 
 @attrs.frozen
 class Profile:
-    """Measured costs of one model on one device type (DESIGN section 2).
+    """Measured costs of one model on one device type (docs/design/cost-mapper.md#profiled-costs).
 
     Attributes:
         device: what was measured.

@@ -1,7 +1,7 @@
 """The table of precision semantics: which format flows where, and which casts that takes.
 
 One table for two readers: ``apply_`` (qsync-torch) carries it out, the cost mapper (qsync-planner) charges for it.  Whoever changes
-it changes both.  Source: DESIGN section 5.
+it changes both.  Source: docs/design/precision-semantics.md#casts.
 """
 
 from __future__ import annotations

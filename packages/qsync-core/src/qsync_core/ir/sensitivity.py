@@ -13,7 +13,9 @@ from qsync_core.ir.variant import Variant
 
 @attrs.frozen
 class Sensitivity:
-    """Ω_o(b): estimated extra mean squared error of all weight gradients caused by running o in variant b (DESIGN 6.1).
+    """Ω_o(b): estimated extra mean squared error of all weight gradients caused by running o in variant b.
+
+    See docs/design/indicator.md#omega.
 
     Attributes:
         model, dag_digest: which PrecisionDag it belongs to.

@@ -24,7 +24,7 @@ _FIELD_BY_LABEL = {
 
 @attrs.frozen
 class Variant:
-    """How one operator runs, forward and backward (DESIGN sections 2 and 5).
+    """How one operator runs, forward and backward (docs/artifacts.md#variants).
 
     Attributes:
         compute: format of both operands of the forward product.
@@ -62,7 +62,7 @@ class Variant:
         rounding: Rounding = Rounding.STOCHASTIC,
         w_granularity: Granularity = Granularity.PER_CHANNEL,
     ) -> Variant:
-        """The standard variant of a precision (the table of DESIGN section 5).
+        """The standard variant of a precision (the table of docs/design/precision-semantics.md#standard-variants).
 
         int8: output float32 (as in the paper) unless ``output`` says otherwise, int8 copies saved, backward in ``sixteen_bit``.
         float8: output and backward in ``sixteen_bit``.  float16, bfloat16, float32: the same format throughout.

@@ -1,4 +1,4 @@
-"""What a kernel backend is: the interface behind the plugins, and the requests that are put to it (DESIGN section 4)."""
+"""What a kernel backend is: the interface behind the plugins, and the requests that are put to it (docs/design/backends.md)."""
 
 from __future__ import annotations
 
