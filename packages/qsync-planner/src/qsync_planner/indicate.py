@@ -1,4 +1,4 @@
-"""``indicate``: Observations → Sensitivity (DESIGN sections 2 and 6.1).  Pure arithmetic; needs no torch."""
+"""``indicate``: Observations → Sensitivity (docs/design/indicator.md#omega).  Pure arithmetic; needs no torch."""
 
 from __future__ import annotations
 

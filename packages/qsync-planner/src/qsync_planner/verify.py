@@ -1,4 +1,4 @@
-"""How far a prediction is from a measurement: by operator, phase and resource, and which cost is worst (DESIGN section 8)."""
+"""How far a prediction is from a measurement: by operator, phase and resource, and which cost is worst (docs/flow.md#8-verify)."""
 
 from __future__ import annotations
 

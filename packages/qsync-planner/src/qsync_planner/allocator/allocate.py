@@ -1,4 +1,4 @@
-"""``allocate``: the precision of every operator on every device group (DESIGN 7)."""
+"""``allocate``: the precision of every operator on every device group (docs/design/allocator.md#the-problem)."""
 
 from __future__ import annotations
 

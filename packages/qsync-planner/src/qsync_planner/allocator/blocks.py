@@ -1,4 +1,6 @@
-"""Isomorphic building blocks of a model: where brute force is affordable (paper, Allocator; DESIGN 7).
+"""Isomorphic building blocks of a model: where brute force is affordable (paper, Allocator).
+
+See docs/design/allocator.md#isomorphic-blocks.
 
 A block is a subtree of the module tree with few enough combinations of rungs to try them all: an attention layer, a bottleneck.
 Single-operator children of one parent that follow each other (VGG's ``features.0``, ``features.2``, …) are packed together.

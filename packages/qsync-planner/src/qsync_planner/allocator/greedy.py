@@ -1,4 +1,4 @@
-"""``greedy``: the paper's way with its errors mended (DESIGN 7).
+"""``greedy``: the paper's way with its errors mended (docs/design/allocator.md#greedy).
 
 Start from the fastest plan (casts counted, memory repaired globally) and from the uniform one, recover each in the paper's order
 and by density, keep the best, and raise neighbouring pairs in it: the paper's way alone ends far from the best plan where memory

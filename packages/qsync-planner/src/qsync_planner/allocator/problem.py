@@ -1,4 +1,6 @@
-"""What the allocator decides: units of operators, the rungs each may take, and what each rung costs in Ω (DESIGN 7).
+"""What the allocator decides: units of operators, the rungs each may take, and what each rung costs in Ω.
+
+See docs/design/allocator.md#the-problem.
 
 minimise Σ over inference devices and operators of Ω_o(b)  subject to  memory_i ≤ budget_i  and  iteration time ≤ T.
 """

@@ -1,4 +1,7 @@
-"""The verdict: does the hybrid job beat the training groups alone, and which groups had better stay out (DESIGN 7)?"""
+"""The verdict: does the hybrid job beat the training groups alone, and which groups had better stay out?
+
+See docs/design/allocator.md#the-verdict.
+"""
 
 from __future__ import annotations
 

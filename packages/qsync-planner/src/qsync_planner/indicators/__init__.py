@@ -1,4 +1,4 @@
-"""Indicators: how much an operator's precision disturbs the model's weight gradients (DESIGN 6.1).
+"""Indicators: how much an operator's precision disturbs the model's weight gradients (docs/design/indicator.md).
 
 What needs autograd is collected elsewhere; everything here is arithmetic on Observations.
 """

@@ -1,4 +1,7 @@
-"""``hutchinson`` (default): first-order propagation of rounding noise into all weight gradients (DESIGN 6.1)."""
+"""``hutchinson`` (default): first-order propagation of rounding noise into all weight gradients.
+
+See docs/design/indicator.md#hutchinson.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lossvar``: first-order variance of the loss under the rounding noise of one operator (DESIGN 6.1).
+"""``lossvar``: first-order variance of the loss under the rounding noise of one operator (docs/design/indicator.md#loss-variance).
 
 For rounding noise e with independent elements of variance σ², Var[L(x + e)] ≈ Σ_j σ²_j·(∂L/∂x_j)².  One backward pass gives ∂L/∂x
 for every operator at once, and no second derivative is needed, so this works with fused attention.

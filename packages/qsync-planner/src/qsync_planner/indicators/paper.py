@@ -1,8 +1,8 @@
 """``paper``: the variance increment exactly as the paper prints it (Proposition 3), kept for fidelity and comparison.
 
-Known faults, left in on purpose (DESIGN 6.1): the depth weights are those of the noise an operator receives, not of the noise it
-causes; σ_fp over-counts by the fan; k is one less than the stored mantissa bits; one exponent from the maximum stands for all
-elements.  Where the paper leaves a choice, this is what was taken:
+Known faults are left in on purpose (docs/design/indicator.md#faults-of-the-printed-formulas): the depth weights are those of the
+noise an operator receives, not of the noise it causes; σ_fp over-counts by the fan; k is one less than the stored mantissa bits;
+one exponent from the maximum stands for all elements.  Where the paper leaves a choice, this is what was taken:
 
 * ``v`` is the activation input, ``x`` the weight, ``∇v`` the gradient that enters the operator's backward.
 * γ from the loss: 1/N for a mean cross entropy over N targets, 2/N for a mean squared error over N elements, 1 and 2 for sums.

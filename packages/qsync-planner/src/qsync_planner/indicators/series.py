@@ -75,9 +75,9 @@ def geometric_mean(values: Sequence[float]) -> float:
     """The geometric mean over iterations; an iteration at 0 counts as "nothing happened", not as "everything is 0".
 
     Gradients fall by orders of magnitude within the first updates.  The arithmetic mean is then the value of the first few of
-    them and ranks operators worse against the measured truth (Kendall τ .82 against .97: DESIGN 6.1), hence the geometric
-    one.  Exact zeros (an operator without gradient in some iteration) are left out of the logarithm and scale the result by the
-    share of iterations that are not zero.
+    them and ranks operators worse against the measured truth (Kendall τ .82 against .97), hence the geometric one
+    (docs/design/indicator.md#averages-over-updates).  Exact zeros (an operator without gradient in some iteration) are left out
+    of the logarithm and scale the result by the share of iterations that are not zero.
     """
     positive = [value for value in values if value > 0]
     if not positive:

@@ -1,4 +1,4 @@
-"""Calibration: bringing the sum of measured parts to whole measured steps (DESIGN 6.3 and 6.4).
+"""Calibration: bringing the sum of measured parts to whole measured steps (docs/design/cost-mapper.md#calibration).
 
 Operators timed alone miss what a step adds (autograd, Python, cold caches) and gain what it overlaps.  The profile holds whole
 steps at the base precision and at every rung uniformly; the model reproduces each of them, and plans in between mix their

@@ -1,4 +1,6 @@
-"""What an all-reduce costs among unequal device groups, from what was measured on each group alone (DESIGN 6.3; paper, Simulator).
+"""What an all-reduce costs among unequal device groups, from what was measured on each group alone (paper, Simulator).
+
+See docs/design/simulator.md#all-reduce-among-unequal-groups.
 
 A ring all-reduce of S bytes over N ranks takes 2(N-1) rounds; in a round every rank passes S/N bytes to its neighbour, and the
 round lasts as long as its slowest hop: ``2 (N - 1) max over hops (a + b S / N)``.  A group's own hop (a, b) follows from its

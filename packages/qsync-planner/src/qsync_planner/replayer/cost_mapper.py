@@ -1,4 +1,6 @@
-"""The cost mapper: what a change of some operators' variants does to every operator's formats, casts and time (DESIGN 6.2).
+"""The cost mapper: what a change of some operators' variants does to every operator's formats, casts and time.
+
+See docs/design/cost-mapper.md#what-one-change-reaches.
 
 One forward sweep over the affected closure, in the order of execution, without recursion: an operator is visited when its variant
 or the format of one of its inputs changed, and passes the change on only where its own output's format changed.  Casts of a tensor

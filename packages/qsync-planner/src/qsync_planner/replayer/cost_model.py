@@ -1,7 +1,7 @@
 """The cost model: what one operator costs on one device, given its variant and the formats of its inputs.
 
 ``CostModel.settle`` is a pure function, cached; everything above it only adds integers up.  That is why an incremental update and a
-rebuild from scratch agree bit for bit (DESIGN 6.2).
+rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental-equals-full).
 """
 
 from __future__ import annotations

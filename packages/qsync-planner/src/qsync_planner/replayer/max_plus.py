@@ -3,7 +3,7 @@
 A kernel is dispatched for ``d`` ns by the CPU and then computed for ``c`` ns by the device: ``gpu = max(gpu, cpu) + c`` after
 ``cpu = cpu + d``.  Any sequence of kernels is then the max-plus map ``cpu' = cpu + D``, ``gpu' = max(gpu + C, cpu + K)``, where K
 is the longest way from the first dispatch through one kernel's dispatch to the last computation.  Maps compose, so thousands of
-kernels are three integers (DESIGN section 7, "evaluating one change").
+kernels are three integers (docs/design/simulator.md#composing-kernels).
 """
 
 from __future__ import annotations

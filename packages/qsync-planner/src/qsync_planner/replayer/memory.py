@@ -1,4 +1,4 @@
-"""The memory model: peak memory of one rank's training step, following what autograd really keeps (DESIGN 6.4).
+"""The memory model: peak memory of one rank's training step, following what autograd really keeps (docs/design/memory.md#moments).
 
 A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.  Every piece of memory is an interval of
 moments:

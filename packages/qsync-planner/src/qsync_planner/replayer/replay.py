@@ -1,4 +1,4 @@
-"""The replayer: how long a job's training step takes, and how much memory, under any assignment of variants (DESIGN 6.2-6.4).
+"""The replayer: how long a job's training step takes, and how much memory, under any assignment of variants (docs/design/index.md).
 
 It is a plain function of finished artifacts, and it is transactional for whoever searches: ``trial`` evaluates a change in time
 proportional to what it affects, ``rollback`` leaves nothing of it behind, and every answer equals the replay of the whole from

@@ -1,4 +1,4 @@
-"""The simulator: the steady-state period of a job's global data-flow graph (DESIGN 6.3).
+"""The simulator: the steady-state period of a job's global data-flow graph (docs/design/simulator.md#steady-state).
 
 Any number of unequal groups, each with a dispatch and a compute resource (one and the same where the CPU runs the kernels), and the
 collectives that they start together: ``start_n = max(max over groups of ready, end_{n-1})``, ``end_n = start_n + max over groups of

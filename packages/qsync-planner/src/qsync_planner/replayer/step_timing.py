@@ -4,7 +4,7 @@ A step is the forward pass, then the backward pass, in which a gradient bucket i
 The operators are the leaves of a :class:`~qsync_planner.replayer.incremental.SequenceTree`: a change of some of them costs
 O(log V) each.
 
-How dispatch binds (DESIGN 6.3) depends on the group:
+How dispatch binds (docs/design/simulator.md#steady-state) depends on the group:
 
 * free-running (a GPU whose step does not synchronise): the CPU runs ahead, so dispatch binds through its sum alone;
 * synchronising every step: every step starts with CPU and device level, so the longest dispatch-then-compute chain counts;

@@ -1,4 +1,4 @@
-"""Memory at one moment of the step as an expression of the choices (DESIGN 6.4; intervals as in
+"""Memory at one moment of the step as an expression of the choices (docs/design/exact-allocator.md#rows-memory; intervals as in
 :mod:`qsync_planner.replayer.memory`).
 
 A step has 2V moments and the peak is the highest of them, so a budget is 2V rows.  Few of them bind: they are added for the moments

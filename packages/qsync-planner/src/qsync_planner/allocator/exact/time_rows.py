@@ -1,4 +1,6 @@
-"""The time limit as deadlines: what a group must keep so that the job's period is at most T (DESIGN 7, the deadline form).
+"""The time limit as deadlines: what a group must keep so that the job's period is at most T.
+
+See docs/design/exact-allocator.md#deadlines.
 
 The period is at most T exactly when, for every group i and bucket n, ``ready[i, n] ≤ T − optimizer[i] − Σ_{m ≥ n} duration[m]`` and
 the group alone takes at most T.  No deadline depends on another group's plan.
