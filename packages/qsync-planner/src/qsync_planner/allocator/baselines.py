@@ -47,7 +47,8 @@ def solve_full(problem: Problem, full: Solution) -> Solution:
 
 
 # ---- merged from qsync_planner.allocator.baselines
-# Uniform precision (UP), the baseline whose period is the time limit T (paper, section Predictor; DESIGN 7).
+# Uniform precision (UP), the baseline whose period is the time limit T (paper, section Predictor;
+# docs/design/allocator.md#the-time-limit).
 
 MAX_TOLERANCE = 1000.0
 """Largest tolerance: a thousand times the time of uniform precision is no limit at all."""

@@ -21,7 +21,8 @@ from qsync_planner.replayer.incremental import Deferred
 from qsync_planner.replayer.replay import GroupPrediction
 
 # ---- merged from qsync_planner.allocator.greedy
-# The fastest start: brute force inside each class of isomorphic blocks, casts counted (paper, Allocator; DESIGN 7).
+# The fastest start: brute force inside each class of isomorphic blocks, casts counted (paper, Allocator;
+# docs/design/allocator.md#greedy).
 #
 # Each combination is judged by replaying the model with it, so casts at the block's borders and the latch of dependent operators
 # count; memory does not yet (see :mod:`memory_repair`).

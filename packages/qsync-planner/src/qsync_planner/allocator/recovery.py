@@ -269,7 +269,8 @@ def _common_rungs(pair: Sequence[Unit], present: Sequence[int]) -> list[tuple[in
 
 
 # ---- merged from qsync_planner.allocator.recovery
-# Global memory repair: lower what a plan must give up to fit its budget, least Ω per byte first (DESIGN 7).
+# Global memory repair: lower what a plan must give up to fit its budget, least Ω per byte first
+# (docs/design/allocator.md#greedy).
 
 MAX_PASSES = 8
 """Passes over all units; a pass ends the repair when it frees nothing."""

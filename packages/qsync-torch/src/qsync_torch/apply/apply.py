@@ -1,4 +1,6 @@
-"""``apply_``: make a model run as a precision plan says, in place and reversibly (DESIGN section 5).
+"""``apply_``: make a model run as a precision plan says, in place and reversibly.
+
+See docs/design/precision-semantics.md#parameters-and-gradients.
 
 Parameters stay plain float32 under their old names; modules keep their identity; what changes is the ``forward`` that an instance
 has.  ``Applied.remove()`` takes that away again.

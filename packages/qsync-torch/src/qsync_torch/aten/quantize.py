@@ -1,8 +1,9 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
-Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)`` (DESIGN sections 4
-and 5); a group of zeros, or of magnitudes below 1e-36, has scale 1.  Groups: the whole tensor, one per entry of dimension 0
-(output channels of a weight), or one per row of the flattened 2-d activation.  Zero points exist in the reference below only.
+Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
+(docs/design/precision-semantics.md#quantization); a group of zeros, or of magnitudes below 1e-36, has scale 1.  Groups: the whole
+tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d activation.  Zero points
+exist in the reference below only.
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
 

@@ -1,4 +1,4 @@
-"""How far a plan moves the weight gradients: the quantity whose square Ω estimates (DESIGN 6.1), measured."""
+"""How far a plan moves the weight gradients: the quantity whose square Ω estimates (docs/design/indicator.md#omega), measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Loss scaling in step: one scale on all ranks, and all ranks skip the same steps (DESIGN section 5).
+"""Loss scaling in step: one scale on all ranks, and all ranks skip the same steps.
+
+See docs/design/precision-semantics.md#loss-scaling.
 
 A rank whose operators run in float16 needs its loss scaled.  DistributedDataParallel averages gradients, so every rank, full
 precision ones included, must scale by the same number.  An overflow anywhere reaches all ranks through the all-reduce of the

@@ -75,7 +75,8 @@ def check_ranks_agree(plan: PrecisionPlan, group: dist.ProcessGroup | None = Non
 
 
 # ---- merged from qsync_torch.distributed.ranks
-# Which device group of a plan this process belongs to: ``QSYNC_GROUP``, else the one whose device matches (DESIGN section 2).
+# Which device group of a plan this process belongs to: ``QSYNC_GROUP``, else the one whose device matches
+# (docs/training.md#which-group-am-i).
 
 GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -1,1 +1,1 @@
-"""Collecting the device-independent numbers that indicators need, over the first updates of a run (DESIGN 6.1)."""
+"""Collecting the device-independent numbers that indicators need, over the first updates of a run (docs/design/indicator.md)."""

@@ -49,7 +49,8 @@ def effective_exponent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---- merged from qsync_torch.observing.closed_form
-# Collector ``lossvar``: rounding variance times squared gradient, summed over both operands (DESIGN 6.1).
+# Collector ``lossvar``: rounding variance times squared gradient, summed over both operands
+# (docs/design/indicator.md#loss-variance).
 
 
 class LossVarCollector:

@@ -1,4 +1,6 @@
-"""Collector ``hessian``: top eigenvalue of the loss's Hessian for each operator's weight, as HAWQ has it (DESIGN 6.1).
+"""Collector ``hessian``: top eigenvalue of the loss's Hessian for each operator's weight, as HAWQ has it.
+
+See docs/design/indicator.md#hessian.
 
 Dong et al., *HAWQ: Hessian AWare Quantization of Neural Networks with Mixed-Precision*, ICCV 2019, arXiv:1905.03696: the block of
 the Hessian that belongs to a layer's weight is never formed; its top eigenvalue comes from power iteration on products of that

@@ -1,4 +1,7 @@
-"""Collector ``hutchinson``: rounding noise carried into all weight gradients by Hessian-vector products (DESIGN 6.1)."""
+"""Collector ``hutchinson``: rounding noise carried into all weight gradients by Hessian-vector products.
+
+See docs/design/indicator.md#hutchinson.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that flip: second derivatives for ReLU and max pooling, which have none of their own (DESIGN 6.1).
+"""Masks that flip: second derivatives for ReLU and max pooling, which have none of their own (docs/design/indicator.md#flips).
 
 The gradient that a ReLU passes is g·1[a > 0].  Noise δ in a changes it by ±g wherever |δ| exceeds |a|, so the expected square of
 the change is g²·p(0)·E|δ|, p being the density of a.  Autograd calls the derivative zero.  With the window 1[|a| < t]/(2t) in its

@@ -1,4 +1,4 @@
-"""Collector ``montecarlo``: the truth that indicators are judged by (DESIGN 6.1).
+"""Collector ``montecarlo``: the truth that indicators are judged by (docs/design/indicator.md#truth).
 
 One operator runs in a variant and everything else in float32; how far that moves the gradients of all parameters is measured,
 draw by draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is for checking, not planning.

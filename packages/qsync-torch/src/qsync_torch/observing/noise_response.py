@@ -1,4 +1,4 @@
-"""How all weight gradients respond to noise on the operands of every operator at once (DESIGN 6.1).
+"""How all weight gradients respond to noise on the operands of every operator at once (docs/design/indicator.md#propagation).
 
 With g = ∂L/∂θ, a direction u over all parameters and noise e added to some tensor of the step, h = ∂⟨g, u⟩/∂e is one double
 backward pass away, for every tensor at once.  For u of independent random signs, E[h_j²] = ‖∂g/∂e_j‖².
@@ -219,7 +219,8 @@ class NoiseResponse:
 
 
 # ---- merged from qsync_torch.observing.noise_response
-# Which copies of an operator's incoming gradient a variant rounds, and what noise on each of them does (DESIGN 5, 6.1).
+# Which copies of an operator's incoming gradient a variant rounds, and what noise on each of them does
+# (docs/design/indicator.md#propagation).
 
 
 def lowered_copies(

@@ -1,4 +1,4 @@
-"""``observe``: train a job for its first updates and record what indicators need (DESIGN 6.1)."""
+"""``observe``: train a job for its first updates and record what indicators need (docs/design/indicator.md#omega)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qsync_torch.observing.record import LOSS, JobFault, Key, Record, SettledRul
 from qsync_torch.profiling.whole_step import StepRunner
 
 WARMUP = 10
-"""Updates before the first that is observed: the ranking is not stable in them (DESIGN 6.1)."""
+"""Updates before the first that is observed: the ranking is not stable in them (docs/design/indicator.md#averages-over-updates)."""
 STEPS = 12
 """Updates to observe at most."""
 _STEP_SEED = 1_000_003

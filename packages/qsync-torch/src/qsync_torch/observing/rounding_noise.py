@@ -1,4 +1,4 @@
-"""What the casts of a variant add to an operator's tensors (DESIGN 6.1)."""
+"""What the casts of a variant add to an operator's tensors (docs/design/indicator.md#propagation)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.dtypes import TORCH_DTYPE
 
 # ---- merged from qsync_torch.observing.rounding_noise
-# Variance of the rounding error of every element of a tensor, in closed form (DESIGN 6.1, paper Proposition 2).
+# Variance of the rounding error of every element of a tensor, in closed form (paper, Proposition 2;
+# docs/design/indicator.md#element-variance).
 
 INT8_LEVELS = 127
 """Largest int8 magnitude used by symmetric quantization; -128 is not used."""

@@ -194,7 +194,7 @@ def conv2d(
     offset: int = 0,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
-    """``F.conv2d`` in a variant, forward and backward (DESIGN section 5).
+    """``F.conv2d`` in a variant, forward and backward (docs/design/precision-semantics.md#standard-variants).
 
     Args:
         x: (B, C, H, W) or (C, H, W), float32 or a 16-bit float.

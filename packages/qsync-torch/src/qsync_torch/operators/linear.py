@@ -125,7 +125,7 @@ def linear(
     offset: int = 0,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
-    """``F.linear`` in a variant, forward and backward (DESIGN section 5).
+    """``F.linear`` in a variant, forward and backward (docs/design/precision-semantics.md#standard-variants).
 
     Args:
         x: (..., K), float32 or a 16-bit float.

@@ -1,4 +1,6 @@
-"""Guarded operators and losses on low-precision activations: they compute inside in float32 (DESIGN section 5).
+"""Guarded operators and losses on low-precision activations: they compute inside in float32.
+
+See docs/design/precision-semantics.md#operator-classes.
 
 * Norms and softmax take and return the activation's format.  ATen's own kernels accumulate in float32 there; what they do not all
   take is a float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): there the weight and bias are cast to the

@@ -1,4 +1,7 @@
-"""Measuring what a model's operators, casts, buckets and optimizer cost on one device (DESIGN section 2, ``Profile``)."""
+"""Measuring what a model's operators, casts, buckets and optimizer cost on one device.
+
+See docs/design/cost-mapper.md#profiled-costs.
+"""
 
 import os as _os
 

@@ -1,4 +1,7 @@
-"""Casting costs: every kind of cast timed at sizes that span the model's, and a line fitted through them (DESIGN 6.2)."""
+"""Casting costs: every kind of cast timed at sizes that span the model's, and a line fitted through them.
+
+See docs/design/cost-mapper.md#casting-costs.
+"""
 
 from __future__ import annotations
 

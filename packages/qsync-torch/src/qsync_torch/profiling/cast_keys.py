@@ -1,4 +1,7 @@
-"""Which kinds of cast a ladder can lead to anywhere in a model: asked of the semantics table itself (DESIGN section 5)."""
+"""Which kinds of cast a ladder can lead to anywhere in a model: asked of the semantics table itself.
+
+See docs/design/precision-semantics.md#casts.
+"""
 
 from __future__ import annotations
 

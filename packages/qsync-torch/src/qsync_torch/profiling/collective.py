@@ -1,4 +1,7 @@
-"""All-reduce costs: the real bucket sizes, measured in the current process group (DESIGN 6.3)."""
+"""All-reduce costs: the real bucket sizes, measured in the current process group.
+
+See docs/design/simulator.md#all-reduce-among-unequal-groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``profile``: what a model costs on one device type, each distinct cost measured once (DESIGN sections 2, 5 and 6.2)."""
+"""``profile``: what a model costs on one device type, each distinct cost measured once.
+
+See docs/design/cost-mapper.md#profiled-costs.
+"""
 
 from __future__ import annotations
 

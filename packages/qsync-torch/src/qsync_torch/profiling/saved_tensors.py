@@ -1,4 +1,7 @@
-"""What autograd keeps for backward: seen through ``saved_tensors_hooks`` and deduplicated by storage (DESIGN 6.4)."""
+"""What autograd keeps for backward: seen through ``saved_tensors_hooks`` and deduplicated by storage.
+
+See docs/design/memory.md#measuring-and-checking.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan may do with each ATen operator: its kind, and its class of DESIGN section 5."""
+"""What a plan may do with each ATen operator: its kind, and its class (docs/design/precision-semantics.md#operator-classes)."""
 
 from __future__ import annotations
 

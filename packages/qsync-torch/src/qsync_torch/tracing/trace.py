@@ -1,4 +1,4 @@
-"""``trace``: from a job to its PrecisionDag (DESIGN section 2)."""
+"""``trace``: from a job to its PrecisionDag (docs/artifacts.md#names-of-operators)."""
 
 from __future__ import annotations
 
