@@ -11,12 +11,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qsync_kernels_triton.conv2d import implicit_gemm
-from qsync_kernels_triton.gemm import gemm, mixed_gemm
-from qsync_kernels_triton.quantize_rows import quantize_rows
-from qsync_kernels_triton.quantize_split import partial_absmax, quantize_from_partials
-from qsync_kernels_triton.quantize_table import partials_of_many, round_many, rows_of_many
-from qsync_kernels_triton.quantize_transposed import quantize_twice_from_partials
+from qsync_kernels_triton.products.conv2d import implicit_gemm
+from qsync_kernels_triton.products.gemm import gemm, mixed_gemm
+from qsync_kernels_triton.quantize.many import partials_of_many, round_many, rows_of_many
+from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
+from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
 POINTERS = {"x_like": "*fp32", "q_like": "*i8", "table_ptr": "*i64", "q_ptr": "*i8", "transposed_ptr": "*i8", "w_ptr": "*i8"}
 WIDE = {"units": "i64"}

@@ -13,12 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from qsync_core.ir.precision import Granularity, Rounding
-from qsync_kernels_triton.config import QuantizeConfig
-from qsync_kernels_triton.conv2d import build_conv2d_output
-from qsync_kernels_triton.linear import build_linear_grad_weight, build_linear_output
-from qsync_kernels_triton.product_config import ProductConfig
-from qsync_kernels_triton.quantize import build_quantize
-from qsync_kernels_triton.quantize_many import build_quantize_many
+from qsync_kernels_triton.config import ProductConfig, QuantizeConfig
+from qsync_kernels_triton.products.conv2d import build_conv2d_output
+from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
+from qsync_kernels_triton.quantize.many import build_quantize_many
+from qsync_kernels_triton.quantize.single import build_quantize
 
 CALLS: list[list] = []
 

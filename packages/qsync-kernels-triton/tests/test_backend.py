@@ -10,8 +10,7 @@ from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_kernels_triton.backend import TritonBackend
-from qsync_kernels_triton.config import QuantizeConfig
-from qsync_kernels_triton.product_config import SHARED_BYTES, ProductConfig, ranked
+from qsync_kernels_triton.config import SHARED_BYTES, ProductConfig, QuantizeConfig, ranked
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)

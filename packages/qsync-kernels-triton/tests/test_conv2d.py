@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_kernels_triton.conv2d import build_conv2d_grad_input, build_conv2d_output  # noqa: E402
-from qsync_kernels_triton.product_config import ProductConfig  # noqa: E402
+from qsync_kernels_triton.config import ProductConfig  # noqa: E402
+from qsync_kernels_triton.products.conv2d import build_conv2d_grad_input, build_conv2d_output  # noqa: E402
 
 CUT = ProductConfig(32, 32, 32, 1, 2, 2)
 ONE = torch.ones(1)

@@ -12,7 +12,8 @@ from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
-from qsync_kernels_triton.dequantize import build_conv2d_grad_weight, dequantized  # noqa: E402
+from qsync_kernels_triton.elementwise import dequantized  # noqa: E402
+from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight  # noqa: E402
 
 
 def request(gradient=Precision.FLOAT16, **attributes):
@@ -68,7 +69,9 @@ def test_the_backend_offers_it_for_float_gradients_only():
     import attrs
 
     int8 = attrs.evolve(request(), variant=attrs.evolve(request().variant, grad_weight=Precision.INT8))
-    assert "grad_weight of convolutions in float32, float16, bfloat16, not in int8" in " ".join(backend.unsupported_reasons(int8))
+    assert "conv2d.grad_weight of int8 operands in bfloat16, float16, float32, not in int8" in " ".join(
+        backend.unsupported_reasons(int8)
+    )
     with pytest.raises(BackendError, match=r"no configuration 'm=64' of conv2d\.grad_weight; leave it empty"):
         backend.build(request(), KernelConfig("m=64"))
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
-from qsync_kernels_triton.linear import build_linear_grad_input, build_linear_grad_weight, build_linear_output  # noqa: E402
-from qsync_kernels_triton.product_config import ProductConfig  # noqa: E402
+from qsync_kernels_triton.config import ProductConfig  # noqa: E402
+from qsync_kernels_triton.products.linear import build_linear_grad_input, build_linear_grad_weight, build_linear_output  # noqa: E402
 
 CUT = ProductConfig(32, 32, 32, 1, 2, 2)
 SHAPES = [(40, 50, 70), (1, 1, 1), (33, 17, 64), (5, 1, 9), (64, 96, 32)]
@@ -135,7 +135,7 @@ def test_float8_products(left):
 
 
 def test_descriptors_give_the_same_result_and_are_used_where_the_layout_allows_it(monkeypatch):
-    from qsync_kernels_triton import linear
+    from qsync_kernels_triton.products import linear
 
     used = []
     described = linear._described

@@ -48,7 +48,7 @@ def refuse(*args, **kwargs):
     raise RuntimeError("CUDA was asked while importing")
 for name in ("_lazy_init", "init", "is_available", "device_count", "current_device", "get_device_capability"):
     setattr(torch.cuda, name, refuse)
-import qsync_kernels_triton.plugin, qsync_kernels_triton.quantize
+import qsync_kernels_triton.plugin, qsync_kernels_triton.quantize.single
 assert not torch.cuda.is_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
-from qsync_kernels_triton import quantize_plan as quantize_module  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
-from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402
+from qsync_kernels_triton.quantize import single as quantize_module  # noqa: E402
+from qsync_kernels_triton.quantize.single import build_quantize, scale_count  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("triton_reference", Path(__file__).with_name("reference.py"))
 reference = importlib.util.module_from_spec(_spec)

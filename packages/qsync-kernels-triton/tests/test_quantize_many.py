@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 
 from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
-from qsync_kernels_triton import quantize_many  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
-from qsync_kernels_triton.quantize import build_quantize, scale_count  # noqa: E402
-from qsync_kernels_triton.quantize_many import build_quantize_many  # noqa: E402
+from qsync_kernels_triton.quantize import many as quantize_many  # noqa: E402
+from qsync_kernels_triton.quantize.many import build_quantize_many  # noqa: E402
+from qsync_kernels_triton.quantize.single import build_quantize, scale_count  # noqa: E402
 
 CONFIG = QuantizeConfig(block=64, warps=1, programs=6)
 SHAPES = [(7, 30), (4, 3, 3, 8), (5, 256), (1, 1), (3, 1400), (0, 4), (19, 8), (1, 5000)]

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.kernels.support import LINEAR, QUANTIZATIONS
-from qsync_kernels_triton.config import QuantizeConfig, UnknownConfigError
-from qsync_kernels_triton.product_config import ProductConfig, ranked
+from qsync_kernels_triton.config import ProductConfig, QuantizeConfig, UnknownConfigError, ranked
 from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
@@ -79,10 +78,10 @@ class TritonBackend:
         if request.op in QUANTIZATIONS:
             knobs = QuantizeConfig.parse(config.text)
             if request.op == Op.QUANTIZE:
-                from qsync_kernels_triton.quantize import build_quantize
+                from qsync_kernels_triton.quantize.single import build_quantize
 
                 return build_quantize(variant.x_granularity, variant.rounding, knobs)
-            from qsync_kernels_triton.quantize_many import build_quantize_many
+            from qsync_kernels_triton.quantize.many import build_quantize_many
 
             return build_quantize_many(variant.x_granularity, variant.rounding, knobs)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
@@ -90,14 +89,14 @@ class TritonBackend:
         cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
         eight_bit = _is_eight_bit(request)
         if request.op in LINEAR:
-            from qsync_kernels_triton import linear
+            from qsync_kernels_triton.products import linear
 
             if request.op == Op.LINEAR_OUTPUT:
                 return linear.build_linear_output(cut)
             if request.op == Op.LINEAR_GRAD_INPUT:
                 return linear.build_linear_grad_input(cut, eight_bit)
             return linear.build_linear_grad_weight(cut, eight_bit)
-        from qsync_kernels_triton import conv2d
+        from qsync_kernels_triton.products import conv2d
 
         padding, dilation = _pair(request.attributes, "padding", "0,0"), _pair(request.attributes, "dilation", "1,1")
         if request.op == Op.CONV2D_GRAD_INPUT:
@@ -109,7 +108,7 @@ class TritonBackend:
 def _build_conv2d_grad_weight(request: KernelRequest, config: KernelConfig) -> Kernel:
     if config.text:
         raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
-    from qsync_kernels_triton.dequantize import build_conv2d_grad_weight
+    from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight
 
     attributes = request.attributes
     stride, padding = _pair(attributes, "stride", "1,1"), _pair(attributes, "padding", "0,0")

@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsync_kernels_triton.fitting import (
+from qsync_kernels_triton.config import ProductConfig
+from qsync_kernels_triton.elementwise import transposed_bytes
+from qsync_kernels_triton.launching import Launch, Planned
+from qsync_kernels_triton.products.fitting import (
     EIGHT_BITS,
     FLOATS,
     bias_problems,
@@ -25,10 +28,7 @@ from qsync_kernels_triton.fitting import (
     refuse,
     scale_problems,
 )
-from qsync_kernels_triton.gemm import described_gemm, gemm, mixed_gemm
-from qsync_kernels_triton.launching import Launch, Planned
-from qsync_kernels_triton.product_config import ProductConfig
-from qsync_kernels_triton.transpose import transposed_bytes
+from qsync_kernels_triton.products.gemm import described_gemm, gemm, mixed_gemm
 
 
 class EightBitProduct:

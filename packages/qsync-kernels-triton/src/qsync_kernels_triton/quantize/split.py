@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qsync_kernels_triton.rounding import inverse_of, scale_of
-from qsync_kernels_triton.tiles import eights, infinite_if_nan, larger, multiplied, round_tile
+from qsync_kernels_triton.quantize.rounding import eights, infinite_if_nan, inverse_of, larger, multiplied, round_tile, scale_of
 
 
 @triton.jit

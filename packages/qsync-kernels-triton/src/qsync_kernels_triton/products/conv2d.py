@@ -8,7 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from qsync_kernels_triton.fitting import (
+from qsync_kernels_triton.config import ProductConfig
+from qsync_kernels_triton.elementwise import dequantized
+from qsync_kernels_triton.launching import Launch, Planned
+from qsync_kernels_triton.products.fitting import (
     EIGHT_BITS,
     FLOATS,
     Pair,
@@ -22,9 +25,7 @@ from qsync_kernels_triton.fitting import (
     refuse,
     scale_problems,
 )
-from qsync_kernels_triton.launching import Launch, Planned
-from qsync_kernels_triton.linear import EightBitProduct
-from qsync_kernels_triton.product_config import ProductConfig
+from qsync_kernels_triton.products.linear import EightBitProduct
 
 
 @triton.jit
@@ -216,5 +217,39 @@ def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair
             convolution(grad, None, dense_channels_last(scaled.flip(2, 3).transpose(0, 1)), None, None, out)
 
         return on_dense(run_eight_bit if eight_bit else run_float, operands, (2,))
+
+    return Planned(plan)
+
+
+def build_conv2d_grad_weight(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Planned:
+    """``kernel(grad, x, x_scale, out)``: x is dequantized to grad's format, the product is cuDNN's.
+
+    Shapes: grad (B, O, OH, OW) in a 16- or 32-bit float; x (B, C, H, W), 8-bit; x_scale one float32; out (O, C / groups, KH, KW),
+    float32.
+    """
+
+    def plan(grad: Any, x: Any, x_scale: Any, out: Any) -> Any:
+        op = "conv2d.grad_weight"
+        refuse(op, rank_problems(4, grad=grad, x=x, out=out))
+        problems = []
+        if grad.dtype not in FLOATS:
+            problems.append(f"grad must be a 16- or 32-bit float, got {grad.dtype}")
+        if x.element_size() != 1 or not torch.ops.aten.is_non_overlapping_and_dense(x):
+            problems.append(f"x must be 8-bit and dense, got {x.dtype} of shape {tuple(x.shape)} with strides {x.stride()}")
+        if out.dtype is not torch.float32:
+            problems.append(f"out must be float32, got {out.dtype}")
+        fit = convolution_problems(x, out, grad, stride, padding, dilation, groups)
+        refuse(op, (*problems, *fit, *scale_problems("x_scale", x_scale, 1), *device_problems(grad, x, x_scale, out)))
+        return run
+
+    def run(grad: Any, x: Any, x_scale: Any, out: Any) -> None:
+        if not grad.numel() or not x.numel():
+            out.zero_()
+            return
+        # Only shape, dtype and layout of the weight are looked at.
+        like_w = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
+        values = dequantized(x, x_scale, grad.dtype)
+        geometry = (list(stride), list(padding), list(dilation), False, [0, 0], groups)
+        out.copy_(torch.ops.aten.convolution_backward(grad, values, like_w, None, *geometry, [False, True, False])[1])
 
     return Planned(plan)

@@ -1,0 +1,1 @@
+"""Quantization of float tensors to int8 and float8."""
