@@ -16,6 +16,7 @@ from nav_section import extend_section
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TITLES = {
     "spine": "The main job, end to end",
+    "structure": "The source: how it is arranged, and what that costs",
     "allocator": "The allocator: how good plans are",
     "kernels": "Kernels: the figures to reach",
     "indicator": "The indicator: against the measured truth",

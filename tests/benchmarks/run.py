@@ -1,15 +1,17 @@
-"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``allocator``, ``indicator``, ``accuracy``, ``kernels``.
+"""What ``tox run -e benchmark`` runs: ``spine`` (the main job on a CPU), ``structure``, ``allocator``, ``indicator``, ``accuracy``,
+``kernels``.
 
 Without arguments it is all but ``accuracy``, which trains for an hour and a half on two cores.
 
     tox run -e benchmark -- spine
+    tox run -e benchmark -- structure --list
     tox run -e benchmark -- allocator --only A1,A2
     tox run -e benchmark -- indicator --jobs 9
     tox run -e benchmark -- accuracy --save runs --jobs 16
-    tox run -e benchmark -- kernels --set bert-base --compare docs/results/kernels/nvidia-h200.json
+    tox run -e benchmark -- kernels --set bert-base --compare earlier.json
 
-What follows ``allocator`` goes to ``allocator_rows.py``, what follows ``indicator`` to ``indicator_rows.py``, what follows
-``accuracy`` to ``accuracy.py``, and what follows ``kernels`` to pytest.
+What follows ``structure`` goes to ``structure.py``, what follows ``allocator`` to ``allocator_rows.py``, what follows
+``indicator`` to ``indicator_rows.py``, what follows ``accuracy`` to ``accuracy.py``, and what follows ``kernels`` to pytest.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ def commands(arguments: list[str]) -> list[list[str]]:
         SystemExit: when the first argument names no part.
     """
     spine = [[sys.executable, f"tests/benchmarks/{script}", *rest] for script, *rest in map(shlex.split, SPINE)]
+    structure = [sys.executable, "tests/benchmarks/structure.py"]
     allocator = [sys.executable, "tests/benchmarks/allocator_rows.py"]
     indicator = [sys.executable, "tests/benchmarks/indicator_rows.py"]
     accuracy = [sys.executable, "tests/benchmarks/accuracy.py"]
     kernels = [sys.executable, "-m", "pytest", "tests/benchmarks/kernels"]
     match arguments:
         case []:
-            return [*spine, allocator, indicator, kernels]
+            return [*spine, structure, allocator, indicator, kernels]
         case ["spine"]:
             return spine
+        case ["structure", *rest]:
+            return [[*structure, *rest]]
         case ["allocator", *rest]:
             return [[*allocator, *rest]]
         case ["indicator", *rest]:
@@ -54,8 +59,8 @@ def commands(arguments: list[str]) -> list[list[str]]:
         case ["kernels", *rest]:
             return [[*kernels, *rest]]
     raise SystemExit(
-        f"benchmarks are 'spine', 'allocator', 'indicator', 'accuracy' and 'kernels', got {arguments[0]!r}; 'spine' takes no "
-        "arguments"
+        f"benchmarks are 'spine', 'structure', 'allocator', 'indicator', 'accuracy' and 'kernels', got {arguments[0]!r}; "
+        "'spine' takes no arguments"
     )
 
 
