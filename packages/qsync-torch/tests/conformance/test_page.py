@@ -1,4 +1,4 @@
-"""The page on writing a backend: what it shows, put together as it says, passes the suite that it names."""
+"""The pages on backends: what the tutorial shows, put together as it says, passes the suite that it names."""
 
 import json
 import re
@@ -11,12 +11,13 @@ import pytest
 
 from .test_suite import ENVIRONMENT, run
 
-PAGE = Path(__file__).parents[4] / "docs" / "writing-a-backend.md"
+DOCS = Path(__file__).parents[4] / "docs"
+TUTORIAL, REFERENCE = DOCS / "first-backend.md", DOCS / "writing-a-backend.md"
 
 
-def blocks(language):
-    """Code blocks of the page, without the indentation of list items."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(language, page=TUTORIAL):
+    """Code blocks of a page, without the indentation of list items."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
 
 
@@ -65,9 +66,9 @@ product.linear_output = lambda *arguments: calls.append(1) or kernel(*arguments)
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(installed):
+def test_the_commands_of_the_pages_run(installed):
     """Those that list and time kernels, as they stand there."""
-    lines = "".join(blocks("bash")).splitlines()
+    lines = "".join(blocks("bash") + blocks("bash", REFERENCE)).splitlines()
     script = "\n".join(line for line in lines if line.startswith(("qsync ", "JOB=", "RUNGS=")))
     assert script.count("qsync tune") == 2
     with_module = f'set -e\nqsync() {{ "{sys.executable}" -m qsync_core.cli "$@"; }}\n{script}\n'
@@ -80,8 +81,8 @@ def test_the_commands_of_the_page_run(installed):
     assert any("gw=int8" in record["formats"] for record in records if record.get("op") == "linear.grad_weight")
 
 
-def test_the_page_names_every_operator():
+def test_the_reference_names_every_operator():
     from qsync_core.kernels.backend import Op
 
-    text = PAGE.read_text(encoding="utf-8")
+    text = REFERENCE.read_text(encoding="utf-8")
     assert [op for op in Op.ALL if f"`{op}`" not in text] == []
