@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 
+import yaml
+
+import shared_metadata
 from contracts.environment import ROOT
 
 
@@ -27,3 +30,23 @@ def test_ci_runs_the_test_command_and_nothing_else():
     assert lines[:3] == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "export CI=true"]
     assert lines[3:] == [commands()[1]]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def workflow_jobs() -> dict[str, dict]:
+    """The hosted workflow's jobs by name."""
+    return yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+
+
+def test_the_hosted_workflow_runs_the_two_commands_and_nothing_else():
+    run = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow_jobs().items()}
+    main_job, tests = commands()
+    assert run == {"tests": [tests], "quickstart": [main_job]}
+
+
+def test_the_hosted_workflow_has_every_python_of_the_classifiers_and_caches_pip():
+    pythons = re.findall(r"Python :: (3\.\d+)", " ".join(shared_metadata.shared(ROOT)["classifiers"]))
+    for name, job in workflow_jobs().items():
+        assert job["strategy"]["matrix"]["python"] == pythons, name
+        (python,) = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+        assert (python["python-version"], python["cache"]) == ("${{ matrix.python }}", "pip")
+        assert all(list(ROOT.glob(path)) for path in python["cache-dependency-path"].split())
