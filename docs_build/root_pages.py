@@ -1,4 +1,4 @@
-"""mkdocs hook: ARCHITECTURE.md and CONTRIBUTING.md, which stand at the top of the repository, become pages."""
+"""mkdocs hook: ARCHITECTURE.md, CONTRIBUTING.md and SECURITY.md, which stand at the top of the repository, become pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"ARCHITECTURE.md": "architecture.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
 def page_text(name: str) -> str:

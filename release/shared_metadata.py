@@ -1,7 +1,7 @@
 """What all five distributions say about themselves, from one place: ``[tool.qsync]`` of the root's pyproject.toml.
 
 ``python release/shared_metadata.py`` writes it into every pyproject.toml, copies LICENSE into every package and turns the links of
-the packages' READMEs to the project's address.  A contract test fails where that was forgotten.
+the packages' READMEs and of SECURITY.md to the project's address.  A contract test fails where that was forgotten.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def written(root: Path) -> dict[Path, str]:
     table, licence = shared(root), (root / "LICENSE").read_text()
     files = {}
     for folder in packages(root):
-        pyproject, readme = folder / "pyproject.toml", folder / "README.md"
+        pyproject = folder / "pyproject.toml"
         text = pyproject.read_text()
         if BEGIN not in text or END not in text:
             raise ValueError(f"{pyproject} has no shared part; put these two lines into its [project] table:\n{BEGIN}{END}")
@@ -70,7 +70,8 @@ def written(root: Path) -> dict[Path, str]:
         files[pyproject] = before + block(table, folder.name) + rest.split(END, 1)[1]
         files[folder / "LICENSE"] = licence
         old = tomllib.loads(text)["project"].get("urls", {}).get("Homepage", table["repository"])
-        files[readme] = re.sub(rf"\]\({re.escape(old)}(?=[/)])", f"]({table['repository']}", readme.read_text())
+        for linking in (folder / "README.md", root / "SECURITY.md"):
+            files[linking] = re.sub(rf"\]\({re.escape(old)}(?=[/)])", f"]({table['repository']}", linking.read_text())
     return files
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from contracts.environment import MODULES, ROOT
 
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"packages/{name}/README.md" for name in MODULES)]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", *(f"packages/{name}/README.md" for name in MODULES)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

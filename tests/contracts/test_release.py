@@ -17,7 +17,7 @@ CHANGELOG = "# Changelog\n\n## 0.2.0 (unreleased)\n\n- A change.\n\n## 0.1.0 (20
 @pytest.fixture
 def repository(tmp_path):
     """The files that a release reads."""
-    names = ["pyproject.toml", "LICENSE"]
+    names = ["pyproject.toml", "LICENSE", "SECURITY.md"]
     names += [
         f"packages/{package}/{name}" for package in MODULES for name in ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md")
     ]

@@ -23,14 +23,20 @@ def test_every_package_says_what_the_root_says():
 
 
 def test_a_new_address_reaches_every_file(tmp_path):
-    for name in ("pyproject.toml", "LICENSE", *(f"packages/{p}/{f}" for p in MODULES for f in ("pyproject.toml", "README.md"))):
+    for name in (
+        "pyproject.toml",
+        "LICENSE",
+        "SECURITY.md",
+        *(f"packages/{p}/{f}" for p in MODULES for f in ("pyproject.toml", "README.md")),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text().replace(TABLE["repository"], "https://old.example/qsync"))
     root = tmp_path / "pyproject.toml"
     root.write_text(root.read_text().replace("https://old.example/qsync", "https://new.example/q"))
     files = shared_metadata.written(tmp_path)
-    assert len(files) == 3 * len(MODULES)
+    assert len(files) == 3 * len(MODULES) + 1
     assert [path for path, text in files.items() if "old.example" in text] == []
+    assert "https://new.example/q/security" in files[tmp_path / "SECURITY.md"]
     assert "https://new.example/q/blob/main/docs/" in files[tmp_path / "packages" / "qsync-kernels-cutlass" / "README.md"]
 
 
