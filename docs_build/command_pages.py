@@ -1,4 +1,4 @@
-"""mkdocs hook: the command reference, read from the installed ``qsync`` command, so that it can not fall behind."""
+"""mkdocs hook: the command reference, read from the installed ``qsync`` command, so that it cannot fall behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPECTED = {
 INTRODUCTION = """# Command line
 
 Every command takes `--help` and `--json`. Results go to standard output; progress and warnings go to standard error, progress only
-on a terminal. A command that can not do what was asked prints one sentence that says what, where and what to do next, writes no
+on a terminal. A command that cannot do what was asked prints one sentence that says what, where and what to do next, writes no
 file, and exits with 1 (2 where the command line itself is wrong).
 
 Commands come from the installed packages: `doctor`, `backends` and `show` from qsync-core, `indicate`, `plan`, `replay`,
