@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("qsync_kernels_cutlass")
 
+from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
@@ -60,8 +61,7 @@ def capability():
 
 def request(x, w, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, *, op=Op.CONV2D_OUTPUT, variant=INT8):
     sizes = {"stride": stride, "padding": padding, "dilation": dilation}
-    attributes = {name: ",".join(map(str, pair)) for name, pair in sizes.items()} | {"groups": str(groups)}
-    return KernelRequest(op, variant, (tuple(x), tuple(w)), attributes, "cuda", capability())
+    return KernelRequest(op, variant, (tuple(x), tuple(w)), Geometry(**sizes, groups=groups), "cuda", capability())
 
 
 def build(asked, text):

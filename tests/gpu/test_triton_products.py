@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
@@ -17,12 +18,12 @@ FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
 SHAPES = [(256, 512, 1024), (100, 70, 90), (1, 16, 33), (4608, 768, 768), (17, 1, 5), (129, 257, 64)]
 
 
-def build(op, variant, shapes, configs=1, **attributes):
+def build(op, variant, shapes, configs=1, **geometry):
     pytest.importorskip("triton")
     from qsync_kernels_triton.backend import TritonBackend
 
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    request = KernelRequest(op, variant, shapes, attributes, device_kind="cuda", compute_capability=capability)
+    request = KernelRequest(op, variant, shapes, Geometry(**geometry), device_kind="cuda", compute_capability=capability)
     backend = TritonBackend()
     if reasons := backend.unsupported_reasons(request):
         pytest.skip("; ".join(reasons))
@@ -137,8 +138,8 @@ def test_convolutions_are_exact(geometry):
     batch, channels, size, outputs, kernel, stride, padding, dilation, groups = geometry
     x, w, one = last(integers(batch, channels, size, size)), last(integers(outputs, channels // groups, kernel, kernel)), ONE.cuda()
     exact = torch.nn.functional.conv2d(x.double(), w.double(), None, stride, padding, dilation, groups)
-    texts = {"stride": f"{stride},{stride}", "padding": f"{padding},{padding}", "dilation": f"{dilation},{dilation}"}
-    for run in build(Op.CONV2D_OUTPUT, INT8, (tuple(x.shape), tuple(w.shape)), configs=3, **texts, groups=str(groups)):
+    sizes = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation)}
+    for run in build(Op.CONV2D_OUTPUT, INT8, (tuple(x.shape), tuple(w.shape)), configs=3, **sizes, groups=groups):
         out = last(torch.full(exact.shape, float("nan"), device="cuda"))
         run(x, one, w, one, None, out)
         assert torch.equal(out, exact.float())

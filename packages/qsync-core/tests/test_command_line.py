@@ -198,7 +198,9 @@ def test_backends(qsync: Any, tmp_path: Path) -> None:
 
 def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
     artifact.save(examples(layers=1)[PrecisionDag], tmp_path / "dag.qsync")
-    request = KernelRequest("linear.output", Variant.of(Precision.INT8), ((4608, 768), (768, 768)), {}, "cuda", "7.5")
+    request = KernelRequest(
+        "linear.output", Variant.of(Precision.INT8), ((4608, 768), (768, 768)), device_kind="cuda", compute_capability="7.5"
+    )
     store = TuningStore(tmp_path / "tuning.jsonl", "T4", {"torch": "2.12"})
     store.add(TuningRecord(store.key("a", request), "t128", 1_230_000))
     store.add(TuningRecord(store.key("a", request), "not_of_this_backend", 1_000, 99))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision
@@ -19,7 +22,7 @@ INT8 = Variant.of(Precision.INT8)
 INT8_GRADS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 LINEAR = CallShapes("linear", (2, 5, 16), (8, 16), (2, 5, 8))
 GEOMETRY = {"dilation": "1,1", "groups": "2", "padding": "1,1", "stride": "2,2"}
-CONV = CallShapes("conv2d", (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), GEOMETRY)
+CONV = CallShapes("conv2d", (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), Geometry.of(GEOMETRY))
 
 
 def by_role(call: CallShapes, variant: Variant, device: str = "cuda", capability: str = "9.0") -> dict[str, OperatorRequest]:
@@ -136,3 +139,25 @@ def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
     assert lower_bound_ns(found["quantize"], PEAKS) == 4 * 8192**2 // 4000
     assert lower_bound_ns(found["linear.output"], Peaks(0.0)) == 0
     assert lower_bound_ns(found["linear.output"], Peaks.of_cuda(4000.0, "99.0", 1, 1.0)) == 2 * 8192**2 // 4000
+
+
+@pytest.mark.parametrize(
+    "attributes, fact",
+    [
+        ({"stride": "0,1"}, "stride=(0, 1)"),
+        ({"padding": "-1,0"}, "padding=(-1, 0)"),
+        ({"dilation": "2"}, "expected 2"),
+        ({"groups": "many"}, "many"),
+        ({"groups": "0"}, "groups=0"),
+    ],
+)
+def test_a_geometry_that_is_no_convolution(attributes: dict[str, str], fact: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fact)):
+        Geometry.of(attributes)
+
+
+def test_geometry_and_its_texts() -> None:
+    geometry = Geometry((2, 1), (0, 3), (1, 2), 4)
+    assert Geometry.of(geometry.attributes) == geometry
+    assert Geometry.of({"memory_format": "channels_last"}) == Geometry()
+    assert geometry.output_size((9, 9), (3, 3)) == (4, 11)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels import support
@@ -13,7 +14,7 @@ from qsync_core.kernels.backend import KernelRequest, Op
 INT8 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
 LINEAR = KernelRequest(Op.LINEAR_OUTPUT, INT8, ((5, 7), (3, 7)), device_kind="cuda", compute_capability="8.0")
 FILTERS = {"stride": "1,1", "padding": "1,1", "dilation": "2,1", "groups": "2"}
-CONVOLUTION = attrs.evolve(LINEAR, op=Op.CONV2D_OUTPUT, shapes=((2, 8, 9, 9), (6, 4, 3, 5)), attributes=FILTERS)
+CONVOLUTION = attrs.evolve(LINEAR, op=Op.CONV2D_OUTPUT, shapes=((2, 8, 9, 9), (6, 4, 3, 5)), geometry=Geometry.of(FILTERS))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_an_unknown_compute_capability_speaks_against_nothing():
 
 @pytest.mark.parametrize(("padding", "fits"), [("4,4", True), ("5,4", False), ("4,5", False)])
 def test_a_gradient_is_a_convolution_as_long_as_its_padding_is_not_negative(padding, fits):
-    gradient = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT, attributes=FILTERS | {"padding": padding})
+    gradient = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT, geometry=Geometry.of(FILTERS | {"padding": padding}))
     (sentence,) = list(support.padding_reasons(gradient)) or [""]
     assert (sentence == "") == fits
     assert fits or f"reach [4, 4], got [{padding.replace(',', ', ')}]" in sentence

@@ -50,7 +50,7 @@ def test_a_record_is_valid_for_its_key_only(path: Path) -> None:
     assert store.find("other", LINEAR_INT8) is None
     for changes in (
         {"shapes": ((1, 64), (32, 64))},
-        {"attributes": {"groups": "2"}},
+        {"transposed": True},
         {"contiguous": False},
         {"op": "linear.grad_input"},
         {"compute_capability": "9.0"},
@@ -189,7 +189,7 @@ def test_half_a_line_of_a_killed_process_is_left_out(path: Path) -> None:
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_wherever_a_line_is_cut_the_others_are_read(path: Path, goes_on: bool) -> None:
     store = open_(path)
-    tune(FakeBackend(latencies_ns={"{}": 5}), attrs.evolve(LINEAR_INT8, attributes={"groups": "{1}"}), measure, store)
+    tune(FakeBackend(latencies_ns={"{}": 5}), attrs.evolve(LINEAR_INT8, device_kind="{1}"), measure, store)
     whole = path.read_text()
     last = whole.splitlines()[-1]
     for end in range(1, len(last)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -19,9 +20,8 @@ def linear(op=Op.LINEAR_OUTPUT, m=4608, k=768, n=3072, *, variant=INT8, capabili
         Op.LINEAR_GRAD_INPUT: ((m, n), (n, k)),
         Op.LINEAR_GRAD_WEIGHT: ((m, n), (m, k)),
     }[op]
-    return KernelRequest(op, variant, shapes, {}, "cuda", capability)
+    return KernelRequest(op, variant, shapes, device_kind="cuda", compute_capability=capability)
 
 
 def conv2d(op=Op.CONV2D_OUTPUT, x=(32, 64, 56, 56), w=(128, 64, 3, 3), *, variant=INT8, capability="9.0", **attributes):
-    given = {"stride": "1,1", "padding": "1,1", "dilation": "1,1", "groups": "1"} | attributes
-    return KernelRequest(op, variant, (x, w), given, "cuda", capability)
+    return KernelRequest(op, variant, (x, w), Geometry.of({"padding": "1,1"} | attributes), "cuda", capability)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest, Op
@@ -61,7 +62,10 @@ ACCEPTED = [
     conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), w=(128, 64, 1, 1), padding="0,0", variant=INT8_THROUGHOUT),
 ]
 REFUSED = [
-    (KernelRequest(Op.QUANTIZE, INT8, ((8, 8),), {}, "cuda", "9.0"), "it has products only, not quantize"),
+    (
+        KernelRequest(Op.QUANTIZE, INT8, ((8, 8),), device_kind="cuda", compute_capability="9.0"),
+        "it has products only, not quantize",
+    ),
     (conv2d(Op.CONV2D_GRAD_WEIGHT), "no kernel for the gradient of a convolution's weight"),
     (attrs.evolve(linear(), device_kind="cpu"), "runs on CUDA devices, and this request is for cpu"),
     (linear(capability=""), "this device has an unknown compute capability"),
@@ -157,10 +161,10 @@ def test_refused_requests_are_told_why(request_, reason):
     ),
     shapes=st.lists(st.lists(st.integers(0, 300), max_size=5).map(tuple), max_size=3).map(tuple),
     capability=st.sampled_from(["", "6.0", "7.0", "7.5", "8.0", "8.7", "8.9", "9.0", "12.0"]),
-    groups=st.sampled_from(["1", "2", "0", "-1", "x"]),
+    groups=st.sampled_from([1, 2, 3]),
 )
 def test_any_request_is_answered(op, variant, shapes, capability, groups):
-    request = KernelRequest(op, variant, shapes, {"groups": groups}, "cuda", capability)
+    request = KernelRequest(op, variant, shapes, Geometry(groups=groups), "cuda", capability)
     reasons = refusal.reasons(request)
     configs = BACKEND.candidate_configs(request)
     assert bool(configs) or reasons or BACKEND.unsupported_reasons(request)

@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
@@ -17,7 +18,9 @@ INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Preci
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
 QUANTIZE = KernelRequest(Op.QUANTIZE, INT8, ((64, 64),), device_kind="cuda", compute_capability="9.0")
 OUTPUT = attrs.evolve(QUANTIZE, op=Op.LINEAR_OUTPUT, shapes=((4608, 768), (3072, 768)))
-CONVOLUTION = attrs.evolve(QUANTIZE, op=Op.CONV2D_OUTPUT, shapes=((8, 64, 56, 56), (64, 64, 3, 3)), attributes={"padding": "1,1"})
+CONVOLUTION = attrs.evolve(
+    QUANTIZE, op=Op.CONV2D_OUTPUT, shapes=((8, 64, 56, 56), (64, 64, 3, 3)), geometry=Geometry(padding=(1, 1))
+)
 GRAD_INPUT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_INPUT, shapes=((4608, 3072), (3072, 768)))
 GRAD_WEIGHT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_WEIGHT, shapes=((4608, 3072), (4608, 768)))
 CONV_GRAD_INPUT = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT)
@@ -63,15 +66,14 @@ def test_many_tensors_at_once_and_large_ones_are_supported():
         (QUANTIZE, {"contiguous": False}, "it needs dense operands"),
         (
             QUANTIZE,
-            {"shapes": ((2, 3, 4),), "attributes": {"transposed": "true"}},
+            {"shapes": ((2, 3, 4),), "transposed": True},
             r"only a matrix .*\[2, 3, 4\]",
         ),
         (
             QUANTIZE,
-            {"shapes": ((2, 3, 4),), "attributes": {"multiplier": "channel"}},
+            {"shapes": ((2, 3, 4),), "multiplied": True},
             "channels .* are those of 2-d and 4-d",
         ),
-        (QUANTIZE, {"attributes": {"multiplier": "row"}}, "it does not know the attribute multiplier=row of quantize"),
         (OUTPUT, {"variant": FLOAT8, "compute_capability": "8.0"}, "float8 products need compute capability 8.9, .* is 8.0"),
         (OUTPUT, {"shapes": ((8, 133145), (8, 133145))}, "int32 sum over 133145 products could overflow; .* is 133144"),
         (
@@ -105,8 +107,8 @@ def test_many_tensors_at_once_and_large_ones_are_supported():
             "a convolution's patches overlap",
         ),
         (CONVOLUTION, {"contiguous": False}, "it needs dense channels-last operands"),
-        (CONV_GRAD_INPUT, {"attributes": {"stride": "2,2"}}, "convolution with transposed filters, which needs stride 1, got 2,2"),
-        (CONV_GRAD_INPUT, {"attributes": {"groups": "4"}}, "it computes grad_input of one group only, not of 4"),
+        (CONV_GRAD_INPUT, {"geometry": Geometry(stride=(2, 2))}, r"transposed filters, which needs stride 1, got \[2, 2\]"),
+        (CONV_GRAD_INPUT, {"geometry": Geometry(groups=4)}, "it computes grad_input of one group only, not of 4"),
     ],
 )
 def test_everything_else_is_refused_with_its_one_reason(request_, change, reason):
@@ -120,18 +122,13 @@ def test_everything_else_is_refused_with_its_one_reason(request_, change, reason
 @pytest.mark.parametrize(
     ("request_", "change", "reason"),
     [
-        (CONVOLUTION, {"attributes": {"stride": "0,1"}}, "stride is written like '1,1', each number 1 or more, not '0,1'"),
-        (CONVOLUTION, {"attributes": {"padding": "-1,0"}}, "padding is written like '0,0', each number 0 or more, not '-1,0'"),
-        (CONVOLUTION, {"attributes": {"dilation": "2"}}, "dilation is written like '1,1', each number 1 or more, not '2'"),
-        (CONVOLUTION, {"attributes": {"groups": "many"}}, "groups is written like '1', each number 1 or more, not 'many'"),
-        (CONVOLUTION, {"attributes": {"groups": "0"}}, "groups is written like '1'"),
         (CONVOLUTION, {"shapes": ((8, 64), (64, 64))}, r"two operands of 4 dimensions each, .* \(8, 64\) and \(64, 64\)"),
         (CONVOLUTION, {"shapes": ((8, 32, 9, 9), (64, 64, 3, 3))}, "do not fit each other: 32 against 64 in conv2d.output"),
         (OUTPUT, {"shapes": ((), (3, 4))}, r"two operands of 2 dimensions each, and these have the shapes \(\) and \(3, 4\)"),
         (OUTPUT, {"shapes": ((3, 4),)}, r"two operands of 2 dimensions each, and these have the shapes \(3, 4\)"),
         (OUTPUT, {"shapes": ((3, -4), (3, -4))}, r"shapes \(3, -4\) and \(3, -4\) have sizes below 0"),
         (CONVOLUTION, {"shapes": ((8, 64, 9, 9), (64, 64, 0, 3))}, "a filter has taps, not 0x3"),
-        (CONVOLUTION, {"shapes": ((8, 64, 9, 9), (9, 16, 3, 3)), "attributes": {"groups": "4"}}, "9 output channels .* 4 groups"),
+        (CONVOLUTION, {"shapes": ((8, 64, 9, 9), (9, 16, 3, 3)), "geometry": Geometry(groups=4)}, "9 output channels .* 4 groups"),
         (OUTPUT, {"shapes": ((3, 4), (3, 5))}, "do not fit each other: 4 against 5 in linear.output"),
         (GRAD_INPUT, {"shapes": ((3,), (3,))}, "two operands of 2 dimensions each"),
         (GRAD_WEIGHT, {"shapes": ((3, 4), (5, 4))}, "do not fit each other: 3 against 5 in linear.grad_weight"),
@@ -165,7 +162,7 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
 
 
 def test_building_what_is_refused_raises_with_the_reason():
-    request = attrs.evolve(CONV_GRAD_INPUT, attributes={"stride": "2,2"})
+    request = attrs.evolve(CONV_GRAD_INPUT, geometry=Geometry(stride=(2, 2)))
     with pytest.raises(BackendError, match=r"backend triton can not run conv2d.grad_input on \[.*\]: .*needs stride 1"):
         TritonBackend().build(request, KernelConfig())
 

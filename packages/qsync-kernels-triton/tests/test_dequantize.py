@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from qsync_core.errors import BackendError  # noqa: E402
+from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
@@ -19,7 +20,7 @@ from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight  # noq
 def request(gradient=Precision.FLOAT16, **attributes):
     variant = Variant.of(Precision.INT8, sixteen_bit=gradient)
     shapes = ((2, 8, 5, 5), (2, 4, 5, 5))
-    return KernelRequest(Op.CONV2D_GRAD_WEIGHT, variant, shapes, attributes, "cuda", "9.0")
+    return KernelRequest(Op.CONV2D_GRAD_WEIGHT, variant, shapes, Geometry.of(attributes), "cuda", "9.0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -51,7 +51,7 @@ def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
         return f"{name} is compared for int8 only"
     if name == "torchao" and device.type != "cuda":
         return "torchao's product is a Triton kernel and needs a CUDA device"
-    if problem.op == Op.QUANTIZE and problem.attributes:
+    if problem.op == Op.QUANTIZE and problem.flags:
         return f"{name} is compared for plain quantization only"
     if name.startswith("torch.compile") and device.type == "cpu" and importlib.util.find_spec("triton") is None:
         return "torch.compile is compared on CUDA devices"

@@ -112,12 +112,12 @@ def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, Kernel
     Threads that want one library wait for each other, so that each library is built once before any is asked for again.
     """
     first: dict[tuple[str, str, str, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
-    by_request: dict[tuple[str, KernelRequest, str, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
+    by_request: dict[tuple[str, KernelRequest, str], tuple[KernelBackend, KernelRequest, KernelConfig]] = {}
     for item in todo:
         backend, request, config = item
-        library, attributes = library_of(config), str(sorted(request.attributes.items()))
+        library = library_of(config)
         first.setdefault((backend.name, request.op, str(request.variant), library), item)
-        by_request.setdefault((backend.name, request, attributes, library), item)
+        by_request.setdefault((backend.name, request, library), item)
 
     def build(item: tuple[KernelBackend, KernelRequest, KernelConfig]) -> None:
         backend, request, config = item

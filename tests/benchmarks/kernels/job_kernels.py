@@ -46,7 +46,14 @@ class JobKernels:
             for call in self._calls().values():
                 for asked in operator_requests(call, offered(variant, call), *device_facts(self.bench.device)):
                     request = asked.request
-                    key = (request.op, formats_of(request), request.shapes, tuple(sorted(request.attributes.items())))
+                    key = (
+                        request.op,
+                        formats_of(request),
+                        request.shapes,
+                        request.geometry,
+                        request.multiplied,
+                        request.transposed,
+                    )
                     found.setdefault(key, asked)
         return list(found.values())
 
@@ -100,7 +107,7 @@ def offered(variant: Variant, call: CallShapes) -> Variant:
         return variant
     if variant.grad_weight.needs_scale:
         variant = attrs.evolve(variant, grad_weight=variant.output)
-    plain = call.attributes.get("stride", "1,1") == "1,1" and call.attributes.get("groups", "1") == "1"
+    plain = call.geometry.stride == (1, 1) and call.geometry.groups == 1
     if variant.grad_input.needs_scale and not plain:
         variant = attrs.evolve(variant, grad_input=variant.output)
     return variant

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -40,7 +41,7 @@ class Problem:
         shape: a linear operator's, a convolution's, or that of the tensor to quantize.
         variant: formats, granularity, rounding.
         set_name: the shape set that it comes from.
-        attributes: of the request, besides a convolution's geometry.
+        flags: of a quantization: ``multiplier`` and ``transposed``.
         source: format of the tensor to quantize.
         bell_shaped: int8 operands as quantizing a normal distribution gives them; else each value is as frequent as any other,
             which takes more power.
@@ -50,7 +51,7 @@ class Problem:
     shape: Shape
     variant: Variant
     set_name: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
+    flags: tuple[str, ...] = ()
     source: Precision = Precision.FLOAT32
     bell_shaped: bool = False
 
@@ -69,7 +70,7 @@ class Problem:
         """The formats that matter for this operator, and what else is special."""
         v = self.variant
         if self.op == Op.QUANTIZE:
-            extra = "".join(f", {name}" for name, _ in self.attributes)
+            extra = "".join(f", {name}" for name in self.flags)
             return f"{self.source}→{v.compute} per {v.x_granularity}, {v.rounding}{extra}"
         if self.op.endswith("output"):
             return f"{v.compute}→{v.output}"
@@ -80,10 +81,9 @@ class Problem:
     def request(self, device: torch.device) -> KernelRequest:
         """The request that is put to backends."""
         kind, capability = device_facts(device)
-        attributes = dict(self.attributes)
-        if isinstance(self.shape, ConvShape):
-            attributes |= self.shape.attributes
-        return KernelRequest(self.op, self.variant, self._request_shapes(), attributes, kind, capability)
+        geometry = self.shape.geometry if isinstance(self.shape, ConvShape) else Geometry()
+        flags = {"multiplied": "multiplier" in self.flags, "transposed": "transposed" in self.flags}
+        return KernelRequest(self.op, self.variant, self._request_shapes(), geometry, kind, capability, **flags)
 
     def _request_shapes(self) -> tuple[tuple[int, ...], ...]:
         shape = self.shape
@@ -107,7 +107,7 @@ class Problem:
         """Bytes that must move: a quantization reads its input twice (the range comes first)."""
         if isinstance(self.shape, tuple):
             numel = math.prod(self.shape)
-            return 2 * self.source.nbytes * numel + numel * (2 if dict(self.attributes).get("transposed") else 1)
+            return 2 * self.source.nbytes * numel + numel * (2 if "transposed" in self.flags else 1)
         x, w, y = _operand_shapes(self.shape)
         v = self.variant
         one = v.compute.nbytes
@@ -161,14 +161,13 @@ class Problem:
         count = {Granularity.PER_TENSOR: 1, Granularity.PER_CHANNEL: shape[0], Granularity.PER_ROW: x.numel() // shape[-1]}
         q = torch.empty_like(x, dtype=TORCH_DTYPE[self.variant.compute])
         scale = torch.empty(count[granularity], device=device)
-        named = dict(self.attributes)
         multiplier = transposed = None
-        if "multiplier" in named:
+        if "multiplier" in self.flags:
             channels = shape[1] if len(shape) == 4 else shape[-1]
             multiplier = torch.rand(channels, device=device, generator=generator).add_(0.5)
-        if "transposed" in named:
+        if "transposed" in self.flags:
             transposed = torch.empty(shape[1], shape[0], dtype=q.dtype, device=device)
-        extra = (multiplier, transposed) if named else ()
+        extra = (multiplier, transposed) if self.flags else ()
         return x, q, scale, seed, 0, *extra
 
 
@@ -199,12 +198,12 @@ def quantization(
     *,
     set_name: str = "",
     source: Precision = Precision.FLOAT32,
-    **attributes: str,
+    flags: tuple[str, ...] = (),
 ) -> Problem:
-    """Quantizing a float tensor to int8; ``attributes`` are ``transposed="true"`` and ``multiplier="channel"``."""
+    """Quantizing a float tensor to int8; ``flags`` may be ``multiplier`` and ``transposed``."""
     wide = Precision.FLOAT32
     variant = Variant(Precision.INT8, wide, Precision.INT8, wide, wide, granularity, rounding=rounding)
-    return Problem(Op.QUANTIZE, shape, variant, set_name, tuple(sorted(attributes.items())), source)
+    return Problem(Op.QUANTIZE, shape, variant, set_name, tuple(sorted(flags)), source)
 
 
 def problems(shapes: ShapeSet) -> Iterator[Problem]:
@@ -226,4 +225,4 @@ def problems(shapes: ShapeSet) -> Iterator[Problem]:
         yield quantization(shape, Granularity.PER_CHANNEL, set_name=shapes.name)
         if len(shape) == 2:
             yield quantization(shape, Granularity.PER_ROW, set_name=shapes.name)
-            yield quantization(shape, set_name=shapes.name, transposed="true")
+            yield quantization(shape, set_name=shapes.name, flags=("transposed",))

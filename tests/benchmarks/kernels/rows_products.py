@@ -163,7 +163,7 @@ def _roles(shape: LinearShape, variant: Variant, parameter: torch.dtype) -> dict
         ),
     }
     if variant.grad_input.needs_scale or variant.grad_weight.needs_scale:
-        roles[QUANTIZE_GRADIENT] = quantization((shape.m, shape.n), source=bf16, multiplier="channel")
+        roles[QUANTIZE_GRADIENT] = quantization((shape.m, shape.n), source=bf16, flags=("multiplier",))
     return roles
 
 

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import nn
 
+from qsync_core.geometry import Geometry
+
 IMAGE = 224
 BATCH = {"resnet50": 128, "vgg16": 64}
 """Samples a step of the image models; the table of ANCHORS and the paper use 128 and 64 to 128."""
@@ -60,15 +62,12 @@ class ConvShape:
     @property
     def y_shape(self) -> tuple[int, int, int, int]:
         """B, O, OH, OW."""
-        sizes = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        out = [(size + 2 * pad - spread * (side - 1) - 1) // step + 1 for size, side, step, pad, spread in sizes]
-        return self.batch, self.out_channels, out[0], out[1]
+        return self.batch, self.out_channels, *self.geometry.output_size((self.height, self.width), self.kernel)
 
     @property
-    def attributes(self) -> dict[str, str]:
-        """As a kernel request carries them."""
-        pairs = {"dilation": self.dilation, "padding": self.padding, "stride": self.stride}
-        return {name: f"{first},{second}" for name, (first, second) in pairs.items()} | {"groups": str(self.groups)}
+    def geometry(self) -> Geometry:
+        """As a kernel request carries it."""
+        return Geometry(self.stride, self.padding, self.dilation, self.groups)
 
     @property
     def label(self) -> str:

@@ -22,6 +22,7 @@ from kernels.page import suite_page  # noqa: E402
 from kernels.peaks import Peaks  # noqa: E402
 from kernels.problems import INT8, Problem, problems, quantization  # noqa: E402
 from kernels.timing import Measured, race  # noqa: E402
+from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, Op  # noqa: E402
 from qsync_core.kernels.requests import CallShapes  # noqa: E402
@@ -62,7 +63,7 @@ def test_work_and_bytes_of_a_product_worked_by_hand():
     assert problem.flops == 2 * 4 * 6 * 10
     assert problem.floor_bytes == 4 * 6 + 10 * 6 + 4 * 10 * 2
     assert quantization((3, 5)).floor_bytes == 15 * (4 + 4 + 1)
-    assert quantization((3, 5), transposed="true").floor_bytes == 15 * (4 + 4 + 2)
+    assert quantization((3, 5), flags=("transposed",)).floor_bytes == 15 * (4 + 4 + 2)
 
 
 def test_operands_have_the_shapes_of_the_request():
@@ -254,8 +255,8 @@ def test_products_that_compile_just_in_time_are_left_out_with_the_reason_and_qua
 
 def test_convolutions_keep_16_bit_gradients_where_nobody_offers_8_bit_ones():
     both = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
-    plain = CallShapes("conv2d", (2, 4, 8, 8), (4, 4, 3, 3), (2, 4, 8, 8), {"stride": "1,1", "groups": "1"})
-    strided = attrs.evolve(plain, attributes={"stride": "2,2", "groups": "1"})
+    plain = CallShapes("conv2d", (2, 4, 8, 8), (4, 4, 3, 3), (2, 4, 8, 8))
+    strided = attrs.evolve(plain, geometry=Geometry(stride=(2, 2)))
     linear = CallShapes("linear", (2, 4), (4, 4), (2, 4))
     assert offered(both, linear) == both
     assert offered(both, plain) == attrs.evolve(both, grad_weight=Precision.BFLOAT16)

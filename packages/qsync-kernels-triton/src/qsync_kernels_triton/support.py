@@ -43,9 +43,8 @@ def _product_reasons(request: KernelRequest) -> Iterator[str]:
     if str(variant.compute) not in EIGHT_BIT:
         yield f"it multiplies {', '.join(EIGHT_BIT)}, not {variant.compute}"
         return
-    # No shapes are given where no kernel is about to run; geometry must be readable all the same.
-    malformed = support.shape_reasons(request) if request.shapes else support.geometry_reasons(request)
-    if reasons := list(malformed):
+    # No shapes are given where no kernel is about to run.
+    if request.shapes and (reasons := list(support.shape_reasons(request))):
         yield from reasons
         return
     yield from support.saved_reasons(request)

@@ -59,9 +59,9 @@ class Float32AccumulationOfConvolutions(Mutant):
     op = Op.CONV2D_OUTPUT
 
     def wrap(self, kernel, request):
-        if request.attributes["groups"] != "1":
+        if request.geometry.groups != 1:
             return kernel
-        geometry = {name: [int(n) for n in request.attributes[name].split(",")] for name in ("stride", "padding", "dilation")}
+        geometry = {name: getattr(request.geometry, name) for name in ("stride", "padding", "dilation")}
 
         def convolution(x, x_scale, w, w_scale, bias, out):
             y = torch.nn.functional.conv2d(x.float(), w.float(), **geometry) * (x_scale * w_scale).view(1, -1, 1, 1)
@@ -439,9 +439,10 @@ class IgnoresDilation(Mutant):
     op = Op.CONV2D_OUTPUT
 
     def build(self, request, config):
-        attributes = {**request.attributes, "dilation": "1,1"}
-        if request.op == self.op and request.attributes.get("dilation") == "2,2" and request.attributes["padding"] == "2,2":
-            inner = super().build(attrs.evolve(request, attributes={**attributes, "padding": "1,1"}), config)
+        geometry = request.geometry
+        if request.op == self.op and geometry.dilation == (2, 2) and geometry.padding == (2, 2):
+            dense = attrs.evolve(geometry, dilation=(1, 1), padding=(1, 1))
+            inner = super().build(attrs.evolve(request, geometry=dense), config)
             return inner
         return super().build(request, config)
 

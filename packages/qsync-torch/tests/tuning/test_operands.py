@@ -4,6 +4,7 @@ import attrs
 import pytest
 import torch
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
@@ -21,9 +22,9 @@ GRADS = attrs.evolve(SIXTEEN, grad_input=Precision.INT8, grad_weight=Precision.I
 ONE_GRAD = attrs.evolve(INT8, grad_input=Precision.INT8, w_granularity=Granularity.PER_TENSOR)
 ROWS = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW, rounding=Rounding.NEAREST)
 LINEAR = CallShapes("linear", (2, 3, 16), (8, 16), (2, 3, 8))
-GEOMETRY = {"dilation": "1,1", "groups": "2", "padding": "1,1", "stride": "2,2"}
+GEOMETRY = Geometry((2, 2), (1, 1), (1, 1), 2)
 CONV = CallShapes("conv2d", (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), GEOMETRY)
-DENSE = CallShapes("conv2d", (2, 4, 9, 9), (6, 4, 3, 3), (2, 6, 9, 9), GEOMETRY | {"groups": "1", "stride": "1,1"})
+DENSE = CallShapes("conv2d", (2, 4, 9, 9), (6, 4, 3, 3), (2, 6, 9, 9), Geometry(padding=(1, 1)))
 CASES = [(LINEAR, variant) for variant in (INT8, SIXTEEN, GRADS, ONE_GRAD, ROWS)]
 CASES += [(CONV, INT8), (DENSE, attrs.evolve(SIXTEEN, grad_input=Precision.INT8))]
 
@@ -72,15 +73,14 @@ def test_a_training_step_makes_exactly_these_requests(call, variant, monkeypatch
         y = linear(x.requires_grad_(), w, torch.randn(call.w[0]), variant)
     else:
         x, w = (t.detach().to(memory_format=torch.channels_last).requires_grad_() for t in (x, w))
-        numbers = {name: tuple(map(int, text.split(","))) for name, text in call.attributes.items() if name != "groups"}
-        y = conv2d(x, w, None, variant, groups=int(call.attributes["groups"]), **numbers)
+        y = conv2d(x, w, None, variant, **attrs.asdict(call.geometry))
     y.backward(torch.randn_like(y))
     asked = operator_requests(call, variant, "cpu")
 
     def facts(request):
         from qsync_core.tuning.record import formats_of
 
-        return request.op, formats_of(request), request.shapes, tuple(sorted(request.attributes.items()))
+        return request.op, formats_of(request), request.shapes, request.geometry, request.multiplied, request.transposed
 
     assert sorted(facts(request) for request, _ in made) == sorted(facts(entry.request) for entry in asked)
     for entry in asked:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import attrs
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir import checks
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -102,6 +103,11 @@ class Operator:
             )
         for dims in self.input_shapes:
             checks.shape(self, attrs.fields(Operator).input_shapes, dims)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of a convolution; neutral for other operators."""
+        return Geometry.of(self.attributes)
 
     @property
     def output_numel(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.variant import Variant
 
 BACKEND_API_VERSION = 1
@@ -41,29 +42,39 @@ class Op:
     )
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class KernelRequest:
-    """What somebody wants to run.
+    """One kernel that is to run, as a backend is asked about it.
 
     Attributes:
         op: one of :class:`Op`.
         variant: precisions, granularity and rounding.
         shapes: operand shapes in the order in which the kernel takes them: activation or gradient first, then weight or activation
             (``linear.output``: ``(M, K)``, ``(N, K)``; ``conv2d.output``: NCHW and OIHW; ``quantize_many``: every tensor's).
-        attributes: stride, padding, dilation, groups of a convolution as canonical text; of ``quantize``, ``multiplier``
-            (``channel``: the tensor is first multiplied by one factor per channel) and ``transposed`` (``true``: a transposed copy
-            is written too).
+        geometry: of a convolution; neutral for other operators.
         device_kind: ``cpu`` or ``cuda``; compute_capability: ``9.0`` and so on, empty on a CPU.
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
+        multiplied: of ``quantize``: the tensor is first multiplied by one factor per channel.
+        transposed: of ``quantize``: a transposed copy is written too.
     """
 
     op: str
     variant: Variant
     shapes: tuple[tuple[int, ...], ...]
-    attributes: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    geometry: Geometry = NEUTRAL
     device_kind: str = "cpu"
     compute_capability: str = ""
     contiguous: bool = True
+    multiplied: bool = False
+    transposed: bool = False
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Geometry and flags as the texts that tuning records store; empty where they are neutral."""
+        flags = {"multiplier": "channel"} if self.multiplied else {}
+        if self.transposed:
+            flags["transposed"] = "true"
+        return self.geometry.attributes if self.op.startswith("conv2d") else flags
 
 
 @attrs.frozen

@@ -7,10 +7,10 @@ each, and ``apply_`` checks them before anything runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import attrs
 
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import gradient_precisions
@@ -18,7 +18,6 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
 
-_GEOMETRY = ("dilation", "groups", "padding", "stride")
 _OPS = {
     "linear": (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT),
     "conv2d": (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT),
@@ -44,13 +43,13 @@ class OperatorRequest:
 
 @attrs.frozen
 class CallShapes:
-    """Shapes of one call of an operator: activation, weight and output, and a convolution's geometry as canonical text."""
+    """Shapes of one call of an operator: activation, weight and output, and a convolution's geometry."""
 
     kind: str
     x: tuple[int, ...]
     w: tuple[int, ...]
     y: tuple[int, ...]
-    attributes: Mapping[str, str] = attrs.field(factory=dict, hash=False)
+    geometry: Geometry = NEUTRAL
     input_gradient: bool = True
 
     @classmethod
@@ -59,9 +58,7 @@ class CallShapes:
         x, y = operator.input_shapes[0], operator.output_shape
         if operator.kind == "conv2d":
             x, y = ((1, *shape) if len(shape) == 3 else shape for shape in (x, y))
-        geometry = {name: operator.attributes[name] for name in _GEOMETRY if name in operator.attributes}
-        kept = geometry if operator.kind == "conv2d" else {}
-        return cls(operator.kind, x, operator.weight_shape, y, kept, 0 not in operator.no_grad_inputs)
+        return cls(operator.kind, x, operator.weight_shape, y, operator.geometry, 0 not in operator.no_grad_inputs)
 
 
 def quantization_variant(precision: Precision, granularity: Granularity, rounding: Rounding) -> Variant:
@@ -89,29 +86,40 @@ def operator_requests(
     found: list[OperatorRequest] = []
 
     def add(role: str, shapes: tuple[tuple[int, ...], ...], result: tuple[int, ...], source: Precision) -> None:
-        request = KernelRequest(role, variant, shapes, dict(call.attributes), device_kind, compute_capability)
+        request = KernelRequest(role, variant, shapes, call.geometry, device_kind, compute_capability)
         found.append(OperatorRequest(role, request, result, source))
 
     def quantize(
-        role: str, shape: tuple[int, ...], precision: Precision, granularity: Granularity, source: Precision, **attributes: str
+        role: str, shape: tuple[int, ...], precision: Precision, granularity: Granularity, source: Precision, **flags: bool
     ) -> None:
         quantization = quantization_variant(precision, granularity, variant.rounding)
-        request = KernelRequest(Op.QUANTIZE, quantization, (shape,), attributes, device_kind, compute_capability)
+        request = KernelRequest(
+            Op.QUANTIZE, quantization, (shape,), device_kind=device_kind, compute_capability=compute_capability, **flags
+        )
         found.append(OperatorRequest(role, request, shape, source))
 
     gradient_formats = gradient_precisions(variant, call.input_gradient)
     floats = [precision for precision in gradient_formats if not precision.needs_scale]
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = {"transposed": "true"} if linear and variant.grad_weight.needs_scale and device_kind == "cuda" else {}
+    transposed = linear and variant.grad_weight.needs_scale and device_kind == "cuda"
     if variant.compute.needs_scale:
-        quantize(Op.QUANTIZE, x if transposed else call.x, variant.compute, variant.x_granularity, variant.output, **transposed)
+        quantize(
+            Op.QUANTIZE, x if transposed else call.x, variant.compute, variant.x_granularity, variant.output, transposed=transposed
+        )
         quantize(QUANTIZE_WEIGHT, call.w, variant.compute, variant.w_granularity, Precision.FLOAT32)
     add(output_op, (x, call.w), y, variant.compute)
     for precision in gradient_formats:
         if precision.needs_scale:
             factored = variant.w_granularity is Granularity.PER_CHANNEL and variant.grad_input.needs_scale and call.input_gradient
-            multiplier = {"multiplier": "channel"} if factored else {}
-            quantize(QUANTIZE_GRADIENT, y, precision, Granularity.PER_TENSOR, variant.output, **multiplier, **transposed)
+            quantize(
+                QUANTIZE_GRADIENT,
+                y,
+                precision,
+                Granularity.PER_TENSOR,
+                variant.output,
+                multiplied=factored,
+                transposed=transposed,
+            )
     if call.input_gradient:
         source = variant.grad_input if variant.grad_input.needs_scale else floats[0]
         add(grad_input_op, (y, call.w), x, source)

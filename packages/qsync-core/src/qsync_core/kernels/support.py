@@ -26,9 +26,6 @@ FIRST_TENSOR_CORES = {
 MAX_CONTRACTION = (2**31 - 1) // 127**2
 """Longest contraction of int8 values in -127..127 whose int32 sum cannot overflow."""
 
-_GEOMETRY = (("stride", "1,1", 1), ("padding", "0,0", 0), ("dilation", "1,1", 1), ("groups", "1", 1))
-"""Attributes of a convolution: name, default and least value."""
-
 
 def format_field(op: str) -> str:
     """Field of the variant that names the format in which ``op`` computes."""
@@ -49,7 +46,7 @@ def contraction_length(request: KernelRequest) -> int:
     if request.op.endswith(".output"):
         return math.prod(second[1:])
     if request.op.endswith(".grad_input"):
-        return second[0] // int(request.attributes.get("groups", "1")) * math.prod(second[2:])
+        return second[0] // request.geometry.groups * math.prod(second[2:])
     return first[0] * math.prod(first[2:])
 
 
@@ -134,17 +131,15 @@ def layout_reasons(request: KernelRequest) -> Iterator[str]:
 
 
 def quantization_reasons(request: KernelRequest) -> Iterator[str]:
-    """A quantization has attributes that no kernel takes, or that its tensors cannot have."""
-    known = {} if request.op == Op.QUANTIZE_MANY else {"multiplier": "channel", "transposed": "true"}
-    for name, value in request.attributes.items():
-        if value != known.get(name):
-            yield f"it does not know the attribute {name}={value} of {request.op}"
-    if request.attributes.get("transposed") == "true" and any(len(shape) != 2 for shape in request.shapes):
+    """A quantization is asked for what no kernel does, or what its tensors cannot have."""
+    if request.op == Op.QUANTIZE_MANY and (request.multiplied or request.transposed):
+        yield f"it neither multiplies nor transposes in {request.op}; ask for each tensor by itself"
+    if request.transposed and any(len(shape) != 2 for shape in request.shapes):
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
 def shape_reasons(request: KernelRequest) -> Iterator[str]:
-    """Shapes and geometry are not those of a product.  The functions above take both for granted: ask this one first."""
+    """Shapes are not those of a product.  The functions above take them for granted: ask this one first."""
     op, shapes, rank = request.op, request.shapes, 4 if request.op in CONVOLUTIONS else 2
     said = " and ".join(str(tuple(shape)) for shape in shapes) or "none"
     if len(shapes) != 2 or any(len(shape) != rank for shape in shapes):
@@ -153,11 +148,8 @@ def shape_reasons(request: KernelRequest) -> Iterator[str]:
     if min(map(min, shapes)) < 0:
         yield f"operands of shapes {said} have sizes below 0"
         return
-    if rank == 4 and (malformed := [*geometry_reasons(request)]):
-        yield from malformed
-        return
     first, second = shapes
-    groups = int(request.attributes.get("groups", "1")) if rank == 4 else 1
+    groups = request.geometry.groups if rank == 4 else 1
     if op.endswith(".output"):
         one, other = first[1], second[1] * groups
     else:
@@ -171,22 +163,10 @@ def shape_reasons(request: KernelRequest) -> Iterator[str]:
             yield f"a filter has taps, not {second[2]}x{second[3]}"
 
 
-def geometry_reasons(request: KernelRequest) -> Iterator[str]:
-    """Stride, padding, dilation and groups are those of no convolution."""
-    for name, default, least in _GEOMETRY:
-        text = request.attributes.get(name, default)
-        try:
-            values = [int(part) for part in text.split(",")]
-        except ValueError:
-            values = []
-        if len(values) != len(default.split(",")) or min(values) < least:
-            yield f"a convolution's {name} is written like {default!r}, each number {least} or more, not {text!r}"
-
-
 def forward_convolution_reasons(request: KernelRequest) -> Iterator[str]:
     """The gradient of a convolution's input is no forward convolution with transposed filters (it is at stride 1)."""
-    stride = request.attributes.get("stride", "1,1")
-    if request.op == Op.CONV2D_GRAD_INPUT and stride != "1,1":
+    stride = list(request.geometry.stride)
+    if request.op == Op.CONV2D_GRAD_INPUT and stride != [1, 1]:
         advice = "; keep grad_input in 16 bit" if product_format(request).needs_scale else ""
         yield f"it computes {request.op} as a convolution with transposed filters, which needs stride 1, got {stride}{advice}"
 
@@ -195,7 +175,7 @@ def padding_reasons(request: KernelRequest) -> Iterator[str]:
     """The forward convolution that computes a gradient of an input would have a negative padding."""
     if request.op != Op.CONV2D_GRAD_INPUT or len(request.shapes) < 2:
         return
-    padding, dilation = ([int(n) for n in request.attributes.get(name, text).split(",")] for name, text, _ in _GEOMETRY[1:3])
+    padding, dilation = list(request.geometry.padding), request.geometry.dilation
     reach = [step * (taps - 1) for step, taps in zip(dilation, request.shapes[1][2:], strict=True)]
     if any(pad > most for pad, most in zip(padding, reach, strict=True)):
         yield f"{request.op} in 8 bit needs a padding within the filter's reach {reach}, got {padding}; keep grad_input in 16 bit"

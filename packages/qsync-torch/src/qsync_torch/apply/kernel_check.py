@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import Geometry, IntPair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import KernelConfig
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, split_chain
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.tuning.search import CompilingBackend
 from qsync_torch.apply.plan_fit import Addressed, Assigned
-from qsync_torch.aten.int8 import conv_output_size
 from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.selection import (
     asked_for,
@@ -26,7 +26,6 @@ from qsync_torch.kernels.selection import (
     parse_choice,
     reasons_against,
 )
-from qsync_torch.operators.conv2d import IntPair, pair
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
@@ -112,15 +111,12 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 def _nominal(module: nn.Module) -> CallShapes:
     if isinstance(module, nn.Conv2d):
-        kernel, stride, dilation = pair(module.kernel_size), pair(module.stride), pair(module.dilation)
-        padding = _padding(module, kernel, dilation)
+        kernel, dilation = pair(module.kernel_size), pair(module.dilation)
         # Large enough for every filter to fit.
         side = [max(_NOMINAL_ROWS, d * (k - 1) + 1) for d, k in zip(dilation, kernel, strict=True)]
-        out = [conv_output_size(side[i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(2)]
-        attributes = {name: f"{a},{b}" for name, (a, b) in (("dilation", dilation), ("padding", padding), ("stride", stride))}
-        attributes["groups"] = str(module.groups)
-        x, y = (1, module.in_channels, *side), (1, module.out_channels, *out)
-        return CallShapes("conv2d", x, tuple(module.weight.shape), y, attributes)
+        geometry = Geometry(pair(module.stride), _padding(module, kernel, dilation), dilation, module.groups)
+        x, y = (1, module.in_channels, *side), (1, module.out_channels, *geometry.output_size(side, kernel))
+        return CallShapes("conv2d", x, tuple(module.weight.shape), y, geometry)
     assert isinstance(module, nn.Linear)
     n, k = module.weight.shape
     return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
@@ -138,8 +134,7 @@ def _nominal_of_kind(kind: str) -> CallShapes:
     size = _NOMINAL_ROWS
     if kind == "linear":
         return CallShapes("linear", (size, size), (size, size), (size, size))
-    attributes = {"dilation": "1,1", "groups": "1", "padding": "0,0", "stride": "1,1"}
-    return CallShapes("conv2d", (1, size, size, size), (size, size, 1, 1), (1, size, size, size), attributes)
+    return CallShapes("conv2d", (1, size, size, size), (size, size, 1, 1), (1, size, size, size))
 
 
 def _first(op_ids: list[OpId]) -> str:

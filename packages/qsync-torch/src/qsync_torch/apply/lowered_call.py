@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import NumericsError
+from qsync_core.geometry import IntPair, Pair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
@@ -19,7 +20,7 @@ from qsync_torch.kernels.quantize import quantize_many
 from qsync_torch.kernels.selection import reasons_against
 from qsync_torch.operators.bindings import OperatorBinding
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.conv2d import IntPair, Pair, conv2d_binding, conv2d_padded, pair, resolve_padding
+from qsync_torch.operators.conv2d import conv2d_binding, conv2d_padded, resolve_padding
 from qsync_torch.operators.linear import linear_binding, linear_bound
 from qsync_torch.operators.operands import Operand, Seeds
 

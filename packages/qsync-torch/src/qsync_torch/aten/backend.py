@@ -51,7 +51,6 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten can not run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_core.geometry import Geometry
         from qsync_torch.aten import conv2d as convolutions
         from qsync_torch.aten import linear
         from qsync_torch.aten import quantize as quantization
@@ -67,7 +66,7 @@ class AtenBackend:
             return linear.build_linear_grad_input(variant)
         if request.op == Op.LINEAR_GRAD_WEIGHT:
             return linear.build_linear_grad_weight(variant)
-        geometry = Geometry.of(request.attributes)
+        geometry = request.geometry
         if request.op == Op.CONV2D_OUTPUT:
             return convolutions.build_conv2d_output(geometry, variant)
         if request.op == Op.CONV2D_GRAD_INPUT:

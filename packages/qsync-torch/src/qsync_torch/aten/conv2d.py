@@ -27,7 +27,7 @@ def build_conv2d_output(geometry: Geometry, variant: Variant) -> Callable[..., N
             cast = None if bias is None else bias.to(x.dtype)
             out.copy_(torch.nn.functional.conv2d(x, w, cast, g.stride, g.padding, g.dilation, g.groups))
             return
-        product = int8_conv2d(x, w, g.stride, g.padding, g.dilation, g.groups)
+        product = int8_conv2d(x, w, g)
         out_MO = out.permute(0, 2, 3, 1).view(-1, out.shape[1])
         dequantize_product(product, x_scale, w_scale, bias, out_MO)
 
@@ -55,8 +55,8 @@ def _build_int8_grad_input(geometry: Geometry) -> Callable[..., None]:
     g = geometry
 
     def kernel(grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        padding = tuple(g.dilation[i] * (w.shape[2 + i] - 1) - g.padding[i] for i in range(2))
-        product = int8_conv2d(grad, transposed_filters(w, g.groups), (1, 1), padding, g.dilation, g.groups)
+        rows, columns = (g.dilation[i] * (w.shape[2 + i] - 1) - g.padding[i] for i in range(2))
+        product = int8_conv2d(grad, transposed_filters(w, g.groups), Geometry((1, 1), (rows, columns), g.dilation, g.groups))
         torch.mul(product, scale, out=out.permute(0, 2, 3, 1).view(-1, out.shape[1]))
 
     return kernel

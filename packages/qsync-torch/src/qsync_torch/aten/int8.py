@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from qsync_core.geometry import Geometry
+
 _CUDA_MIN_ROWS = 17
 """cuBLASLt's int8 product needs more than 16 rows, and K and N in multiples of 8; operands are padded with zeros to that."""
 _CUDA_MULTIPLE = 8
@@ -48,26 +50,19 @@ def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     return product[:m, :n]
 
 
-def conv_output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Length of a convolution's output along one dimension."""
-    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
-def im2col_channels_last(
-    x_BHWC: torch.Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
-) -> torch.Tensor:
+def im2col_channels_last(x_BHWC: torch.Tensor, kernel: tuple[int, int], geometry: Geometry) -> torch.Tensor:
     """The patches of a dense channels-last image, one row per output position.
 
     Returns:
         (B * OH * OW, KH * KW * C); the image itself, uncopied, for a 1x1 kernel with stride 1 and without padding.
     """
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
     batch, height, width, channels = x_BHWC.shape
+    out_h, out_w = geometry.output_size((height, width), kernel)
     if kernel == (1, 1) and padding == (0, 0):
         return x_BHWC[:, :: stride[0], :: stride[1]].reshape(-1, channels)
     if padding != (0, 0):
         x_BHWC = torch.nn.functional.pad(x_BHWC, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    out_h = conv_output_size(height, kernel[0], stride[0], padding[0], dilation[0])
-    out_w = conv_output_size(width, kernel[1], stride[1], padding[1], dilation[1])
     words = _as_words(x_BHWC)
     sb, sh, sw, sc = words.stride()
     patches = words.as_strided(
@@ -88,14 +83,7 @@ def _as_words(x_BHWC: torch.Tensor) -> torch.Tensor:
     return x_BHWC
 
 
-def int8_conv2d(
-    x_BCHW: torch.Tensor,
-    w_OCHW: torch.Tensor,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> torch.Tensor:
+def int8_conv2d(x_BCHW: torch.Tensor, w_OCHW: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The convolution of int8 tensors, exactly, as products of channels-last patches, one product per group.
 
     Returns:
@@ -105,32 +93,30 @@ def int8_conv2d(
     w_OHWC = w_OCHW.permute(0, 2, 3, 1).contiguous()
     out_channels, kernel_h, kernel_w, group_channels = w_OHWC.shape
     w_OK = w_OHWC.view(out_channels, -1)
-    kernel = (kernel_h, kernel_w)
+    kernel, groups = (kernel_h, kernel_w), geometry.groups
     if groups == 1:
-        return int8_product(im2col_channels_last(x_BHWC.contiguous(), kernel, stride, padding, dilation), w_OK)
+        return int8_product(im2col_channels_last(x_BHWC.contiguous(), kernel, geometry), w_OK)
     if group_channels == 1:
-        return _depthwise(x_BHWC, w_OHWC, stride, padding, dilation)
+        return _depthwise(x_BHWC, w_OHWC, geometry)
     products = []
     step = out_channels // groups
     for group in range(groups):
         part = x_BHWC[..., group * group_channels : (group + 1) * group_channels].contiguous()
-        patches = im2col_channels_last(part, kernel, stride, padding, dilation)
+        patches = im2col_channels_last(part, kernel, geometry)
         products.append(int8_product(patches, w_OK[group * step : (group + 1) * step]))
     return torch.cat(products, dim=1)
 
 
-def _depthwise(
-    x_BHWC: torch.Tensor, w_OHWC: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
-) -> torch.Tensor:
+def _depthwise(x_BHWC: torch.Tensor, w_OHWC: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """One input channel a group: no matrix product is in it, only a sum over the kernel's positions."""
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
     batch, height, width, channels = x_BHWC.shape
     out_channels, kernel_h, kernel_w, _ = w_OHWC.shape
+    out_h, out_w = geometry.output_size((height, width), (kernel_h, kernel_w))
     x = torch.nn.functional.pad(x_BHWC, (0, 0, padding[1], padding[1], padding[0], padding[0])).to(torch.int32)
     if out_channels != channels:
         x = x.repeat_interleave(out_channels // channels, dim=3)
     w_HWO = w_OHWC[..., 0].permute(1, 2, 0).to(torch.int32)
-    out_h = conv_output_size(height, kernel_h, stride[0], padding[0], dilation[0])
-    out_w = conv_output_size(width, kernel_w, stride[1], padding[1], dilation[1])
     total = torch.zeros((batch, out_h, out_w, out_channels), dtype=torch.int32, device=x.device)
     for i in range(kernel_h):
         for j in range(kernel_w):

@@ -257,7 +257,7 @@ def _facts(found: JobTuning, path: Path) -> dict[str, Any]:
                 "op": request.op,
                 "variant": str(request.variant),
                 "shapes": [list(shape) for shape in request.shapes],
-                "attributes": dict(request.attributes),
+                "attributes": request.attributes,
                 "best": None if best is None else best.key.backend,
                 "backends": {
                     record.key.backend: {"config": record.config, "latency_ns": record.latency_ns, "tried": record.tried}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -71,14 +71,12 @@ class Subject:
     device: torch.device
     most_configs: int
 
-    def request(
-        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
-    ) -> KernelRequest:
-        """What a call on this device would ask for."""
+    def request(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> KernelRequest:
+        """What a call on this device would ask for; ``more`` are further fields (geometry, multiplied, transposed)."""
         capability = ""
         if self.device.type == "cuda":
             capability = ".".join(map(str, torch.cuda.get_device_capability(self.device)))
-        return KernelRequest(op, variant, shapes, dict(attributes or {}), self.device.type, capability)
+        return KernelRequest(op, variant, shapes, device_kind=self.device.type, compute_capability=capability, **more)
 
     def offers(self, op: str, compute: Precision | None = None) -> bool:
         """Whether its specifications list the operator on this kind of device, in a format if one is given."""
@@ -87,22 +85,18 @@ class Subject:
             for spec in self.backend.kernel_specs()
         )
 
-    def kernels(
-        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
-    ) -> list[Kernel]:
+    def kernels(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> list[Kernel]:
         """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it.
 
         They fail where they change an operand, a scale or a bias.
         """
-        return [watched(kernel, op) for kernel in self.bare_kernels(op, variant, shapes, attributes)]
+        return [watched(kernel, op) for kernel in self.bare_kernels(op, variant, shapes, **more)]
 
-    def bare_kernels(
-        self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, str] | None = None
-    ) -> list[Kernel]:
+    def bare_kernels(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> list[Kernel]:
         """The same without looking at their inputs, so that they can be captured."""
         if not self.offers(op, variant.compute):
             pytest.skip(f"{self.backend.name} does not offer {op} in {variant.compute} on {self.device.type}")
-        request = self.request(op, variant, shapes, attributes)
+        request = self.request(op, variant, shapes, **more)
         if reasons := self.backend.unsupported_reasons(request):
             check_sentences(reasons)
             pytest.skip(f"{self.backend.name} refuses: " + "; ".join(reasons))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
@@ -47,9 +48,7 @@ class Convolution:
         draw = large_integers if large else integers
         self.x, self.w = (self.channels_last(draw(shape, device, i)) for i, shape in enumerate((image, filters)))
         self.y_shape = tuple(F.conv2d(self.x.float(), self.w.float(), **self.geometry).shape)
-        spread = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), **self.geometry}
-        self.attributes = {name: "{},{}".format(*spread[name]) for name in ("stride", "padding", "dilation")}
-        self.attributes["groups"] = str(self.geometry.get("groups", 1))
+        self.asked = Geometry(**self.geometry)
 
     @staticmethod
     def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ def test_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: str, o
     case = Convolution(name, subject.device)
     x_scale, w_scale, bias, product = case.scaled()
     variant = attrs.evolve(INT8, output=output)
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), geometry=case.asked):
         for b in (None, bias):
             expected = (product if b is None else product + b.view(1, -1, 1, 1)).to(DTYPE[output])
             out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
@@ -89,7 +88,7 @@ def test_large_integer_sums_are_exact(subject: Subject, outputs: Outputs, name: 
     case = Convolution(name, subject.device, large=True)
     one, ones = torch.ones(1, device=subject.device), torch.ones(case.w.shape[0], device=subject.device)
     expected = case.output(case.x, case.w).float()
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
         kernel(case.x, one, case.w, ones, None, out)
         assert torch.equal(out, expected), mismatch(out, expected)
@@ -102,7 +101,7 @@ def test_large_sums_of_an_int8_gradient_of_the_input_are_exact(subject: Subject,
     one = torch.ones(1, device=subject.device)
     variant = attrs.evolve(INT8, grad_input=Precision.INT8)
     expected = transposed(case, grad, case.w).float()
-    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(tuple(case.x.shape), torch.float32, channels_last=True)
         kernel(grad, case.w, one, out)
         assert torch.equal(out, expected), mismatch(out, expected)
@@ -120,7 +119,7 @@ def test_any_scales_to_rounding_error(subject: Subject, outputs: Outputs, output
     expected = product + added
     allowed = 2.0**-21 * (product.abs() + added.abs()) + HALF_STEP[DTYPE[output]] * expected.abs() + 2.0**-25
     variant = attrs.evolve(INT8, output=output)
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(case.y_shape, DTYPE[output], channels_last=True)
         kernel(case.x, x_scale, case.w, w_scale, bias, out)
         error = ((out.double() - expected).abs() / allowed).max().item()
@@ -138,7 +137,7 @@ def test_scales_and_bias_may_be_strided(subject: Subject, outputs: Outputs, name
         bias = between_others(bias)
     else:
         w_scale = between_others(w_scale)
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, (tuple(case.x.shape), tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
         kernel(case.x, x_scale, case.w, w_scale, bias, out)
         assert torch.equal(out, expected), mismatch(out, expected)
@@ -150,7 +149,7 @@ def test_one_scale_for_all_filters(subject: Subject, outputs: Outputs, name: str
     case = Convolution(name, subject.device)
     scale = torch.full((1,), 0.5, device=subject.device)
     variant = attrs.evolve(INT8, w_granularity=Granularity.PER_TENSOR)
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, variant, (tuple(case.x.shape), tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(case.y_shape, torch.float32, channels_last=True)
         kernel(case.x, scale, case.w, scale, None, out)
         expected = (0.25 * case.output(case.x, case.w).float()).contiguous(memory_format=torch.channels_last)
@@ -162,8 +161,7 @@ def test_an_empty_batch_is_no_error(subject: Subject, outputs: Outputs) -> None:
     x = integers((0, 32, 6, 6), subject.device, 1)
     w = Convolution.channels_last(integers((64, 32, 3, 3), subject.device, 2))
     one, ones = torch.ones(1, device=subject.device), torch.ones(64, device=subject.device)
-    attributes = {"stride": "1,1", "padding": "0,0", "dilation": "1,1", "groups": "1"}
-    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, ((0, 32, 6, 6), (64, 32, 3, 3)), attributes):
+    for kernel in subject.kernels(Op.CONV2D_OUTPUT, INT8, ((0, 32, 6, 6), (64, 32, 3, 3))):
         kernel(x, one, w, ones, None, outputs.empty((0, 64, 4, 4), torch.float32, channels_last=True))
 
 
@@ -180,7 +178,7 @@ def test_an_int8_gradient_of_the_input(subject: Subject, outputs: Outputs, name:
     scale = torch.full((1,), 0.25, device=subject.device)
     variant = attrs.evolve(INT8, grad_input=Precision.INT8)
     expected = (0.25 * transposed(case, grad, case.w)).float()
-    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), geometry=case.asked):
         out = outputs.empty(tuple(case.x.shape), torch.float32, channels_last=True)
         kernel(grad, case.w, scale, out)
         assert torch.equal(out, expected), mismatch(out, expected)
@@ -201,17 +199,17 @@ def test_float_gradients(subject: Subject, outputs: Outputs, name: str, precisio
     variant = attrs.evolve(INT8, grad_input=precision, grad_weight=precision)
     weight, x = case.w.double() * w_scale.double().view(-1, 1, 1, 1), case.x.double() * 0.02
     on_cpu, ran = subject.device.type == "cpu", False
-    if not refused(subject, Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
-        for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), case.attributes):
+    if not refused(subject, Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), geometry=case.asked):
+        for kernel in subject.kernels(Op.CONV2D_GRAD_INPUT, variant, (case.y_shape, tuple(case.w.shape)), geometry=case.asked):
             out = outputs.empty(tuple(case.x.shape), dtype, channels_last=True)
             kernel(grad, case.w, w_scale, out)
             sums = positions(case) if on_cpu else 1
             check_near(out, transposed(case, grad, weight), transposed(case, grad.abs(), weight.abs()), dtype, sums)
         ran = True
     shapes = (case.y_shape, tuple(case.x.shape))
-    if ran and refused(subject, Op.CONV2D_GRAD_WEIGHT, variant, shapes, case.attributes):
+    if ran and refused(subject, Op.CONV2D_GRAD_WEIGHT, variant, shapes, geometry=case.asked):
         return
-    for kernel in subject.kernels(Op.CONV2D_GRAD_WEIGHT, variant, shapes, case.attributes):
+    for kernel in subject.kernels(Op.CONV2D_GRAD_WEIGHT, variant, shapes, geometry=case.asked):
         out = outputs.like(case.w, torch.float32)
         kernel(grad, case.x, x_scale, out)
         expected, magnitude = (
@@ -227,8 +225,8 @@ def positions(case: Convolution) -> torch.Tensor:
     return transposed(case, torch.ones(case.y_shape, device=case.w.device), torch.ones_like(case.w)) / filters_of_a_channel
 
 
-def refused(subject: Subject, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], attributes: dict[str, str]) -> bool:
+def refused(subject: Subject, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], geometry: Geometry) -> bool:
     """Whether the backend does not offer the operator or has reasons against the request."""
     if not subject.offers(op, variant.compute):
         return True
-    return bool(subject.backend.unsupported_reasons(subject.request(op, variant, shapes, attributes)))
+    return bool(subject.backend.unsupported_reasons(subject.request(op, variant, shapes, geometry=geometry)))

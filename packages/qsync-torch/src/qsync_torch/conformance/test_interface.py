@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, Op
@@ -25,7 +26,7 @@ SAMPLES = {
     Op.CONV2D_GRAD_WEIGHT: ((2, 64, 8, 8), (2, 32, 8, 8)),
 }
 """Requests that a backend which offers an operator should have no reason to refuse."""
-GEOMETRY = {"stride": "1,1", "padding": "1,1", "dilation": "1,1", "groups": "1"}
+GEOMETRY = Geometry(padding=(1, 1))
 AHEAD = frozenset({"float8_e5m2"})
 """Formats that kernels may offer before variants can name them."""
 CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
@@ -67,10 +68,10 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
     offered = {compute for compute in offered - AHEAD if subject.offers(op, Precision(compute))}
     if not offered:
         pytest.skip(f"{subject.backend.name} does not offer {op} on {subject.device.type}")
-    attributes = GEOMETRY if op.startswith("conv2d") else {}
+    geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
     for compute in sorted(offered):
         reasons = [
-            subject.backend.unsupported_reasons(subject.request(op, variant, SAMPLES[op], attributes))
+            subject.backend.unsupported_reasons(subject.request(op, variant, SAMPLES[op], geometry=geometry))
             for variant in variants_of(op, compute)
         ]
         if not all(reasons):
@@ -101,8 +102,8 @@ def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> No
     """No kernel's signature has room for a zero point, so a request for asymmetric quantization has a reason against it."""
     if not subject.offers(op, Precision.INT8):
         pytest.skip(f"{subject.backend.name} does not offer {op} in int8 on {subject.device.type}")
-    attributes = GEOMETRY if op.startswith("conv2d") else {}
-    request = subject.request(op, attrs.evolve(INT8, symmetric=False), SAMPLES[op], attributes)
+    geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
+    request = subject.request(op, attrs.evolve(INT8, symmetric=False), SAMPLES[op], geometry=geometry)
     reasons = subject.backend.unsupported_reasons(request)
     check_sentences(reasons)
     assert reasons, f"it would run {op} with zero points, which its kernels can not know"
@@ -114,9 +115,9 @@ def test_configurations_are_texts_that_plans_can_store(subject: Subject, op: str
     for compute in Precision:
         if not subject.offers(op, compute):
             continue
-        attributes = GEOMETRY if op.startswith("conv2d") else {}
+        geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
         for variant in variants_of(op, compute):
-            request = subject.request(op, variant, SAMPLES[op], attributes)
+            request = subject.request(op, variant, SAMPLES[op], geometry=geometry)
             if subject.backend.unsupported_reasons(request):
                 continue
             texts = [config.text for config in subject.backend.candidate_configs(request)]

@@ -287,7 +287,7 @@ def test_a_multiplier_comes_first(subject: Subject, outputs: Outputs, shape: tup
     channels = shape[1]
     factors = torch.logspace(-2, 2, channels, device=subject.device)
     product = x.float() * (factors.view(1, -1, 1, 1) if len(shape) == 4 else factors)
-    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.NEAREST), (shape,), {"multiplier": "channel"}):
+    for kernel in subject.kernels(Op.QUANTIZE, variant_of(Rounding.NEAREST), (shape,), multiplied=True):
         q, scale = run(kernel, x, outputs, multiplier=factors)
         check_scales(product, scale, TENSOR)
         check_rounding(product, q, scale, TENSOR, Rounding.NEAREST)
@@ -299,7 +299,7 @@ def test_a_transposed_copy(subject: Subject, outputs: Outputs, shape: tuple[int,
     x = floats(shape, torch.float32, subject.device, 3)
     variant = variant_of(Rounding.STOCHASTIC)
     plain = subject.kernels(Op.QUANTIZE, variant, (shape,))
-    for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,), {"transposed": "true"}):
+    for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,), transposed=True):
         transposed = outputs.empty(shape[::-1], torch.int8)
         q, scale = run(kernel, x, outputs, transposed_out=transposed)
         assert torch.equal(transposed, q.t())

@@ -106,7 +106,17 @@ def device_facts(device: torch.device) -> tuple[str, str]:
 def request_for(op: str, binding: Binding, shapes: Sequence[tuple[int, ...]], device: torch.device) -> KernelRequest:
     """The request that a call with these operand shapes puts to a backend."""
     kind, capability = device_facts(device)
-    return KernelRequest(op, binding.variant, tuple(shapes), dict(binding.attributes), kind, capability)
+    flags = dict(binding.attributes)
+    return KernelRequest(
+        op,
+        binding.variant,
+        tuple(shapes),
+        binding.geometry,
+        kind,
+        capability,
+        multiplied="multiplier" in flags,
+        transposed="transposed" in flags,
+    )
 
 
 _KERNELS: dict[tuple[object, ...], Kernel] = {}

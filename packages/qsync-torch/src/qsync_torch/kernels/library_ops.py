@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from qsync_core.kernels.backend import Op
-from qsync_torch.aten.int8 import conv_output_size
 from qsync_torch.kernels.binding import kernel_for, parse_binding
 from qsync_torch.kernels.dispatch import eager_or_dispatched
 
@@ -91,16 +90,7 @@ def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.T
 
 
 def _conv2d_output_shape(x_shape: torch.Size, w_shape: torch.Size, binding: str) -> tuple[int, int, int, int]:
-    geometry = parse_binding(binding).geometry
-    (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
-    batch, _, height, width = x_shape
-    out_channels, _, kernel_h, kernel_w = w_shape
-    return (
-        batch,
-        out_channels,
-        conv_output_size(height, kernel_h, sh, ph, dh),
-        conv_output_size(width, kernel_w, sw, pw, dw),
-    )
+    return (x_shape[0], w_shape[0], *parse_binding(binding).geometry.output_size(x_shape[2:], w_shape[2:]))
 
 
 _known_conv2d_output_shape = functools.lru_cache(maxsize=4096)(_conv2d_output_shape)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from qsync_core.geometry import pair
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -20,7 +21,7 @@ from qsync_torch.apply.functional_calls import CallSite, CallSites, places
 from qsync_torch.apply.interception import Interception
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.observing.collector import Geometry, OperatorCall
-from qsync_torch.operators.conv2d import pair, resolve_padding
+from qsync_torch.operators.conv2d import resolve_padding
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 

@@ -7,12 +7,12 @@ Built like :mod:`qsync_torch.operators.linear`.  A channels-last activation give
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
+from qsync_core.geometry import IntPair, Pair, pair
 from qsync_core.ir.variant import Variant
 from qsync_torch.kernels.library_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output
 from qsync_torch.kernels.quantize import Offset
@@ -22,17 +22,6 @@ from qsync_torch.operators.cast_cache import CastCache
 from qsync_torch.operators.gradient import Gradient, Needs
 from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
 from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
-
-Pair = int | Sequence[int]
-IntPair = tuple[int, int]
-
-
-def pair(value: Pair) -> IntPair:
-    """Height and width of what PyTorch lets people write as one number."""
-    if isinstance(value, int):
-        return value, value
-    first, *rest = value
-    return (first, rest[0]) if rest else (first, first)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -117,9 +117,5 @@ def _prepare_quantized(
 def _binding(operator: Operator, variant: Variant, backend: str, config: str) -> OperatorBinding:
     if operator.kind == "linear":
         return linear_binding(variant, backend, config)
-
-    def pair(name: str) -> list[int]:
-        return [int(part) for part in operator.attributes[name].split(",")]
-
-    groups = int(operator.attributes["groups"])
-    return conv2d_binding(variant, pair("stride"), pair("padding"), pair("dilation"), groups, backend, config)
+    g = operator.geometry
+    return conv2d_binding(variant, g.stride, g.padding, g.dilation, g.groups, backend, config)

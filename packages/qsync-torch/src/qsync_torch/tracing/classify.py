@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qsync_core.geometry import Geometry, pair
 from qsync_core.ir.dag import OpClass
 from qsync_torch.tracing.graph_values import Draft, Read
 
@@ -161,7 +162,7 @@ def module_reason(module: nn.Module | None) -> str:
 
 def conv2d_attributes(x: Read, weight: Read, arguments: dict[str, Any]) -> tuple[dict[str, str], str]:
     """Stride, padding, dilation and groups as canonical text (``"1,1"``), and why they rule the call out (or an empty text)."""
-    stride, dilation = _pair(arguments["stride"]), _pair(arguments["dilation"])
+    dilation = pair(arguments["dilation"])
     reason = ""
     padding = arguments["padding"]
     if isinstance(padding, str):
@@ -169,12 +170,7 @@ def conv2d_attributes(x: Read, weight: Read, arguments: dict[str, Any]) -> tuple
         if any(amount % 2 for amount in total):
             reason = "its padding 'same' is wider on one side; only symmetric padding is supported"
         padding = [amount // 2 for amount in total]
-    attributes = {
-        "stride": _text(stride),
-        "padding": _text(_pair(padding)),
-        "dilation": _text(dilation),
-        "groups": str(int(arguments["groups"])),
-    }
+    attributes = Geometry(pair(arguments["stride"]), pair(padding), dilation, int(arguments["groups"])).attributes
     if x.tensor.dim() != 4:
         reason = "its input has no batch dimension"
     elif not x.tensor.is_contiguous() and x.tensor.is_contiguous(memory_format=torch.channels_last):
@@ -191,15 +187,6 @@ def unsupported_reason(name: str) -> str:
     if name in PRODUCTS_WITH_A_PARAMETER:
         return f"{PRODUCTS_WITH_A_PARAMETER[name]} with a parameter is out of reach; use torch.nn.functional.linear"
     return ""
-
-
-def _pair(value: Any) -> list[int]:
-    values = [int(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
-    return values * 2 if len(values) == 1 else values
-
-
-def _text(values: list[int]) -> str:
-    return ",".join(map(str, values))
 
 
 # ---- merged from qsync_torch.tracing.classify

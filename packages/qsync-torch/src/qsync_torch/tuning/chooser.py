@@ -98,7 +98,7 @@ class KernelChooser:
             return Chosen()
         kind, capability = device_facts(self.device)
         variant = quantization_variant(key.target, key.granularity, key.rounding)
-        answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), {}, kind, capability))
+        answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
     def versions(self, chosen: Iterable[Chosen]) -> dict[str, str]:

@@ -65,8 +65,8 @@ def distinct_requests(
             for call in calls.values():
                 for asked in operator_requests(call, variant, device_kind, compute_capability):
                     request = asked.request
-                    attributes = tuple(sorted(request.attributes.items()))
-                    found.setdefault((request.op, formats_of(request), request.shapes, attributes), asked)
+                    kind = (request.geometry, request.multiplied, request.transposed)
+                    found.setdefault((request.op, formats_of(request), request.shapes, kind), asked)
     return list(found.values())
 
 

@@ -15,7 +15,7 @@ RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})
 def group_of(request: KernelRequest) -> Group:
     """Requests of one group can share compiled kernels: one operator, formats, geometry and filter size."""
     filter_size = request.shapes[1][2:] if len(request.shapes) > 1 else ()
-    return request.op, formats_of(request), filter_size, tuple(sorted(request.attributes.items()))
+    return request.op, formats_of(request), filter_size, request.geometry, request.multiplied, request.transposed
 
 
 def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], kernels: int) -> dict[Group, tuple[str, ...]]:

@@ -70,11 +70,10 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
     scale = torch.empty(scale_count(shape, variant.x_granularity), dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
-    multiplied, transposed = "multiplier" in request.attributes, "transposed" in request.attributes
     arguments: Arguments = (x, q, scale, 1, 0)
-    if multiplied or transposed:
-        arguments = (*arguments, torch.rand(channels, device=device) + 0.5 if multiplied else None)
-    if transposed:
+    if request.multiplied or request.transposed:
+        arguments = (*arguments, torch.rand(channels, device=device) + 0.5 if request.multiplied else None)
+    if request.transposed:
         arguments = (*arguments, torch.empty(shape[::-1], dtype=TORCH_DTYPE[variant.compute], device=device))
     return arguments
 
