@@ -13,9 +13,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.blame import blamed
 from qsync_planner.indicators.interface import Omega, TellsFlips
-from qsync_planner.indicators.registry import AUTO, automatic
+from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
 
@@ -96,7 +95,7 @@ def indicate(
             "name a cluster whose ladders say which are wanted"
         )
     rated.sort(key=str)
-    with blamed(chosen, observations):
+    with guarded(chosen, observations):
         omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
         _check_omega(chosen.name, omega, dag, rated)
         flips = chosen.flips(dag, rated, observations) if isinstance(chosen, TellsFlips) else {}

@@ -30,11 +30,12 @@ class Broken:
     name = "broken"
     summary = "raises"
 
-    def __init__(self, error: Exception | None, collectors: Any = ()) -> None:
+    def __init__(self, error: BaseException | None, collectors: Any = ()) -> None:
         self.error, self.collectors = error, collectors
 
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Omega:
         if self.error is None:
+            print("noise")
             observations.values("output-norm", "y_sq_norm", FIRST)
         raise self.error  # type: ignore[misc]
 
@@ -48,13 +49,15 @@ BY_NAME = rf"indicator 'broken' \({__name__}\.Broken\) failed with "
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (Broken(RuntimeError("boom\nboom")), BY_NAME + "RuntimeError: boom boom; mend its plugin, or choose another indicator"),
-        (Broken(AssertionError()), BY_NAME + "AssertionError; mend its plugin"),
-        (Broken(None), BY_NAME + r"KeyError: .*; it reads terms of no collector, and the observations hold terms of lossvar; mend"),
-        (Broken(None, collectors=3), BY_NAME + "TypeError: 'int' object is not iterable; mend its plugin"),
+        (Broken(RuntimeError("boom\nboom")), BY_NAME + "RuntimeError: boom boom; fix its plugin, or choose another indicator"),
+        (Broken(KeyboardInterrupt()), BY_NAME + "KeyboardInterrupt; fix its plugin"),
+        (Broken(SystemExit(0)), BY_NAME + "SystemExit: 0; fix its plugin"),
+        (Broken(AssertionError()), BY_NAME + "AssertionError; fix its plugin"),
+        (Broken(None), BY_NAME + r"KeyError: .*; it reads terms of no collector, and the observations hold terms of lossvar; fix"),
+        (Broken(None, collectors=3), BY_NAME + "TypeError: 'int' object is not iterable; fix its plugin"),
         (Broken(BackendError("not here")), "not here"),
     ],
-    ids=["raises", "says nothing", "reads what is not there", "no collectors", "QSync's own error"],
+    ids=["raises", "interrupts", "exits", "says nothing", "reads what is not there", "no collectors", "QSync's own error"],
 )
 def test_a_plugins_indicator_that_fails(folder: Path, broken: Broken, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Registry, "collect", lambda self, hook, *problem: [broken] if hook == "qsync_register_indicators" else [])
@@ -107,4 +110,4 @@ def test_what_an_indicator_answers_is_blamed_on_it(odd: Odd, says: str) -> None:
     with pytest.raises(PluginError) as error:
         indicate(None, two_linears(), [I8], odd)
     owner = f"{__name__}.Odd"
-    assert str(error.value) == f"indicator 'flat' ({owner}) failed with {says}; mend its plugin, or choose another indicator"
+    assert str(error.value) == f"indicator 'flat' ({owner}) failed with {says}; fix its plugin, or choose another indicator"

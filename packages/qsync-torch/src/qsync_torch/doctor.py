@@ -12,8 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from qsync_core.plugins.contributions import problem_lines
-from qsync_core.plugins.doctor import DoctorLine, Status
+from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.observing.collectors import installed_collectors
 
 _RENDEZVOUS = timedelta(seconds=30)

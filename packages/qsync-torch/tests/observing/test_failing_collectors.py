@@ -71,6 +71,11 @@ def _fail():
     raise OSError
 
 
+def _exit():
+    print("noise")
+    raise SystemExit(0)
+
+
 def _job():
     torch.manual_seed(0)
 
@@ -97,13 +102,26 @@ FAILING = [
     (lambda: Called(0), "update 1 of net with RuntimeError: boom in a call"),
     (lambda: Called(2), "update 3 of net with RuntimeError: boom in a call"),
     (lambda: Stepped(_fail), "update 1 of net with OSError"),
+    (lambda: Called(0, KeyboardInterrupt), "update 1 of net with KeyboardInterrupt: boom in a call"),
+    (lambda: Stepped(_exit), "update 1 of net with SystemExit: 0"),
     (lambda: Stepped(None), "update 1 of net with AttributeError: 'NoneType' object has no attribute 'items'"),
     (lambda: Stepped({(None, None, "x"): "much"}), "update 1 of net with ValueError: could not convert string to float: 'much'"),
     (lambda: Stepped({(None, None, "x"): math.nan}), "update 1 of net with ValueError: x of the model is nan"),
     (lambda: Stepped({"x": 1.0}), "update 1 of net with ValueError: not enough values to unpack (expected 3, got 1)"),
     (lambda: Expensive({(None, None, "x"): 1.0}), "update 1 of net with KeyError: 'passes'"),
 ]
-IDS = ["a call", "a later update", "a step", "nothing", "a text", "no number", "another key", "the announcement"]
+IDS = [
+    "a call",
+    "a later update",
+    "a step",
+    "an interrupt of its own",
+    "an exit",
+    "nothing",
+    "a text",
+    "no number",
+    "another key",
+    "the announcement",
+]
 
 
 @pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
@@ -112,11 +130,11 @@ def test_one_that_was_asked_for_ends_the_run_by_name(make, says):
     with pytest.raises(PluginError) as error:
         _observe([collector, LossVarCollector()])
     origin = f"{__name__}.{type(collector).__name__}"
-    assert str(error.value) == f"collector {collector.name} ({origin}) failed at {says}; name others with --collectors, or mend it"
+    assert str(error.value) == f"collector {collector.name} ({origin}) failed at {says}; name others with --collectors, or fix it"
 
 
 @pytest.mark.parametrize(("make", "says"), FAILING, ids=IDS)
-def test_one_that_nobody_asked_for_disables_only_itself(make, says, monkeypatch):
+def test_one_that_was_not_asked_for_disables_only_itself(make, says, monkeypatch, capsys):
     collector, said = make(), []
     monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [collector, LossVarCollector()])
     found = _observe(None, announce=said.append)
@@ -124,6 +142,7 @@ def test_one_that_nobody_asked_for_disables_only_itself(make, says, monkeypatch)
     assert found.settings[f"without {collector.name}"] == f"it failed at {says}"
     assert found.settings["collectors"] == f"{collector.name},lossvar"
     assert found.series == _observe([LossVarCollector()]).series
+    assert capsys.readouterr().out == ""
 
 
 class Fading:
@@ -219,7 +238,7 @@ def test_what_lacks_part_of_the_interface_is_left_out(monkeypatch):
         return registry
 
     monkeypatch.setattr(Registry, "load", with_plugin)
-    lacks = "it lacks part of a collector's interface (name, and collect or collect_step); mend that plugin, or uninstall it"
+    lacks = "it lacks part of a collector's interface (name, and collect or collect_step); fix or uninstall that plugin"
     said = []
     found = _observe(None, announce=said.append)
     assert said[0] == f"plugin useless (builtins.object) is disabled: {lacks}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from qsync_core.cli.backends import backends
 from qsync_core.cli.doctor import doctor
 from qsync_core.cli.show import show
-from qsync_core.errors import QSyncError
+from qsync_core.errors import PluginError, QSyncError
+from qsync_core.plugins.guard import described, guard
 from qsync_core.plugins.registry import Registry
 
 
@@ -51,6 +53,21 @@ class QSyncGroup(click.Group):
                 problem = f"is not installed; run: pip install {package}"
             raise click.UsageError(f"the command {args[0]!r} belongs to {package}, which {problem}", ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what a plugin's raises is a PluginError that names the plugin, after the traceback."""
+
+        def failed(sentence: str, error: BaseException) -> NoReturn:
+            name = ctx.invoked_subcommand
+            if name is None or name in self.commands:
+                raise error
+            traceback.print_exception(error)
+            owner = self.registry.command_owners[name]
+            raise PluginError(f"plugin {owner}: its command {name} failed with {described(error)}") from error
+
+        passing = (QSyncError, SystemExit, click.ClickException, click.exceptions.Exit, click.Abort)
+        with guard("the command", failed, passing=passing, program=True):
+            return super().invoke(ctx)
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; a QSyncError becomes one line on standard error and exit status 1."""

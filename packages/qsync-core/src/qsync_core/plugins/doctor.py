@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import platform
+from collections.abc import Callable
 
 import attrs
+from attrs.validators import instance_of
 
+from qsync_core.errors import PluginError
 from qsync_core.plugins import compat
 
 
@@ -30,10 +33,10 @@ class DoctorLine:
         advice: what to do about it, empty where there is nothing to do.
     """
 
-    topic: str
-    finding: str
+    topic: str = attrs.field(validator=instance_of(str))
+    finding: str = attrs.field(validator=instance_of(str))
     status: Status = attrs.field(default=Status.OK, converter=Status)
-    advice: str = ""
+    advice: str = attrs.field(default="", validator=instance_of(str))
 
 
 def core_lines() -> list[DoctorLine]:
@@ -41,3 +44,13 @@ def core_lines() -> list[DoctorLine]:
     lines = [DoctorLine("python", f"{platform.python_version()} on {platform.platform(terse=True)}", Status.INFO)]
     lines += [DoctorLine(name, version) for name, version in compat.installed_versions().items()]
     return lines
+
+
+def problem_lines(topic: str, find: Callable[[Callable[[str], None]], object]) -> list[DoctorLine]:
+    """A warning for each thing that ``find`` announces, or refuses with a PluginError."""
+    problems: list[str] = []
+    try:
+        find(problems.append)
+    except PluginError as error:
+        problems.append(str(error))
+    return [DoctorLine(topic, problem, Status.WARNING) for problem in problems]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import pluggy
 
-from qsync_core.errors import BackendError, CompatibilityError, PluginError, QSyncError
+from qsync_core.errors import BackendError, PluginError, QSyncError
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.plugins import compat, hooks
 from qsync_core.plugins.checked_backend import backend_problem, checked
 from qsync_core.plugins.doctor import DoctorLine
+from qsync_core.plugins.guard import guard, origin
 
 if TYPE_CHECKING:
     import click
@@ -59,9 +61,11 @@ class Registry:
 
     Attributes:
         disabled: plugins that do not take part, by name, with the reason.
+        command_owners: the plugin of each command that :meth:`commands` found, by the command's name.
     """
 
     disabled: dict[str, str] = attrs.field(factory=dict, init=False)
+    command_owners: dict[str, str] = attrs.field(factory=dict, init=False)
     _manager: pluggy.PluginManager = attrs.field(factory=lambda: pluggy.PluginManager("qsync"), init=False)
     _backends: list[KernelBackend] | None = attrs.field(default=None, init=False)
     _distributions: dict[str, str] = attrs.field(factory=dict, init=False)
@@ -103,7 +107,7 @@ class Registry:
             )
         self._distributions[name] = origin
         plugin = None
-        with self._blamed(name, "its import"):
+        with self._guarded(name, "its import"):
             plugin = entry_point.load()
         if name not in self.disabled:
             self.register(plugin, name)
@@ -116,36 +120,32 @@ class Registry:
         """
         if self._manager.has_plugin(name):
             raise PluginError(f"two plugins are called {name!r}; give one of them another name")
-        try:
-            self._manager.register(plugin, name)
-            for function in self._hook_names(plugin):
-                if not hasattr(hooks, function):
-                    raise PluginError(f"there is no hook {function!r}; see docs/hooks.md")
-                options = self._manager.parse_hookimpl_opts(plugin, function)
-                if options is not None and (options["wrapper"] or options["hookwrapper"]):
-                    raise PluginError(f"{function} is a wrapper, which QSync's hooks do not have; see docs/hooks.md")
-        except (pluggy.PluginValidationError, PluginError, ValueError) as error:
-            self._disable(name, f"its hooks do not fit: {_one_line(error)}")
+        with self._guarded(name, "reading its hooks"):
+            try:
+                self._manager.register(plugin, name)
+                self._check_hooks(plugin)
+            except (pluggy.PluginValidationError, PluginError) as error:
+                self._disable(name, f"its hooks do not fit: {' '.join(str(error).split())}")
 
-    def _hook_names(self, plugin: Any) -> list[str]:
-        return [n for n in dir(plugin) if n.startswith("qsync_") and self._manager.parse_hookimpl_opts(plugin, n) is not None]
+    def _check_hooks(self, plugin: Any) -> None:
+        for function in dir(plugin):
+            options = self._manager.parse_hookimpl_opts(plugin, function) if function.startswith("qsync_") else None
+            if options is None:
+                continue
+            if not hasattr(hooks, function):
+                raise PluginError(f"there is no hook {function!r}; see docs/hooks.md")
+            if options["wrapper"] or options["hookwrapper"]:
+                raise PluginError(f"{function} is a wrapper, which QSync's hooks do not have; see docs/hooks.md")
 
     def _disable(self, name: str, reason: str) -> None:
         self.disabled[name] = reason
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
-        if self._backends is not None:
-            self._backends = None
+        self._backends = None
 
-    @contextlib.contextmanager
-    def _blamed(self, plugin: str, what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Around somebody else's code: what it raises, but for ``passing``, disables the plugin and must not stop the others."""
-        try:
-            yield
-        except passing:
-            raise
-        except (Exception, SystemExit) as error:
-            self._disable(plugin, f"{what} failed with {_describe(error)}")
+    def _guarded(self, plugin: str, what: str, passing: tuple[type[BaseException], ...] = ()) -> guard:
+        """A guard that disables the plugin."""
+        return guard(what, lambda sentence, error: self._disable(plugin, sentence), passing=passing)
 
     @property
     def plugins(self) -> list[str]:
@@ -157,7 +157,7 @@ class Registry:
         results = []
         implementations = getattr(self._manager.hook, hook).get_hookimpls()
         for implementation in sorted(implementations, key=lambda found: found.plugin_name):
-            with self._blamed(implementation.plugin_name, f"its {hook}"):
+            with self._guarded(implementation.plugin_name, f"its {hook}"):
                 results.append((implementation.plugin_name, _call(implementation, arguments)))
         return results
 
@@ -169,7 +169,7 @@ class Registry:
         """
         for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
             name, answer = implementation.plugin_name, None
-            with self._blamed(name, f"its {hook}", passing=(QSyncError,)):
+            with self._guarded(name, f"its {hook}", passing=(QSyncError,)):
                 answer = _call(implementation, arguments)
             if isinstance(answer, expected):
                 return answer
@@ -178,28 +178,72 @@ class Registry:
         return None
 
     def collect(self, hook: str, problem: Callable[[Any], str] = lambda offered: "") -> list[Any]:
-        """What all plugins offer through a ``qsync_register_…`` hook that returns a list, in order of the plugins' names.
+        """What all plugins offer through a hook that returns a list, in order of the plugins' names.
 
         Args:
             hook: which.
-            problem: what makes something that is offered unusable, empty where nothing does; it is left out, and ``disabled`` says
-                of which plugin it was.
+            problem: why an offer is unusable, empty where it is usable; an unusable one is left out, and ``disabled`` names it.
         """
         found: list[Any] = []
-        for name, offered in self._call_each(hook):
-            if not isinstance(offered, (list, tuple)):
-                self._disable(name, f"its {hook} must return a list, got {type(offered).__name__}")
+        for name, offers in self._call_each(hook):
+            if not isinstance(offers, (list, tuple)):
+                self._disable(name, f"its {hook} must return a list, got {type(offers).__name__}")
                 continue
             usable = []
-            for one in offered:
-                what = f"{type(one).__module__}.{type(one).__qualname__}"
-                with self._blamed(name, f"what it offers, {what},"):
-                    if reason := problem(one):
-                        self.disabled[f"{name} ({what})"] = reason
+            for offered in offers:
+                with self._guarded(name, f"what it offers, {origin(offered)},"):
+                    if reason := problem(offered):
+                        self.disabled[f"{name} ({origin(offered)})"] = reason
                     else:
-                        usable.append(one)
+                        usable.append(offered)
             if name not in self.disabled:
                 found.extend(usable)
+        return found
+
+    def collect_named(
+        self,
+        hook: str,
+        kind: str,
+        lacks: Callable[[Any], str],
+        *,
+        taken: Iterable[str] = (),
+        announce: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Any]:
+        """The objects with a ``name`` that plugins offer through a hook, by that name.
+
+        Args:
+            hook: which.
+            kind: what is offered, for messages: ``indicator``.
+            lacks: which part of the interface an object lacks, empty for none; such an object is left out, as is a class, and one
+                whose name is not one word.
+            taken: names that are given already.
+            announce: receives a sentence on every plugin that this call disables, or of which it leaves something out.
+
+        Raises:
+            PluginError: for two of one name.
+        """
+
+        def problem(offered: Any) -> str:
+            if isinstance(offered, type):
+                reason = "it is a class, where an instance of it is asked for"
+            elif lacking := lacks(offered):
+                reason = lacking
+            elif not isinstance(offered.name, str) or not re.fullmatch(r"[^\s,]+", offered.name):
+                reason = f"its name is {offered.name!r}, and must be text without blanks and commas"
+            else:
+                return ""
+            return f"{reason}; fix or uninstall that plugin"
+
+        known, names = set(self.disabled), set(taken)
+        found: dict[str, Any] = {}
+        for offered in self.collect(hook, problem):
+            if offered.name in names:
+                raise PluginError(f"two {kind}s are called {offered.name!r}; uninstall the plugin with the second, or rename it")
+            names.add(offered.name)
+            found[offered.name] = offered
+        for plugin, reason in self.disabled.items():
+            if plugin not in known:
+                announce(f"plugin {plugin} is disabled: {reason}")
         return found
 
     def commands(self, taken: Iterable[str] = ()) -> dict[str, click.Command]:
@@ -210,15 +254,18 @@ class Registry:
         for implementation in sorted(self._manager.hook.qsync_register_commands.get_hookimpls(), key=lambda i: i.plugin_name):
             group = click.Group()
             name = implementation.plugin_name
-            with self._blamed(name, "its qsync_register_commands"):
+            with self._guarded(name, "its qsync_register_commands"):
                 _call(implementation, {"cli": group})
             if name in self.disabled:
                 continue
-            clash = sorted((set(found) | set(taken)) & set(group.commands))
-            if clash:
+            if strange := [command for command, value in group.commands.items() if not isinstance(value, click.Command)]:
+                self._disable(name, f"what it registers as {strange[0]!r} is no click command")
+                continue
+            if clash := sorted((set(found) | set(taken)) & set(group.commands)):
                 self._disable(name, f"it registers the command {clash[0]!r}, which exists already")
                 continue
             found.update(group.commands)
+            self.command_owners.update(dict.fromkeys(group.commands, name))
         return found
 
     def doctor_lines(self) -> list[DoctorLine]:
@@ -267,8 +314,7 @@ class Registry:
                     self._disable(plugin, f"its qsync_register_backends must return a list of backends, got {got}")
                     continue
                 for backend in offered:
-                    name = str(getattr(backend, "name", None))
-                    problem = backend_problem(backend)
+                    name, problem = _name_and_problem(backend)
                     if problem:
                         self.disabled[f"{plugin} (backend {name})"] = problem
                         self._unusable[name] = problem
@@ -363,6 +409,15 @@ class Registry:
         return found
 
 
+def _name_and_problem(backend: Any) -> tuple[str, str]:
+    """The name of a backend that a plugin offers, and why it cannot be used (empty where it can)."""
+    name, problems = "", [""]
+    with guard("looking at it", lambda sentence, error: problems.append(sentence)):
+        name = str(getattr(backend, "name", None))
+        problems.append(backend_problem(backend))
+    return name, problems[-1]
+
+
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
     """A plugin's function with those of the hook's arguments that it takes."""
     return implementation.function(*(arguments[name] for name in implementation.argnames))
@@ -374,7 +429,7 @@ def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore |
             return Answer(backend.name, tuple(reasons))
         configs = [config.text for config in backend.candidate_configs(request)]
     except BackendError as error:  # a backend that fails here can not run the request, and the others may
-        return Answer(backend.name, (_one_line(error).removeprefix(f"backend {backend.name}: "),))
+        return Answer(backend.name, (" ".join(str(error).split()).removeprefix(f"backend {backend.name}: "),))
     match = store.look_up(backend.name, request, configs) if store is not None else None
     if match is None:
         return Answer(backend.name, config=configs[0] if configs else "")
@@ -387,13 +442,3 @@ def _refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:
         return f"no kernel backend is installed that could run {what}; install qsync-torch for the reference backend"
     said = "; ".join(f"{name}: {', '.join(why)}" for name, why in sorted(reasons.items()))
     return f"no kernel backend can run {what} ({said})"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, CompatibilityError):
-        return _one_line(error)
-    return f"{type(error).__name__}: {_one_line(error)}"

@@ -111,7 +111,7 @@ def _others(
     from qsync_core.errors import QSyncError
     from qsync_planner.indicate import indicate
     from qsync_planner.indicators import available_indicators
-    from qsync_planner.indicators.blame import blamed, observed_collectors
+    from qsync_planner.indicators.registry import guarded, observed_collectors
 
     if against is not None:
         names = dict.fromkeys(filter(None, (name.strip() for name in against.split(","))))
@@ -121,7 +121,7 @@ def _others(
     notes: list[str] = []
     for name, indicator in available_indicators(announce=notes.append).items():
         try:
-            with blamed(indicator, observations):
+            with guarded(indicator, observations):
                 if name != first and set(observed).issuperset(indicator.collectors):
                     found[name] = indicate(observations, dag, variants, indicator)
         except QSyncError as error:

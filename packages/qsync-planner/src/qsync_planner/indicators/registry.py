@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from qsync_core.errors import ObservationError
+from qsync_core.errors import ObservationError, PluginError, QSyncError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.observations import Observations
-from qsync_core.plugins.contributions import contributed, ignore
+from qsync_core.plugins.guard import guard, origin
 from qsync_core.plugins.registry import Registry
-from qsync_planner.indicators.blame import observed_collectors
 from qsync_planner.indicators.hessian import Hessian
 from qsync_planner.indicators.hutchinson import Hutchinson
 from qsync_planner.indicators.interface import Indicator
@@ -23,13 +22,42 @@ AUTO = "auto"
 AUTO_ORDER: tuple[Indicator, ...] = (Hutchinson(), LossVar(), Hessian(), Paper())
 """By what plans made from them cost in true error (rows ``I-equal-time-…`` of docs/results/indicator.json)."""
 
+_RUN = "run"
+"""Not a collector: what a run writes of itself (its loss)."""
+
+
+def observed_collectors(observations: Observations) -> list[str]:
+    """Collectors that wrote anything, by name."""
+    return sorted({series.collector for series in observations.series} - {_RUN})
+
+
+def guarded(indicator: Indicator, observations: Observations | None) -> guard:
+    """The guard around what an indicator answers; its errors are a PluginError that names it and its class.
+
+    Where it read a term that is not there, the error lists the collectors that it reads and those that ran.
+    """
+
+    def failed(sentence: str, error: BaseException) -> NoReturn:
+        advice = "fix its plugin, or choose another indicator"
+        if isinstance(error, KeyError) and observations is not None:
+            reads, holds = list(map(str, indicator.collectors)), observed_collectors(observations)
+            sentence += f"; it reads terms of {', '.join(reads) or 'no collector'}, and the observations hold terms of "
+            sentence += ", ".join(holds) or "no collector"
+            if missing := [name for name in reads if name not in holds]:
+                advice = f"run 'qsync observe' with --collectors {','.join([*holds, *missing])}"
+        raise PluginError(f"{sentence}; {advice}") from error
+
+    return guard(f"indicator {indicator.name!r} ({origin(indicator)})", failed, passing=(QSyncError,))
+
 
 def builtin_indicators() -> list[Indicator]:
     """The indicators of this package."""
     return [Hutchinson(), LossVar(), Paper(), RandomScheme(), Hessian()]
 
 
-def available_indicators(registry: Registry | None = None, announce: Callable[[str], None] = ignore) -> dict[str, Indicator]:
+def available_indicators(
+    registry: Registry | None = None, announce: Callable[[str], None] = lambda text: None
+) -> dict[str, Indicator]:
     """All indicators by name.
 
     Args:
@@ -40,8 +68,8 @@ def available_indicators(registry: Registry | None = None, announce: Callable[[s
         PluginError: when a plugin's indicator has a name that is taken.
     """
     found = {indicator.name: indicator for indicator in builtin_indicators()}
-    return found | contributed(
-        registry or Registry.load(), "qsync_register_indicators", "indicator", _lacks, taken=found, announce=announce
+    return found | (registry or Registry.load()).collect_named(
+        "qsync_register_indicators", "indicator", _lacks, taken=found, announce=announce
     )
 
 

@@ -14,7 +14,7 @@ from qsync_core.errors import ObservationError, PluginError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_core.plugins.contributions import contributed, ignore
+from qsync_core.plugins.guard import described, guard, origin
 from qsync_core.plugins.registry import Registry
 from qsync_torch.observing.call_hooks import Tap
 from qsync_torch.observing.collector import (
@@ -30,7 +30,7 @@ from qsync_torch.observing.record import JobFault, Key, Record
 AnyCollector = Collector | StepCollector
 
 
-def installed_collectors(announce: Callable[[str], None] = ignore) -> dict[str, AnyCollector]:
+def installed_collectors(announce: Callable[[str], None] = lambda text: None) -> dict[str, AnyCollector]:
     """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name.
 
     Args:
@@ -39,7 +39,7 @@ def installed_collectors(announce: Callable[[str], None] = ignore) -> dict[str, 
     Raises:
         PluginError: for two of one name.
     """
-    return contributed(Registry.load(), "qsync_register_collectors", "collector", _lacks, announce=announce)
+    return Registry.load().collect_named("qsync_register_collectors", "collector", _lacks, announce=announce)
 
 
 def _lacks(offered: Any) -> str:
@@ -49,7 +49,7 @@ def _lacks(offered: Any) -> str:
     return "it lacks part of a collector's interface (name, and collect or collect_step)"
 
 
-def default_collectors(announce: Callable[[str], None] = ignore) -> list[AnyCollector]:
+def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:
     """Those that run unless others are asked for: all but the ones that say ``by_default = False`` because they take long."""
     return [collector for collector in installed_collectors(announce).values() if getattr(collector, "by_default", True)]
 
@@ -133,7 +133,7 @@ class RunningCollectors:
         """
         found: dict[Key, float] = {}
         for collector in [c for c in self.active if isinstance(c, StepCollector)]:
-            with self._blamed(collector, step.update, record):
+            with self._guarded(collector, step.update, record):
                 numbers = collector.collect_step(step, self.variants)
                 found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()), step)
         return found
@@ -149,7 +149,7 @@ class RunningCollectors:
             for call in tap.calls():
                 op_id = call.operator.op_id
                 for collector in [c for c in self.active if isinstance(c, Collector)]:
-                    with self._blamed(collector, update, record):
+                    with self._guarded(collector, update, record):
                         numbers = collector.collect(call, self.variants)
                         found |= _keyed(collector, ((op_id, v, term, value) for (v, term), value in numbers.items()), call)
         return {key: value for key, value in found.items() if key[2] not in self.unavailable}
@@ -157,7 +157,7 @@ class RunningCollectors:
     def restore(self, model: torch.nn.Module, update: int, record: Record) -> None:
         """Hand collectors that ask for it what they wrote of the last observed update, before a run is continued."""
         for collector in [c for c in self.active if isinstance(c, RestoredCollector)]:
-            with self._blamed(collector, update, record):
+            with self._guarded(collector, update, record):
                 collector.restore(model, update, self.variants, record.last(collector.name))
                 self._restored.add(collector.name)
 
@@ -165,7 +165,7 @@ class RunningCollectors:
         """What they say that they cost."""
         each = first = 0.0
         for collector in list(self.active):
-            with self._blamed(collector, update, record):
+            with self._guarded(collector, update, record):
                 estimate = passes(collector, dag, self.variants)
                 if not getattr(collector, "measures_once", False):
                     each += estimate
@@ -186,29 +186,32 @@ class RunningCollectors:
         self.announce(f"without {name}: {reason}; observing goes on with {', '.join(self.names)}")
 
     @contextmanager
-    def _blamed(self, collector: AnyCollector, update: int, record: Record) -> Iterator[None]:
-        """Around a call of a collector: what it did not mean to raise is told in a sentence that names it."""
-        try:
-            yield
-        except CollectorUnavailable as reason:
-            if self.asked_for and record.wrote(collector.name):
-                raise ObservationError(f"collector {collector.name} fails at update {update} of {self.model}: {reason}") from None
-            record.forget(collector.name)
-            self.leave_out(collector.name, str(reason))
-        except JobFault:
-            raise
-        except ObservationError as error:
-            raise JobFault(str(error)) from error
-        except QSyncError:
-            raise
-        except Exception as error:  # somebody else's code may raise anything
-            what = f"failed at update {update} of {self.model} with {_described(error)}"
+    def _guarded(self, collector: AnyCollector, update: int, record: Record) -> Iterator[None]:
+        """Around a call of a collector: one that fails is named and left out, or ends the run that asked for it by name."""
+
+        def failed(sentence: str, error: BaseException) -> None:
+            what = f"failed at update {update} of {self.model} with {described(error)}"
             if self.asked_for:
                 raise PluginError(
-                    f"collector {collector.name} ({_origin(collector)}) {what}; name others with --collectors, or mend it"
+                    f"collector {collector.name} ({origin(collector)}) {what}; name others with --collectors, or fix it"
                 ) from error
             record.forget(collector.name)
             self.leave_out(collector.name, f"it {what}")
+
+        with guard(f"collector {collector.name}", failed, passing=(QSyncError,)):
+            try:
+                yield
+            except CollectorUnavailable as reason:
+                if self.asked_for and record.wrote(collector.name):
+                    raise ObservationError(
+                        f"collector {collector.name} fails at update {update} of {self.model}: {reason}"
+                    ) from None
+                record.forget(collector.name)
+                self.leave_out(collector.name, str(reason))
+            except JobFault:
+                raise
+            except ObservationError as error:
+                raise JobFault(str(error)) from error
 
 
 def _keyed(
@@ -217,18 +220,9 @@ def _keyed(
     """Numbers that are not finite are the job's fault where what was seen is not either, or the collector is QSync's own; that is
     found where they are recorded."""
     found = {(op_id, variant, collector.name, term): float(value) for op_id, variant, term, value in numbers}
-    if not _origin(collector).startswith("qsync_torch."):
+    if not origin(collector).startswith("qsync_torch."):
         wrong = next(((*key, value) for key, value in found.items() if not math.isfinite(value)), None)
         if wrong is not None and seen.is_finite():
             op_id, _, _, term, value = wrong
             raise ValueError(f"{term} of {'the model' if op_id is None else op_id} is {value}")
     return found
-
-
-def _origin(collector: AnyCollector) -> str:
-    return f"{type(collector).__module__}.{type(collector).__qualname__}"
-
-
-def _described(error: Exception) -> str:
-    text = " ".join(str(error).split())[:500]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
