@@ -59,3 +59,20 @@ def test_a_changelog_tells_each_version_once_and_as_it_is(distribution):
     assert len(versions) == len(set(versions))
     first = text.split("\n## ")[1] if len(versions) == 1 else ""
     assert re.findall(r"now the default|than before|instead of \d", first) == [], "a first version has nothing to compare with"
+
+
+@pytest.mark.parametrize("distribution", MODULES)
+def test_the_modules_that_a_readme_names_exist(distribution):
+    text = (ROOT / "packages" / distribution / "README.md").read_text()
+    source = ROOT / "packages" / distribution / "src" / MODULES[distribution]
+    column = {"| module | what |": 1, "| what | where |": 2}
+    missing = []
+    for head, cell in column.items():
+        for table in text.split(head)[1:]:
+            rows = [line for line in table.split("\n\n")[0].splitlines()[2:] if line.startswith("|")]
+            names = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[cell])]
+            places = [*source.rglob("*.py"), *source.rglob("*/")]
+            known = {".".join(place.relative_to(source).with_suffix("").parts) for place in places}
+            known |= {name.rpartition(".")[2] for name in known}
+            missing += [name for name in names if name not in known]
+    assert missing == []
