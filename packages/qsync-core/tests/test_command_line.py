@@ -27,7 +27,8 @@ from qsync_core.kernels.backend import KernelRequest
 from qsync_core.plugins import registry
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.hooks import hookimpl
-from qsync_core.tuning.search import TuningRecord, TuningStore
+from qsync_core.tuning.record import TuningRecord
+from qsync_core.tuning.store import TuningStore
 
 
 class Plugin:

@@ -14,18 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_core.errors import ArtifactError, BackendError
-from qsync_core.kernels.backend import Kernel, KernelConfig, KernelRequest
-from qsync_core.tuning.search import (
-    CompilingBackend,
-    DeviceLostError,
-    Effort,
-    Measurement,
-    TuningKey,
-    TuningRecord,
-    TuningStore,
-    tune,
-)
-from qsync_core.tuning.store import _Contents
+from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelConfig, KernelRequest
+from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord
+from qsync_core.tuning.search import DeviceLostError, Effort, tune
+from qsync_core.tuning.store import TuningStore, _Contents
 
 
 def measure(kernel: Kernel, request: KernelRequest, samples: int) -> int:
@@ -272,7 +264,7 @@ def test_errors_name_the_reasons(store: TuningStore) -> None:
 def test_a_store_that_can_not_be_written(store: TuningStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store.path = tmp_path / "file" / "tuning.jsonl"
-    with pytest.raises(ArtifactError, match=r"can not write tuning records to .*: (Not a directory|File exists)"):
+    with pytest.raises(ArtifactError, match=r"cannot write tuning records to .*: (Not a directory|File exists)"):
         tune(FakeBackend(), LINEAR_INT8, measure, store)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.tuning.search import CompilingBackend
+from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec, Op
 
 _RUN_TIME = re.compile(r";(raster|swizzle|splits)=[^;]*")
 """Knobs that one compiled library takes as arguments."""

@@ -13,7 +13,8 @@ from typing import Any
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
-from qsync_core.tuning.search import Effort, TuningStore, tune
+from qsync_core.tuning.search import Effort, tune
+from qsync_core.tuning.store import TuningStore
 from qsync_torch.kernels.selection import find_backends
 
 from .bench import Bench, Row, ratio

@@ -10,7 +10,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_core.kernels.choice import KernelChoice, OpChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
-from qsync_core.tuning.search import TuningRecord
+from qsync_core.tuning.record import TuningRecord
 from qsync_torch.kernels.store import open_store
 from qsync_torch.tuning.chooser import Chosen, KernelChooser
 

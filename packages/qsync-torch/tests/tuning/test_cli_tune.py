@@ -234,7 +234,7 @@ def test_joining_into_a_link_writes_the_file_behind_it(qsync, install, tmp_path)
         ),
         (
             ["tune", "--merge", "nowhere.jsonl", "-o", "x.jsonl"],
-            "can not read tuning records from nowhere.jsonl: there is no such file",
+            "cannot read tuning records from nowhere.jsonl: there is no such file",
         ),
         (["tune", "no-such-model", "--device", "cpu"], ""),
         (["tune", "dag.qsync", "--device", "cpu", "--batch-size", 2], "dag.qsync is a graph, whose batch size is fixed"),

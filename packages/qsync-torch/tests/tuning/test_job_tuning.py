@@ -13,7 +13,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
 from qsync_core.kernels.requests import CallShapes, OperatorRequest
-from qsync_core.tuning.search import Effort, TuningRecord
+from qsync_core.tuning.record import TuningRecord
+from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.store import describe_device, open_store, store_of_request
 from qsync_torch.tracing.trace import trace

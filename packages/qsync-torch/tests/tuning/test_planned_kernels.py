@@ -11,7 +11,7 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes, operator_requests
-from qsync_core.tuning.search import TuningRecord
+from qsync_core.tuning.record import TuningRecord
 from qsync_torch import apply_
 from qsync_torch.apply import kernel_check as planned_kernels
 from qsync_torch.kernels import selection as kernel_selection

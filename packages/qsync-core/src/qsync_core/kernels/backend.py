@@ -9,6 +9,7 @@ import attrs
 
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.variant import Variant
+from qsync_core.progress import ProgressCallback
 
 BACKEND_API_VERSION = 1
 """Backends of another API version are reported by name and not offered."""
@@ -120,5 +121,30 @@ class KernelBackend(Protocol):
 
         Raises:
             BackendError: naming operator, shapes, formats and configuration.
+        """
+        ...
+
+
+@runtime_checkable
+class CompilingBackend(Protocol):
+    """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU.
+
+    Knobs that are passed to a compiled kernel when it is launched are called ``raster``, ``splits`` and ``swizzle`` in the texts of
+    its configurations (``tile=128x64x64;swizzle=4``): configurations that differ in these alone are one kernel.
+    """
+
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
+        """Compile the candidates of requests that the backend supports, into its cache.
+
+        Args:
+            requests: what is going to run.
+            arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
+            progress: told how many kernels are done.
+
+        Returns:
+            Whatever the backend tells; its attribute ``kernels``, if it has one, is how many kernels are in the cache for them now.
+
+        Raises:
+            BackendError: when a compiler is missing, or a kernel does not compile.
         """
         ...

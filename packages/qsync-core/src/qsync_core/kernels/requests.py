@@ -90,11 +90,24 @@ def operator_requests(
         found.append(OperatorRequest(role, request, result, source))
 
     def quantize(
-        role: str, shape: tuple[int, ...], precision: Precision, granularity: Granularity, source: Precision, **flags: bool
+        role: str,
+        shape: tuple[int, ...],
+        precision: Precision,
+        granularity: Granularity,
+        source: Precision,
+        *,
+        multiplied: bool = False,
+        transposed: bool = False,
     ) -> None:
         quantization = quantization_variant(precision, granularity, variant.rounding)
         request = KernelRequest(
-            Op.QUANTIZE, quantization, (shape,), device_kind=device_kind, compute_capability=compute_capability, **flags
+            Op.QUANTIZE,
+            quantization,
+            (shape,),
+            device_kind=device_kind,
+            compute_capability=compute_capability,
+            multiplied=multiplied,
+            transposed=transposed,
         )
         found.append(OperatorRequest(role, request, shape, source))
 

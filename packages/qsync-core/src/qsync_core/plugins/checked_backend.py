@@ -10,11 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelBackend, KernelConfig, KernelRequest, KernelSpec
+from qsync_core.kernels.backend import (
+    BACKEND_API_VERSION,
+    CompilingBackend,
+    Kernel,
+    KernelBackend,
+    KernelConfig,
+    KernelRequest,
+    KernelSpec,
+)
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME
 from qsync_core.plugins.guard import guard
 from qsync_core.progress import ProgressCallback
-from qsync_core.tuning.search import CompilingBackend
 
 T = TypeVar("T")
 _METHODS = ("kernel_specs", "unsupported_reasons", "candidate_configs", "build")

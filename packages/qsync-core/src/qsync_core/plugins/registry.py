@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
-    from qsync_core.tuning.search import TuningStore
+    from qsync_core.tuning.store import TuningStore
 
 
 class _DefaultSelection:

@@ -12,81 +12,14 @@ import os
 import re
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import attrs
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
-from qsync_core.progress import ProgressCallback
 from qsync_core.tuning.record import Measurement, TuningKey, TuningRecord
-from qsync_core.tuning.store import Match, TuningStore, default_store_path, merge_stores
-
-# ---- merged from qsync_core.tuning.search
-# Which failures of a kernel say nothing about its configuration: a full disk or too little memory may pass.
-
-_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-_SAID = re.compile(
-    "|".join(
-        [
-            # What a compiler prints, whose output is all that is left of its error.
-            *(re.escape(os.strerror(number)) for number in _PASSING),
-            "CUDA error: out of memory",
-            "CUDA out of memory",
-            "killed by signal",
-            "died due to signal",
-            "one of its steps was killed",
-        ]
-    )
-)
-
-
-def is_temporary(error: BaseException) -> bool:
-    """Whether a failure comes of what the machine lacked at that moment.
-
-    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, a compiler that
-    was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
-    """
-    return any(_is_passing(one) for one in _chain(error))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it; also one that ``raise … from None`` keeps from being shown."""
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
-
-
-def _is_passing(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _PASSING
-    # torch.OutOfMemoryError; torch itself is not imported here.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
-        return True
-    return _SAID.search(str(error)) is not None
-
-
-# ---- from here on: qsync_core.tuning.search
-
-__all__ = [
-    "CompilingBackend",
-    "DeviceLostError",
-    "Effort",
-    "Match",
-    "Measure",
-    "Measurement",
-    "TuningKey",
-    "TuningRecord",
-    "TuningStore",
-    "default_store_path",
-    "merge_stores",
-    "tune",
-]
+from qsync_core.tuning.store import TuningStore
 
 
 class Measure(Protocol):
@@ -104,31 +37,6 @@ class Measure(Protocol):
 
 class DeviceLostError(BackendError):
     """A kernel left the device unusable for this process; its configuration is recorded as failed, and tuning must start again."""
-
-
-@runtime_checkable
-class CompilingBackend(Protocol):
-    """What a backend also has if its kernels can be compiled ahead of time, several at once, on a machine without a GPU.
-
-    Knobs that are passed to a compiled kernel when it is launched are called ``raster``, ``splits`` and ``swizzle`` in the texts of
-    its configurations (``tile=128x64x64;swizzle=4``): configurations that differ in these alone are one kernel.
-    """
-
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
-        """Compile the candidates of requests that the backend supports, into its cache.
-
-        Args:
-            requests: what is going to run.
-            arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
-            progress: told how many kernels are done.
-
-        Returns:
-            Whatever the backend tells; its attribute ``kernels``, if it has one, is how many kernels are in the cache for them now.
-
-        Raises:
-            BackendError: when a compiler is missing, or a kernel does not compile.
-        """
-        ...
 
 
 @attrs.frozen
@@ -281,3 +189,49 @@ class _Search:
         """Those that were measured and run, the fastest first; of equal ones the earlier."""
         ran = [c for c in configs if (found := self._found.get(c.text)) is not None and not found.failure]
         return sorted(ran, key=self.latency_ns)
+
+
+_PASSING = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_SAID = re.compile(
+    "|".join(
+        [
+            # What a compiler prints, whose output is all that is left of its error.
+            *(re.escape(os.strerror(number)) for number in _PASSING),
+            "CUDA error: out of memory",
+            "CUDA out of memory",
+            "killed by signal",
+            "died due to signal",
+            "one of its steps was killed",
+        ]
+    )
+)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether a failure comes of what the machine lacked at that moment.
+
+    That is, anywhere in the chain of errors: a full disk or quota, too little memory of the machine or the device, a compiler that
+    was killed by a signal.  Errors are also known by their text, because a backend reports what its compiler printed.
+    """
+    return any(_is_passing(one) for one in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that led to it; also one that ``raise … from None`` keeps from being shown."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _is_passing(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    # torch.OutOfMemoryError; torch itself is not imported here.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
+        return True
+    return _SAID.search(str(error)) is not None

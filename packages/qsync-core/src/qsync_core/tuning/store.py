@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -217,7 +217,7 @@ class TuningStore:
         """Keep a measurement, in the file too.
 
         Raises:
-            ArtifactError: when the file can not be written.
+            ArtifactError: when the file cannot be written.
         """
         self._append(measurement_line(key, config, found))
         self._contents.add_measurement(key, config, found)
@@ -226,7 +226,7 @@ class TuningStore:
         """Keep the result of a search, in the file too.
 
         Raises:
-            ArtifactError: when the file can not be written.
+            ArtifactError: when the file cannot be written.
         """
         self._append(record_line(record))
         self._contents.add_record(record)
@@ -236,15 +236,13 @@ class TuningStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path), open(self.path, "a+b") as file:
                 size = file.seek(0, os.SEEK_END)
-                start = HEADER if size == 0 else ""
-                if size:
-                    file.seek(size - 1)
-                    # A killed process may have left half a line, which must not swallow this one.
-                    start = "" if file.read(1) == b"\n" else "\n"
+                file.seek(max(0, size - 1))
+                # A run that was killed may have left half a line, which must not swallow this one.
+                start = HEADER if size == 0 else "" if file.read(1) == b"\n" else "\n"
                 file.write((start + line).encode())
             self.added += 1
         except OSError as error:
-            raise ArtifactError(f"can not write tuning records to {self.path}: {error.strerror or error}") from None
+            raise ArtifactError(f"cannot write tuning records to {self.path}: {error.strerror or error}") from None
 
 
 def merge_stores(inputs: Iterable[Path], output: Path) -> int:
@@ -258,12 +256,12 @@ def merge_stores(inputs: Iterable[Path], output: Path) -> int:
         How many finished searches the output has.
 
     Raises:
-        ArtifactError: when a file is missing, is no tuning store, or can not be written.
+        ArtifactError: when a file is missing, is no tuning store, or cannot be written.
     """
     joined = _Contents()
     for path in inputs:
         if not path.exists():
-            raise ArtifactError(f"can not read tuning records from {path}: there is no such file")
+            raise ArtifactError(f"cannot read tuning records from {path}: there is no such file")
         joined.add_all(read_contents(path))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -271,15 +269,17 @@ def merge_stores(inputs: Iterable[Path], output: Path) -> int:
             joined.add_all(read_contents(output))
             write_atomically(output, (HEADER + "".join(joined.lines())).encode())
     except OSError as error:
-        raise ArtifactError(f"can not write tuning records to {output}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot write tuning records to {output}: {error.strerror or error}") from None
     return len(joined.records)
 
 
 def read_contents(path: Path) -> _Contents:
-    """Everything a tuning file says; nothing where there is no file.  An unfinished last line is left out.
+    """Everything a tuning file says; nothing where there is no file.
+
+    Lines that cannot be read (half a line of a run that was killed, a slip of the hand) are left out with one warning.
 
     Raises:
-        ArtifactError: when it can not be read, or is no tuning file; with the line that is wrong.
+        ArtifactError: when the file cannot be read, or is no tuning file.
     """
     try:
         with open(path, "rb") as file:
@@ -287,7 +287,7 @@ def read_contents(path: Path) -> _Contents:
     except FileNotFoundError:
         return _Contents()
     except OSError as error:
-        raise ArtifactError(f"can not read tuning records from {path}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot read tuning records from {path}: {error.strerror or error}") from None
     if len(data) > _MAX_FILE_BYTES:
         raise ArtifactError(f"{path} is not a store of tuning records (more than {_MAX_FILE_BYTES} bytes)")
     contents = _Contents()
@@ -297,28 +297,26 @@ def read_contents(path: Path) -> _Contents:
             f"{path} is not a store of tuning records that this qsync-core reads (its first line must be {HEADER.strip()}); "
             "delete it, and tune again"
         )
+    unreadable: list[str] = []
     for number, line in enumerate(lines, start=2):
         if not line.strip():
             continue
         try:
             found = read_line(line.decode())
         except (ValueError, RecursionError) as error:
-            # Whole lines end with a newline: what follows the last one was not written to its end.
-            if not (line.startswith(b"{") and (number == len(lines) + 1 or _is_cut(line, error))):
-                raise ArtifactError(f"line {number} of {path} is no tuning record ({error}); delete that line") from None
+            unreadable.append(f"line {number}: {error}")
             continue
         if isinstance(found, TuningRecord):
             contents.add_record(found)
         else:
             contents.add_measurement(*found)
+    if unreadable:
+        warnings.warn(
+            f"{len(unreadable)} of the lines of {path} cannot be read and are left out, the first of them {unreadable[0]}; "
+            "half a line of a run that was killed needs no repair",
+            stacklevel=2,
+        )
     return contents
-
-
-def _is_cut(line: bytes, error: Exception) -> bool:
-    """Whether a line is the beginning of one: a killed process left it, and another went on in the next line."""
-    if isinstance(error, json.JSONDecodeError) and (error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg):
-        return True
-    return not line.rstrip().endswith(b"}")
 
 
 def _order(record: TuningRecord) -> tuple[int, str, str]:
@@ -327,7 +325,7 @@ def _order(record: TuningRecord) -> tuple[int, str, str]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change the store; where files can not be locked (no fcntl) the last writer wins."""
+    """Let one process at a time change the store; where files cannot be locked (no fcntl) the last writer wins."""
     try:
         import fcntl
     except ImportError:

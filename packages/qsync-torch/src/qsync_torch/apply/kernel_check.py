@@ -12,10 +12,9 @@ from torch import nn
 from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry, IntPair, pair
 from qsync_core.ir.op_id import OpId
-from qsync_core.kernels.backend import KernelConfig
+from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, split_chain
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
-from qsync_core.tuning.search import CompilingBackend
 from qsync_torch.apply.plan_fit import Addressed, Assigned
 from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.selection import (

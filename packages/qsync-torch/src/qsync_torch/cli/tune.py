@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from qsync_core.ir.variant import Variant
     from qsync_core.kernels.backend import KernelBackend
-    from qsync_core.tuning.search import TuningStore
+    from qsync_core.tuning.store import TuningStore
     from qsync_torch.tuning.job_tuning import JobTuning
 
 
@@ -187,7 +187,7 @@ def _compile(
     json_flag: bool,
 ) -> None:
     from qsync_core.ir.precision import Precision
-    from qsync_core.tuning.search import CompilingBackend
+    from qsync_core.kernels.backend import CompilingBackend
     from qsync_torch.tuning.job_tuning import capability_of, compile_requests, distinct_requests
 
     if arch is None:
@@ -235,7 +235,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _merge(inputs: tuple[Path, ...], output: Path | None, job: str | None, json_flag: bool) -> None:
-    from qsync_core.tuning.search import default_store_path, merge_stores
+    from qsync_core.tuning.store import default_store_path, merge_stores
 
     if job is not None:
         # `qsync tune --merge a b` reads b as JOB; two files are what people mean by that.

@@ -8,9 +8,8 @@ import warnings
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice, OpChoice, split_chain
-from qsync_core.tuning.search import CompilingBackend
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.store import store_of_request

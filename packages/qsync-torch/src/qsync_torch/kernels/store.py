@@ -10,7 +10,7 @@ import torch
 from qsync_core.errors import QSyncError
 from qsync_core.kernels.backend import KernelRequest
 from qsync_core.plugins.hooks import DeviceFacts
-from qsync_core.tuning.search import TuningStore, default_store_path
+from qsync_core.tuning.store import TuningStore, default_store_path
 from qsync_torch.devices import device_type, parse_device
 from qsync_torch.kernels.installed import installed
 
@@ -27,7 +27,7 @@ def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
 
     Args:
         device: which.
-        path: the file; by default :func:`qsync_core.tuning.search.default_store_path`.
+        path: the file; by default :func:`qsync_core.tuning.store.default_store_path`.
 
     Raises:
         ArtifactError: when the file is not a tuning store.

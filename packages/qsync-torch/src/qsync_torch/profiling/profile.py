@@ -98,7 +98,7 @@ def profile(
         ladder: variants a plan may use; float32 is always measured as well.
         backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
             tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
-        tuning: file of tuning records; :func:`qsync_core.tuning.search.default_store_path` by default.
+        tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
         progress: told how far it is.

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
-from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
+from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.requests import OperatorRequest
-from qsync_core.tuning.search import CompilingBackend
 from qsync_torch.tuning.kernel_library import LimitedBackend, choose_library, group_of, kernel_of
 
 Need = Future[None]

@@ -12,13 +12,14 @@ import torch
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelBackend, KernelRequest
+from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelRequest
 from qsync_core.kernels.choice import QUANTIZE_WEIGHT
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
 from qsync_core.progress import ProgressCallback, silent
-from qsync_core.tuning.record import formats_of
-from qsync_core.tuning.search import CompilingBackend, DeviceLostError, Effort, TuningRecord, TuningStore, tune
+from qsync_core.tuning.record import TuningRecord, formats_of
+from qsync_core.tuning.search import DeviceLostError, Effort, tune
+from qsync_core.tuning.store import TuningStore
 from qsync_torch.tuning.compiling import BackgroundCompiler
 from qsync_torch.tuning.kernel_library import LimitedBackend
 from qsync_torch.tuning.operands import rotating_sets
