@@ -16,10 +16,10 @@ from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
 from qsync_kernels_cutlass.architectures import architecture_of  # noqa: E402
 from qsync_kernels_cutlass.backend import CutlassBackend  # noqa: E402
-from qsync_kernels_cutlass.compile import compile_files  # noqa: E402
-from qsync_kernels_cutlass.config import ConvConfig  # noqa: E402
+from qsync_kernels_cutlass.compiling.compile import compile_files  # noqa: E402
+from qsync_kernels_cutlass.configs.config import ConvConfig  # noqa: E402
 from qsync_kernels_cutlass.kernels import conv2d  # noqa: E402
-from qsync_kernels_cutlass.request_sources import request_sources  # noqa: E402
+from qsync_kernels_cutlass.sources import request_sources  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -29,7 +29,7 @@ def stand_in_nvcc(tmp_path, monkeypatch):
 
     The script runs for compilations only; the questions about release and architectures have fixed answers.
     """
-    from qsync_kernels_cutlass import availability, toolchain
+    from qsync_kernels_cutlass.compiling import ahead, toolchain
 
     headers = tmp_path / "cutlass"
     (headers / "include" / "cutlass").mkdir(parents=True)
@@ -43,7 +43,7 @@ def stand_in_nvcc(tmp_path, monkeypatch):
     def forget() -> None:
         for cached in (toolchain.supported_archs, toolchain.nvcc_build):
             cached.cache_clear()
-        availability.forget()
+        ahead.forget()
 
     def install(script: str, archs: str = "sm_75 sm_80 sm_90") -> None:
         path = tmp_path / "cuda" / "bin" / "nvcc"

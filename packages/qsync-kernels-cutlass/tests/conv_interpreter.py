@@ -9,7 +9,7 @@ import ctypes
 
 import numpy as np
 
-from qsync_kernels_cutlass import abi
+from qsync_kernels_cutlass.compiling.library import Arguments
 
 _OUT = {"f32": np.float32, "f16": np.float16}
 
@@ -24,10 +24,10 @@ class Interpreter:
 
     def __init__(self, source) -> None:
         self.source = source
-        self.calls: list[abi.Arguments] = []
+        self.calls: list[Arguments] = []
 
-    def call(self, q: abi.Arguments, context: object) -> None:
-        self.calls.append(abi.Arguments.from_buffer_copy(q))
+    def call(self, q: Arguments, context: object) -> None:
+        self.calls.append(Arguments.from_buffer_copy(q))
         if "fold" in self.source.name:
             self._fold(q)
         elif "turn" in self.source.name:
@@ -35,7 +35,7 @@ class Interpreter:
         else:
             self._convolve(q, _OUT[self.source.name.rsplit("_", 1)[1]])
 
-    def _fold(self, q: abi.Arguments) -> None:
+    def _fold(self, q: Arguments) -> None:
         x = _memory(q.a, np.int8, q.images * q.in_h * q.in_w * q.in_c).reshape(q.images, q.in_h, q.in_w, q.in_c)
         out = _memory(q.out, np.int8, q.images * q.out_h * q.out_w * q.lda).reshape(q.images, q.out_h, q.out_w, q.lda)
         out[:] = 0
@@ -45,13 +45,13 @@ class Interpreter:
                 first = (dh * q.stride_w + dw) * q.in_c
                 out[:, h, w, first : first + q.in_c] = x[:, at_h, at_w]
 
-    def _turn(self, q: abi.Arguments) -> None:
+    def _turn(self, q: Arguments) -> None:
         shape = (q.out_c, q.filter_h, q.filter_w, q.in_c)
         w = _memory(q.b, np.int8, int(np.prod(shape))).reshape(shape)
         out = _memory(q.out, np.int8, w.size).reshape(q.in_c, q.filter_h, q.filter_w, q.out_c)
         out[:] = w[:, ::-1, ::-1].transpose(3, 1, 2, 0)
 
-    def _convolve(self, q: abi.Arguments, out_type: type) -> None:
+    def _convolve(self, q: Arguments, out_type: type) -> None:
         assert [value % 16 for value in (q.in_c, q.lda, q.stride_a, q.stride_b)] == [0, 0, 0, 0]
         assert max(q.stride_h, q.stride_w) <= 8
         assert q.out_c % (16 // np.dtype(out_type).itemsize) == 0

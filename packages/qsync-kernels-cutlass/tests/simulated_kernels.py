@@ -10,10 +10,10 @@ import ctypes
 
 import torch
 
-from qsync_kernels_cutlass import abi
-from qsync_kernels_cutlass.config import Family
-from qsync_kernels_cutlass.kernel_source import KernelSource
+from qsync_kernels_cutlass.compiling.library import Arguments
+from qsync_kernels_cutlass.configs.config import Family
 from qsync_kernels_cutlass.kernels.operands import DTYPES
+from qsync_kernels_cutlass.sources import KernelSource
 
 SHORT = {"s8": "int8", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
@@ -36,10 +36,10 @@ class SimulatedLibrary:
         self.name = source.name
         self.calls = 0
 
-    def workspace_bytes(self, q: abi.Arguments, context: object) -> int:
+    def workspace_bytes(self, q: Arguments, context: object) -> int:
         return 64
 
-    def call(self, q: abi.Arguments, context: object) -> None:
+    def call(self, q: Arguments, context: object) -> None:
         self.calls += 1
         if self.name == "transpose_bytes":
             assert q.m <= q.k <= q.ldo
@@ -52,7 +52,7 @@ class SimulatedLibrary:
         else:
             self._multiply(q)
 
-    def _convert(self, q: abi.Arguments, source: torch.dtype, target: torch.dtype) -> None:
+    def _convert(self, q: Arguments, source: torch.dtype, target: torch.dtype) -> None:
         assert q.n <= q.k <= q.ldo
         assert q.lda >= q.n
         out = memory(q.out, (q.m, q.k), (q.ldo, 1), target)
@@ -62,7 +62,7 @@ class SimulatedLibrary:
         out.zero_()
         out[:, : q.n] = values.to(target)
 
-    def _multiply(self, q: abi.Arguments) -> None:
+    def _multiply(self, q: Arguments) -> None:
         _, path, a_name, b_name, out_name, layout, *_ = self.name.split("_")
         a_dtype, b_dtype, out_dtype = (DTYPES[SHORT[name]] for name in (a_name, b_name, out_name))
         strides = []
@@ -78,7 +78,7 @@ class SimulatedLibrary:
         product = product + vector(q.bias, q.n if q.bias else 1, 0)
         memory(q.out, (q.m, q.n), out_strides, out_dtype).copy_(product)
 
-    def _insist_on_alignment(self, q: abi.Arguments, path: str, layout: str, operand_bytes: int, out_bytes: int) -> None:
+    def _insist_on_alignment(self, q: Arguments, path: str, layout: str, operand_bytes: int, out_bytes: int) -> None:
         operand, out = 16 // operand_bytes, 16 // out_bytes
         assert all(address % 16 == 0 for address in (q.a, q.b, q.out))
         assert (q.lda % operand, q.ldb % operand, q.ldo % out) == (0, 0, 0)

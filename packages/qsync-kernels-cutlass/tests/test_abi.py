@@ -8,9 +8,9 @@ import re
 import pytest
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import abi
-from qsync_kernels_cutlass.compile import TEMPLATES
-from qsync_kernels_cutlass.library import CallContext
+from qsync_kernels_cutlass.compiling import library
+from qsync_kernels_cutlass.compiling.compile import TEMPLATES
+from qsync_kernels_cutlass.compiling.library import CallContext
 
 HEADER = (TEMPLATES / "abi.h").read_text()
 
@@ -26,25 +26,25 @@ def declared_fields():
 
 
 def test_fields_have_the_same_order_and_kind():
-    mirrored = [(name, kind is ctypes.c_void_p) for name, kind in abi.Arguments._fields_]
+    mirrored = [(name, kind is ctypes.c_void_p) for name, kind in library.Arguments._fields_]
     assert list(declared_fields()) == mirrored
-    assert ctypes.sizeof(abi.Arguments) == 8 * len(mirrored)
+    assert ctypes.sizeof(library.Arguments) == 8 * len(mirrored)
 
 
 def test_statuses_have_the_same_numbers():
     declared = {name: int(number) for name, number in re.findall(r"#define QSYNC_(\w+) (\d+)", HEADER) if name != "EXPORT"}
     rasters = {name: declared.pop(name) for name in list(declared) if name.startswith("RASTER_")}
-    assert declared == {name: getattr(abi, name) for name in declared}
+    assert declared == {name: getattr(library, name) for name in declared}
     assert rasters == {
-        "RASTER_AUTO": abi.RASTER["auto"],
-        "RASTER_ALONG_M": abi.RASTER["m"],
-        "RASTER_ALONG_N": abi.RASTER["n"],
+        "RASTER_AUTO": library.RASTER["auto"],
+        "RASTER_ALONG_M": library.RASTER["m"],
+        "RASTER_ALONG_N": library.RASTER["n"],
     }
 
 
 def test_arguments_start_with_what_every_call_needs():
-    arguments = abi.Arguments(m=3, a=0x10)
-    assert arguments.struct_bytes == ctypes.sizeof(abi.Arguments)
+    arguments = library.Arguments(m=3, a=0x10)
+    assert arguments.struct_bytes == ctypes.sizeof(library.Arguments)
     assert (arguments.m, arguments.a, arguments.b) == (3, 0x10, None)
     assert (arguments.batch, arguments.groups, arguments.swizzle, arguments.splits) == (1, 1, 1, 1)
 
@@ -52,15 +52,15 @@ def test_arguments_start_with_what_every_call_needs():
 @pytest.mark.parametrize(
     ("status", "meaning"),
     [
-        (abi.MISALIGNED, "not aligned"),
-        (abi.WORKSPACE_TOO_SMALL, "workspace is missing or too small"),
-        (abi.CUDA_ERROR + 700, "CUDA reported error 700"),
+        (library.MISALIGNED, "not aligned"),
+        (library.WORKSPACE_TOO_SMALL, "workspace is missing or too small"),
+        (library.CUDA_ERROR + 700, "CUDA reported error 700"),
         (77, "unknown status 77"),
         (-1, "unknown status -1"),
     ],
 )
 def test_statuses_are_told_in_words(status, meaning):
-    assert meaning in abi.describe_status(status)
+    assert meaning in library.describe_status(status)
 
 
 def test_the_context_of_an_error_names_operator_shapes_formats_and_configuration():

@@ -11,8 +11,8 @@ from multiprocessing import get_context
 import pytest
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import cache as cache_module
-from qsync_kernels_cutlass.cache import KernelCache
+from qsync_kernels_cutlass.compiling import cache as cache_module
+from qsync_kernels_cutlass.compiling.cache import KernelCache
 
 KEY = "sm_90a-0123"
 CONTENT = b"machine code" * 100
@@ -127,9 +127,9 @@ def test_a_file_in_the_folders_place_is_refused(own_cache):
         KernelCache()
 
 
-def test_a_folder_that_can_not_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BackendError, match=r"can not be made \(.*\); set QSYNC_KERNEL_CACHE"):
+    with pytest.raises(BackendError, match=r"cannot be made \(.*\); set QSYNC_KERNEL_CACHE"):
         KernelCache(tmp_path / "file" / "kernels")
 
 
@@ -236,12 +236,12 @@ def test_a_folder_that_really_belongs_to_somebody_else_is_refused(own_cache):
         KernelCache()
 
 
-def test_a_cache_that_can_not_be_written_is_told(cache, own_cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_told(cache, own_cache, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache_module, "_write", full)
-    with pytest.raises(BackendError, match=r"can not be written \(No space left on device\)"):
+    with pytest.raises(BackendError, match=r"cannot be written \(No space left on device\)"):
         put(cache)
     assert os.listdir(own_cache) == []
 

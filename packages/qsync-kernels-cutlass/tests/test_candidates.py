@@ -6,10 +6,10 @@ import pytest
 from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.kernels.backend import Op
-from qsync_kernels_cutlass import candidates, latency_model, validity
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.config import Family, GemmConfig, Iterator, Schedule
-from qsync_kernels_cutlass.problem import problem_of
+from qsync_kernels_cutlass.configs import candidates, latency_model, validity
+from qsync_kernels_cutlass.configs.config import AddressIterator, Family, GemmConfig, Schedule
+from qsync_kernels_cutlass.configs.problem import problem_of
 
 CHIPS = [SM_75, SM_80, SM_86, SM_89, SM_90A]
 REQUESTS = {
@@ -57,7 +57,7 @@ def test_every_accepted_convolution_has_a_configuration(arch):
         assert ranked
         assert {config.path for config in ranked} == {Family.MMA}
         assert all(validity.is_valid(config, arch, problem) for config in ranked)
-    assert {config.iterator for config in candidates.ranked(problem_of(long_filter), arch)} == {Iterator.ANALYTIC}
+    assert {config.iterator for config in candidates.ranked(problem_of(long_filter), arch)} == {AddressIterator.ANALYTIC}
 
 
 def test_large_products_take_large_tiles():

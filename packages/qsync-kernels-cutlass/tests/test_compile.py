@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import compile as compiling
-from qsync_kernels_cutlass.cache import KernelCache
-from qsync_kernels_cutlass.compile import cache_key, compile_all, compile_files, source_key
-from qsync_kernels_cutlass.kernel_source import KernelSource
-from qsync_kernels_cutlass.progress import ProgressLine, Silent
+from qsync_core.progress import silent
+from qsync_kernels_cutlass.compiling import compile as compiling
+from qsync_kernels_cutlass.compiling.cache import KernelCache
+from qsync_kernels_cutlass.compiling.compile import cache_key, compile_files, compiled, print_progress, source_key
+from qsync_kernels_cutlass.sources import KernelSource
 
 COPY = 'cat "$source" > "$out"'
 SOURCE = KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_80")
@@ -31,8 +31,8 @@ def compilations(tmp_path):
 
 def test_a_kernel_is_compiled_once(stand_in_nvcc, own_cache, tmp_path):
     stand_in_nvcc(COPY)
-    (first,) = compile_files([SOURCE], progress=Silent())
-    (second,) = compile_files([SOURCE], progress=Silent())
+    (first,) = compile_files([SOURCE], progress=silent)
+    (second,) = compile_files([SOURCE], progress=silent)
     assert first == second == own_cache / cache_key(SOURCE) / "kernel.so"
     assert first.read_text() == SOURCE.text
     assert len(compilations(tmp_path)) == 1
@@ -41,7 +41,7 @@ def test_a_kernel_is_compiled_once(stand_in_nvcc, own_cache, tmp_path):
 def test_sources_named_twice_are_compiled_once_and_come_in_order(stand_in_nvcc, own_cache, tmp_path):
     stand_in_nvcc(COPY)
     other = KernelSource("conv", "int y;", "sm_80")
-    paths = compile_files([SOURCE, other, SOURCE], 2, progress=Silent())
+    paths = compile_files([SOURCE, other, SOURCE], 2, progress=silent)
     assert [path.read_text() for path in paths] == [SOURCE.text, other.text, SOURCE.text]
     assert len(compilations(tmp_path)) == 2
 
@@ -52,7 +52,6 @@ def test_sources_named_twice_are_compiled_once_and_come_in_order(stand_in_nvcc, 
         KernelSource("gemm", '#include "abi.h"\nint y;\n', "sm_80"),
         KernelSource("gemm2", '#include "abi.h"\nint x;\n', "sm_80"),
         KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_75"),
-        KernelSource("gemm", '#include "abi.h"\nint x;\n', "sm_80", ("FAST",)),
     ],
 )
 def test_whatever_the_code_depends_on_is_in_the_key(stand_in_nvcc, other):
@@ -89,7 +88,7 @@ def test_versions_flags_and_templates_are_in_the_key(stand_in_nvcc, tmp_path, mo
 def test_a_compiler_that_fails_is_quoted_from_its_first_error(stand_in_nvcc, own_cache):
     stand_in_nvcc("echo a warning; echo 'gemm.cu(3): error: no tile' >&2; exit 2")
     with pytest.raises(BackendError) as raised:
-        compile_files([SOURCE], progress=Silent())
+        compile_files([SOURCE], progress=silent)
     assert str(raised.value) == "nvcc could not compile the kernel gemm for sm_80 (exit status 2): gemm.cu(3): error: no tile"
     assert os.listdir(own_cache) == []
 
@@ -98,46 +97,46 @@ def test_a_compiler_that_fails_is_quoted_from_its_first_error(stand_in_nvcc, own
 def test_a_compiler_that_was_killed_is_a_matter_of_memory(stand_in_nvcc, own_cache, script):
     stand_in_nvcc(f'echo half > "$out"; {script}')
     with pytest.raises(BackendError, match=r"kernel gemm for sm_80: .* killed.*want of memory; set QSYNC_COMPILE_JOBS"):
-        compile_files([SOURCE], progress=Silent())
+        compile_files([SOURCE], progress=silent)
     assert KernelCache().find(cache_key(SOURCE)) is None
     stand_in_nvcc(COPY)
-    assert compile_files([SOURCE], progress=Silent())[0].read_text() == SOURCE.text
+    assert compile_files([SOURCE], progress=silent)[0].read_text() == SOURCE.text
 
 
 def test_a_compiler_that_succeeds_without_output_has_failed(stand_in_nvcc, own_cache):
     stand_in_nvcc("exit 0")
     with pytest.raises(BackendError, match=r"exit status 0\): it said nothing"):
-        compile_files([SOURCE], progress=Silent())
+        compile_files([SOURCE], progress=silent)
 
 
 def test_the_others_are_kept_when_one_fails(stand_in_nvcc, own_cache):
     stand_in_nvcc(f'grep -q bad "$source" && exit 3; {COPY}')
     bad = KernelSource("bad", "bad", "sm_80")
     with pytest.raises(BackendError, match="kernel bad for sm_80"):
-        compile_files([bad, SOURCE], 1, progress=Silent())
+        compile_files([bad, SOURCE], 1, progress=silent)
     assert KernelCache().find(cache_key(SOURCE)).read_text() == SOURCE.text
 
 
 def test_an_architecture_that_the_compiler_lacks_is_refused_with_those_it_has(stand_in_nvcc, own_cache, tmp_path):
     stand_in_nvcc(COPY)
     with pytest.raises(BackendError, match=r"nvcc 13.0 does not compile for sm_70, only for sm_75, sm_80, sm_90, sm_90a"):
-        compile_files([KernelSource("gemm", "int x;", "sm_70")], progress=Silent())
+        compile_files([KernelSource("gemm", "int x;", "sm_70")], progress=silent)
     assert compilations(tmp_path) == []
 
 
 def test_a_library_that_is_not_one_is_a_backend_error(stand_in_nvcc, own_cache):
     stand_in_nvcc(COPY)
-    with pytest.raises(BackendError, match=r"kernel\.so can not be loaded"):
-        compile_all([SOURCE], progress=Silent())
+    with pytest.raises(BackendError, match=r"kernel\.so cannot be loaded"):
+        compiled(SOURCE)
 
 
 def test_two_processes_compile_a_kernel_once(stand_in_nvcc, own_cache, tmp_path):
     # The second process starts when the first one compiles, which then ends after the second one was seen to wait.
     stand_in_nvcc(f"while [ ! -e '{tmp_path}/go' ]; do sleep 0.02; done; {COPY}")
     program = (
-        "import sys; from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.progress import Silent;"
-        "from qsync_kernels_cutlass.kernel_source import KernelSource;"
-        "print(compile_files([KernelSource('gemm', sys.argv[1], 'sm_80')], progress=Silent())[0].read_text() == sys.argv[1])"
+        "import sys; from qsync_kernels_cutlass.compiling.compile import compile_files; from qsync_core.progress import silent;"
+        "from qsync_kernels_cutlass.sources import KernelSource;"
+        "print(compile_files([KernelSource('gemm', sys.argv[1], 'sm_80')], progress=silent)[0].read_text() == sys.argv[1])"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program, SOURCE.text], stdout=subprocess.PIPE, text=True) for _ in range(2)
@@ -156,7 +155,7 @@ def test_an_interrupted_process_ends_its_compilers_and_leaves_nothing(stand_in_n
     program = (
         # A shell that starts its commands in the background has them ignore interrupts.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from qsync_kernels_cutlass.compile import compile_files; from qsync_kernels_cutlass.kernel_source import KernelSource;"
+        "from qsync_kernels_cutlass.compiling.compile import compile_files; from qsync_kernels_cutlass.sources import KernelSource;"
         "compile_files([KernelSource(n, 'int x;', 'sm_80') for n in ('one', 'two')], 1)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
@@ -178,8 +177,8 @@ def test_compilers_do_not_outlive_a_process_that_is_killed(stand_in_nvcc, own_ca
     """Not even one that compiles in another thread than the main one, which gets the signals."""
     stand_in_nvcc(f"sleep 100 & echo $$ $! > '{tmp_path}/pid'; wait")
     program = (
-        "import threading; from qsync_kernels_cutlass.compile import compile_files;"
-        "from qsync_kernels_cutlass.kernel_source import KernelSource;"
+        "import threading; from qsync_kernels_cutlass.compiling.compile import compile_files;"
+        "from qsync_kernels_cutlass.sources import KernelSource;"
         "thread = threading.Thread(target=compile_files, args=([KernelSource('one', 'int x;', 'sm_80')],));"
         "thread.start(); thread.join()"
     )
@@ -208,10 +207,10 @@ def test_a_programs_own_handler_of_termination_stays(stand_in_nvcc, own_cache, m
     stand_in_nvcc(COPY)
     before = signal.signal(signal.SIGTERM, handler := lambda number, frame: None)
     try:
-        compile_files([SOURCE], progress=Silent())
+        compile_files([SOURCE], progress=silent)
         assert signal.getsignal(signal.SIGTERM) is handler
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        compile_files([KernelSource("conv", "int y;", "sm_80")], progress=Silent())
+        compile_files([KernelSource("conv", "int y;", "sm_80")], progress=silent)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -219,11 +218,11 @@ def test_a_programs_own_handler_of_termination_stays(stand_in_nvcc, own_cache, m
 
 def test_without_a_compiler_a_library_from_elsewhere_is_taken(stand_in_nvcc, own_cache, monkeypatch, tmp_path):
     stand_in_nvcc(COPY)
-    (path,) = compile_files([SOURCE], progress=Silent())
+    (path,) = compile_files([SOURCE], progress=silent)
     monkeypatch.setattr(compiling.toolchain, "find_nvcc", lambda: None)
-    assert compile_files([SOURCE], progress=Silent()) == [path]
+    assert compile_files([SOURCE], progress=silent) == [path]
     with pytest.raises(BackendError, match=r"needs nvcc; install .*; the kernel conv was not compiled ahead either"):
-        compile_files([KernelSource("conv", "int y;", "sm_80")], progress=Silent())
+        compile_files([KernelSource("conv", "int y;", "sm_80")], progress=silent)
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many"])
@@ -247,35 +246,45 @@ def test_as_many_compilers_run_at_once_as_asked(stand_in_nvcc, own_cache, tmp_pa
     wait = f"while [ $(ls '{here}' | wc -l) -lt 2 ]; do sleep 0.02; done"
     stand_in_nvcc(f"touch '{here}/'$(basename \"$source\"); {wait}; {COPY}")
     sources = [KernelSource(name, name, "sm_80") for name in ("one", "two")]
-    assert [path.read_text() for path in compile_files(sources, 2, progress=Silent())] == ["one", "two"]
+    assert [path.read_text() for path in compile_files(sources, 2, progress=silent)] == ["one", "two"]
 
 
-def test_progress_is_told_once_a_kernel(stand_in_nvcc, own_cache, monkeypatch):
-    stand_in_nvcc(COPY)
-    stream = io.StringIO()
-    line = ProgressLine(stream)
-    # On a busy machine a compilation of nothing takes a second.
-    monkeypatch.setattr(line, "finished", lambda name, seconds, told=line.finished: told(name, 0.0))
-    compile_files([SOURCE, KernelSource("conv", "int y;", "sm_75")], 1, progress=line)
-    assert stream.getvalue() == (
-        "compiling 2 CUTLASS kernels for sm_75, sm_80 (once, then they are cached)\n"
-        "compiled gemm in 0 s (1 of 2)\ncompiled conv in 0 s (2 of 2)\n"
-        "compiled 2 CUTLASS kernels for sm_75, sm_80\n"
-    )
+def test_every_kernel_is_progress_also_one_that_fails(stand_in_nvcc, own_cache):
+    stand_in_nvcc('case "$source" in *bad*) exit 1;; esac; ' + COPY)
+    events = []
+    with pytest.raises(BackendError, match="kernel bad"):
+        compile_files([SOURCE, KernelSource("bad", "int y;", "sm_75")], 1, progress=lambda *event: events.append(event))
+    assert [(done, total) for done, total, _ in events] == [(0, 2), (1, 2), (2, 2)]
+    assert events[0][2] == "compiling CUTLASS kernels for sm_75, sm_80, once for all runs"
+    assert [re.sub(r"\d+", "0", what) for _, _, what in events[1:]] == ["compiled gemm in 0 s", "failed bad in 0 s"]
 
 
-def test_progress_on_a_terminal_is_one_line():
+def test_progress_is_a_line_each_and_one_line_on_a_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    stream = Terminal()
-    line = ProgressLine(stream)
-    line.start(2, ["sm_80"])
-    threads = [threading.Thread(target=line.finished, args=(name, 1.0)) for name in ("one", "two")]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    line.end()
-    counted = [f"compiling CUTLASS kernels for sm_80: {done} of 2" for done in (0, 1, 2, 2)]
-    assert stream.getvalue() == "".join(f"\r{text}" for text in counted) + "\n"
+    for stream, expected in (
+        (io.StringIO(), "compiling (0 of 2)\ncompiled one (1 of 2)\ncompiled two (2 of 2)\n"),
+        (Terminal(), "\r\x1b[Kcompiling (0 of 2)\r\x1b[Kcompiled one (1 of 2)\r\x1b[Kcompiled two (2 of 2)\n"),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for done, what in enumerate(("compiling", "compiled one", "compiled two")):
+            print_progress(done, 2, what)
+        assert stream.getvalue() == expected
+
+
+def test_progress_comes_from_one_thread_at_a_time(stand_in_nvcc, own_cache):
+    stand_in_nvcc(COPY)
+    inside, most, counts = [], [], []
+
+    def progress(done, total, what):
+        inside.append(what)
+        most.append(len(inside))
+        time.sleep(0.01)
+        counts.append(done)
+        inside.remove(what)
+
+    compile_files([KernelSource(name, name, "sm_80") for name in ("one", "two", "three")], 3, progress=progress)
+    assert max(most) == 1
+    assert counts == [0, 1, 2, 3]

@@ -15,13 +15,15 @@ from kernel_requests import INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Op
-from qsync_kernels_cutlass import abi, candidates, toolchain
+from qsync_core.progress import silent
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_90A
-from qsync_kernels_cutlass.compile import compile_all
-from qsync_kernels_cutlass.compile_ahead import compile_ahead
-from qsync_kernels_cutlass.problem import problem_of
-from qsync_kernels_cutlass.progress import Silent
-from qsync_kernels_cutlass.request_sources import request_sources
+from qsync_kernels_cutlass.compiling import toolchain
+from qsync_kernels_cutlass.compiling.ahead import compile_ahead
+from qsync_kernels_cutlass.compiling.compile import compile_files
+from qsync_kernels_cutlass.compiling.library import Arguments, Library
+from qsync_kernels_cutlass.configs import candidates
+from qsync_kernels_cutlass.configs.problem import problem_of
+from qsync_kernels_cutlass.sources import request_sources
 
 CHIPS = [SM_75, SM_80, SM_90A]
 REQUESTS = {
@@ -45,7 +47,7 @@ def libraries(request):
         pytest.skip(reason)
     sources = {name: request_sources(one, candidates.ranked(problem_of(one), chip)[0], chip) for name, one in REQUESTS.items()}
     flat = list(dict.fromkeys(source for found in sources.values() for source in found))
-    made = dict(zip(flat, compile_all(flat, progress=Silent()), strict=True))
+    made = {source: Library(path, source) for source, path in zip(flat, compile_files(flat, progress=silent), strict=True)}
     return chip, {name: [made[source] for source in found] for name, found in sources.items()}
 
 
@@ -70,19 +72,19 @@ def test_the_code_is_for_the_chip(libraries):
 def test_arguments_of_another_version_are_refused_before_anything_runs(libraries):
     for library in (library for found in libraries[1].values() for library in found):
         with pytest.raises(BackendError, match=r"the call failed: the library was compiled for other arguments"):
-            library.call(abi.Arguments(struct_bytes=8), "the call")
+            library.call(Arguments(struct_bytes=8), "the call")
 
 
 def test_sizes_that_no_kernel_takes_are_refused_before_anything_runs(libraries):
     product = libraries[1]["linear"][0]
     with pytest.raises(BackendError, match="the kernel does not take these sizes or strides"):
-        product.call(abi.Arguments(m=-1, n=8, k=16, lda=16, ldb=16, ldo=8), "the call")
+        product.call(Arguments(m=-1, n=8, k=16, lda=16, ldb=16, ldo=8), "the call")
 
 
 def test_compiling_ahead_needs_no_gpu_and_names_what_it_refuses(libraries):
     chip, found = libraries
     requests = [*REQUESTS.values(), linear(k=200_000)]
-    done = compile_ahead(requests, chip.name, Silent(), configs_per_request=1)
+    done = compile_ahead(requests, chip.name, silent, configs_per_request=1)
     assert done.requests == len(REQUESTS)
     assert done.kernels == len({library.source for several in found.values() for library in several})
     (refused,) = done.refused

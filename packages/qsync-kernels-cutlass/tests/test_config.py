@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Iterator, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.configs.config import AddressIterator, ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
 
 SIZE = st.integers(0, 10**6)
 SHAPE = st.tuples(SIZE, SIZE, SIZE)
@@ -26,7 +26,7 @@ SHARED = {
     "swizzle": SIZE,
 }
 GEMM = st.builds(GemmConfig, scheduler=st.sampled_from(Scheduler), **SHARED)
-CONV = st.builds(ConvConfig, iterator=st.sampled_from(Iterator), **SHARED)
+CONV = st.builds(ConvConfig, iterator=st.sampled_from(AddressIterator), **SHARED)
 
 
 @given(st.one_of(GEMM, CONV))

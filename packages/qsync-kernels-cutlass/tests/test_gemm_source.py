@@ -9,10 +9,10 @@ import pytest
 
 from qsync_core.kernels.backend import Op
 from qsync_kernels_cutlass.architectures import SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.compile import TEMPLATES
-from qsync_kernels_cutlass.config import Family, GemmConfig, Raster, Schedule, Scheduler
-from qsync_kernels_cutlass.gemm_source import convert_source, gemm_source, rows_contiguous, transpose_source
-from qsync_kernels_cutlass.problem import GemmProblem
+from qsync_kernels_cutlass.compiling.compile import TEMPLATES
+from qsync_kernels_cutlass.configs.config import Family, GemmConfig, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.configs.problem import GemmProblem
+from qsync_kernels_cutlass.sources import convert_source, gemm_source, rows_contiguous, transpose_source
 
 OUTPUT = GemmProblem(Op.LINEAR_OUTPUT, 1, 1, 1, "int8", "int8", "bfloat16")
 TMA = GemmConfig(Family.TMA, (128, 256, 128), cluster=(2, 1))
@@ -79,7 +79,7 @@ def test_simt_source_has_the_tile_and_no_warps():
 @pytest.mark.parametrize("config", [TMA, MMA, SIMT])
 def test_run_time_knobs_and_sizes_share_one_library(config):
     tuned = attrs.evolve(config, raster=Raster.ALONG_M, swizzle=4, splits=2)
-    larger = attrs.evolve(OUTPUT, m=4096, n=4096, k=4096, row_scales=True, column_scales=True)
+    larger = attrs.evolve(OUTPUT, m=4096, n=4096, k=4096)
     assert gemm_source(tuned, SM_90A, larger) == gemm_source(config, SM_90A, OUTPUT)
 
 

@@ -16,7 +16,7 @@ from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 from qsync_kernels_cutlass.architectures import SM_90A  # noqa: E402
-from qsync_kernels_cutlass.config import GemmConfig  # noqa: E402
+from qsync_kernels_cutlass.configs.config import GemmConfig  # noqa: E402
 from qsync_kernels_cutlass.kernels import linear, operands, product  # noqa: E402
 
 INT8 = attrs.evolve(Variant.of(Precision.INT8, output=Precision.BFLOAT16), grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -235,7 +235,7 @@ def test_bad_calls_are_named(change, message):
     kernel = build(Op.LINEAR_OUTPUT, INT8, "tma")
     kernel(*good.values())  # remembered: the checks hold for repeated calls too
     with pytest.raises(
-        BackendError, match=r"^linear\.output .* with the configuration path=tma;tile=128x128x128 can not run: "
+        BackendError, match=r"^linear\.output .* with the configuration path=tma;tile=128x128x128 cannot run: "
     ) as error:
         kernel(*(good | change).values())
     assert error.match(message)

@@ -14,15 +14,14 @@ from kernel_requests import FLOAT8, INT8, conv2d, linear
 
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Op
-from qsync_kernels_cutlass import toolchain, validity
+from qsync_core.progress import silent
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_86, SM_90A
-from qsync_kernels_cutlass.compile import compile_files
-from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Schedule, Scheduler
-from qsync_kernels_cutlass.conv_source import conv_source
-from qsync_kernels_cutlass.gemm_source import gemm_source
-from qsync_kernels_cutlass.kernel_source import KernelSource
-from qsync_kernels_cutlass.problem import ConvProblem, problem_of
-from qsync_kernels_cutlass.progress import Silent
+from qsync_kernels_cutlass.compiling import toolchain
+from qsync_kernels_cutlass.compiling.compile import compile_files
+from qsync_kernels_cutlass.configs import validity
+from qsync_kernels_cutlass.configs.config import ConvConfig, Family, GemmConfig, Schedule, Scheduler
+from qsync_kernels_cutlass.configs.problem import ConvProblem, problem_of
+from qsync_kernels_cutlass.sources import KernelSource, conv_source, gemm_source
 
 MOST_OVERESTIMATED = 2 * validity.SWIZZLE_ALIGNMENT + 256
 
@@ -106,7 +105,7 @@ def layout_source(header, arch, cases):
     lines, sizes = [f'#include "{header}"'], []
     for index, (problem, config) in enumerate(cases):
         if isinstance(problem, ConvProblem):
-            text = conv_source(config, arch.name, problem.out_format).text
+            text = conv_source(config, arch, problem.out_format).text
             kernel = text.split("using Kernel = ")[1].split(";")[0]
         else:
             text = gemm_source(config, arch, problem).text
@@ -126,7 +125,7 @@ def layout_source(header, arch, cases):
 def test_what_is_counted_is_what_the_compiler_lays_out(arch, header, cases):
     if reason := toolchain.arch_reason(toolchain.find_nvcc(), arch.name):
         pytest.skip(reason)
-    (path,) = compile_files([layout_source(header, arch, cases)], progress=Silent())
+    (path,) = compile_files([layout_source(header, arch, cases)], progress=silent)
     shared_bytes = ctypes.CDLL(str(path)).qsync_shared_bytes
     shared_bytes.restype, shared_bytes.argtypes = ctypes.c_int64, (ctypes.c_int64,)
     assert len(cases) > 2

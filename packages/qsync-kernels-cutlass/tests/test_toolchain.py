@@ -9,7 +9,8 @@ import pytest
 
 from qsync_core.errors import BackendError
 from qsync_core.plugins.doctor import Status
-from qsync_kernels_cutlass import plugin, toolchain
+from qsync_kernels_cutlass import plugin
+from qsync_kernels_cutlass.compiling import toolchain
 
 VERSION_H = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 1\n"
 

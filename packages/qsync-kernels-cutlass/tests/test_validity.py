@@ -10,10 +10,10 @@ from kernel_requests import FLOAT8, INT8, INT8_THROUGHOUT, conv2d, linear
 
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import Op
-from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, SM_70, SM_75, SM_80, SM_86, SM_89, SM_90A
-from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
-from qsync_kernels_cutlass.problem import BYTES, problem_of
+from qsync_kernels_cutlass.configs import candidates, validity
+from qsync_kernels_cutlass.configs.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
+from qsync_kernels_cutlass.configs.problem import BYTES, problem_of
 
 INT8_GEMM = problem_of(linear())
 INT8_CONV = problem_of(conv2d())
@@ -52,7 +52,7 @@ def test_usual_configurations_are_valid(config, arch, problem):
     [
         (TMA, SM_80, INT8_GEMM, "sm_80 has no TMA and no warp-group tensor core instructions; they came with sm_90a"),
         (attrs.evolve(TMA, stages=5), SM_90A, INT8_GEMM, "5 stages of 128x256x128 do not fit into the 232448 bytes"),
-        (attrs.evolve(TMA, stages=1), SM_90A, INT8_GEMM, "one stage can not overlap"),
+        (attrs.evolve(TMA, stages=1), SM_90A, INT8_GEMM, "one stage cannot overlap"),
         (attrs.evolve(TMA, tile=(256, 256, 128)), SM_90A, INT8_GEMM, "256 accumulators a thread spill; at most 128"),
         (attrs.evolve(TMA, schedule=Schedule.PINGPONG), SM_90A, INT8_GEMM, "256 accumulators a thread spill; at most 128"),
         (attrs.evolve(TMA, tile=(64, 256, 128)), SM_90A, INT8_GEMM, "cooperative schedule takes tiles of 128 to 256 rows"),

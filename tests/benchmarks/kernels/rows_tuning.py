@@ -77,8 +77,8 @@ def every_config(backend: KernelBackend, request: KernelRequest, libraries: int)
     listed = backend.candidate_configs(request)
     if backend.name == "cutlass":
         from qsync_kernels_cutlass.architectures import architecture_of
-        from qsync_kernels_cutlass.candidates import all_valid
-        from qsync_kernels_cutlass.problem import problem_of
+        from qsync_kernels_cutlass.configs.candidates import all_valid
+        from qsync_kernels_cutlass.configs.problem import problem_of
 
         arch = architecture_of(request.compute_capability)
         if arch is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.progress import ProgressCallback
-from qsync_kernels_cutlass import candidates, refusal, validity
+from qsync_kernels_cutlass import support
 from qsync_kernels_cutlass.architectures import Architecture, architecture_of
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
-from qsync_kernels_cutlass.problem import ConvProblem, problem_of
+from qsync_kernels_cutlass.compiling import ahead
+from qsync_kernels_cutlass.compiling.compile import print_progress
+from qsync_kernels_cutlass.configs import candidates, validity
+from qsync_kernels_cutlass.configs.config import Config, ConvConfig, GemmConfig
+from qsync_kernels_cutlass.configs.problem import ConvProblem, problem_of
 
 
 class CutlassBackend:
@@ -32,15 +36,13 @@ class CutlassBackend:
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request, each reason half a sentence; empty means it can."""
-        from qsync_kernels_cutlass import availability
-
-        if found := refusal.reasons(request):
+        """Why it cannot run the request, each reason half a sentence; empty means it can."""
+        if found := support.reasons(request):
             return found
         arch = _architecture(request)
         if not candidates.ranked(problem_of(request), arch):
             return [f"no configuration of its templates fits {request.op} as {request.variant.label} on {arch.name}"]
-        missing = availability.reason(request, arch)
+        missing = ahead.unavailable_reason(request, arch)
         return [missing] if missing else []
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
@@ -48,48 +50,42 @@ class CutlassBackend:
 
         Where nothing can be compiled, those whose kernels were compiled ahead.
         """
-        from qsync_kernels_cutlass import availability
-
-        if refusal.reasons(request):
+        if support.reasons(request):
             return ()
-        return tuple(KernelConfig(found.text) for found in availability.offered(request, _architecture(request)))
+        return tuple(KernelConfig(found.text) for found in ahead.available_configs(request, _architecture(request)))
 
-    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> object:
-        """Compile the candidates of requests for a chip that this machine need not have; see :mod:`.compile_ahead`.
+    def compile_ahead(self, requests: Sequence[KernelRequest], arch: str, progress: ProgressCallback) -> ahead.CompiledAhead:
+        """Compile the candidates of requests for a chip (``sm_75``, ``sm_90a``) that this machine need not have.
 
-        Args:
-            requests: what is going to run; those that it refuses are left out.
-            arch: the chip (``sm_75``, ``sm_90a``).
-            progress: told ``(done, total, what)``.
-
-        Returns:
-            A :class:`~qsync_kernels_cutlass.compile_ahead.CompiledAhead`.
+        ``progress`` receives every compiled kernel.  Where standard error is no terminal, and so has no bar that moves, each is a
+        line there too.
 
         Raises:
             BackendError: when the chip is not known, the compiler is missing or does not have it, or a kernel does not compile.
         """
-        from qsync_kernels_cutlass.compile_ahead import compile_ahead
-        from qsync_kernels_cutlass.progress import counting
 
-        return compile_ahead(requests, arch, counting(progress))
+        def report(done: int, total: int, what: str, /) -> None:
+            progress(done, total, what)
+            if not sys.stderr.isatty():
+                print_progress(done, total, what)
+
+        return ahead.compile_ahead(requests, arch, report)
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
         """A callable kernel, compiled now if it is not in the cache; the signatures are in ``docs/writing-a-backend.md``.
 
         Raises:
             BackendError: naming operator, shapes, formats and configuration, when the request is not supported, the configuration
-                is not one or does not fit.  An :class:`~.availability.UnobtainableKernelError` when the kernel can be neither
-                compiled nor loaded, which does not depend on the sizes in the request.
+                is not one or does not fit.  An :class:`~.ahead.UnobtainableKernelError` when the kernel can be neither compiled nor
+                loaded, which does not depend on the sizes in the request.
         """
-        from qsync_kernels_cutlass.availability import UnobtainableKernelError
-
         what = f"{request.op} as {request.variant.label} on {list(request.shapes)}"
         if found := self.unsupported_reasons(request):
-            raise BackendError(f"backend cutlass can not run {what}: {'; '.join(found)}")
+            raise BackendError(f"backend cutlass cannot run {what}: {'; '.join(found)}")
         arch = _architecture(request)
         chosen = parse_config(request, config.text)
         if found := validity.reasons(chosen, arch, problem_of(request)):
-            raise BackendError(f"backend cutlass can not run {what} with the configuration {config.text}: {'; '.join(found)}")
+            raise BackendError(f"backend cutlass cannot run {what} with the configuration {config.text}: {'; '.join(found)}")
         try:
             if request.op.startswith("linear"):
                 from qsync_kernels_cutlass.kernels import linear
@@ -99,21 +95,21 @@ class CutlassBackend:
 
             return conv2d.build(request, chosen, arch)
         except BackendError as error:  # sizes and configuration were found to fit
-            raise UnobtainableKernelError(f"backend cutlass can not run {what} with {config.text or 'any'}: {error}") from error
+            raise ahead.UnobtainableKernelError(
+                f"backend cutlass cannot run {what} with {config.text or 'any configuration'}: {error}"
+            ) from error
 
 
-def parse_config(request: KernelRequest, text: str) -> GemmConfig | ConvConfig:
-    """The configuration that a text means for a supported request; the empty text means the best guess that can be had here.
+def parse_config(request: KernelRequest, text: str) -> Config:
+    """The configuration that a text means for a supported request; the empty text means the best guess that is available here.
 
     Raises:
         BackendError: when it is not the text of a configuration of the request's kind.
     """
     problem = problem_of(request)
     if not text:
-        from qsync_kernels_cutlass import availability
-
         arch = _architecture(request)
-        return next(iter(availability.offered(request, arch)), candidates.ranked(problem, arch)[0])
+        return next(iter(ahead.available_configs(request, arch)), candidates.ranked(problem, arch)[0])
     try:
         return ConvConfig.parse(text) if isinstance(problem, ConvProblem) else GemmConfig.parse(text)
     except ValueError as error:

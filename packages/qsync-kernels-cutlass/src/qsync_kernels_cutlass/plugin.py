@@ -6,10 +6,10 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import KernelBackend
 from qsync_core.plugins.doctor import DoctorLine, Status
 from qsync_core.plugins.hooks import hookimpl
-from qsync_kernels_cutlass import toolchain
 from qsync_kernels_cutlass.architectures import ARCHITECTURES
 from qsync_kernels_cutlass.backend import CutlassBackend
-from qsync_kernels_cutlass.cache import KernelCache, default_cache_path
+from qsync_kernels_cutlass.compiling import toolchain
+from qsync_kernels_cutlass.compiling.cache import KernelCache, default_cache_path
 
 
 @hookimpl

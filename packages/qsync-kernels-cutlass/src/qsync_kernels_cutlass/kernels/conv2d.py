@@ -4,60 +4,65 @@
 * ``conv2d.grad_input``: ``kernel(grad, w, scale, out)``, the same convolution of the gradient with turned filters (stride 1)
 
 Kernels work on channels-last memory; other layouts are copied into it, and out of it.  Channels that are no multiple of 16 are
-padded with zeros, or folded where they are few or strides are long (:func:`~.conv2d_operands.folded`).  A 1x1 convolution with
+padded with zeros, or folded where they are few or strides are long (:func:`~.conv2d_launch.folded`).  A 1x1 convolution with
 stride 1 is a matrix product of its pixels, and runs as one when it is given a product's configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.compile import Compile, compiled
-from qsync_kernels_cutlass.config import ConvConfig, GemmConfig
-from qsync_kernels_cutlass.conv_folding import LONGEST_STRIDE, folds
-from qsync_kernels_cutlass.conv_refusal import CHANNEL_ALIGNMENT
-from qsync_kernels_cutlass.conv_source import OUT_ALIGNMENT, conv_source, fold_source, turn_source
-from qsync_kernels_cutlass.kernels.conv2d_launch import ConvLaunch
-from qsync_kernels_cutlass.kernels.conv2d_operands import channels_last, folded, padded, padded_vector, turned_filters
+from qsync_kernels_cutlass.compiling.compile import compiled
+from qsync_kernels_cutlass.compiling.library import Library
+from qsync_kernels_cutlass.configs.config import ConvConfig, GemmConfig
+from qsync_kernels_cutlass.configs.problem import (
+    CHANNEL_ALIGNMENT,
+    LONGEST_STRIDE,
+    ConvProblem,
+    GemmProblem,
+    Geometry,
+    folds,
+    problem_of,
+)
+from qsync_kernels_cutlass.kernels.conv2d_launch import ConvLaunch, channels_last, folded, padded, padded_vector, turned_filters
 from qsync_kernels_cutlass.kernels.operands import round_up
-from qsync_kernels_cutlass.library import Library
-from qsync_kernels_cutlass.problem import ConvProblem, GemmProblem, Geometry, problem_of
+from qsync_kernels_cutlass.kernels.product import Product
+from qsync_kernels_cutlass.sources import CONV_OUT_ALIGNMENT, KernelSource, conv_source, fold_source, turn_source
 
 
-def build(request: KernelRequest, config: ConvConfig | GemmConfig, arch: Architecture, compile: Compile = compiled) -> Kernel:
+def build(
+    request: KernelRequest,
+    config: ConvConfig | GemmConfig,
+    arch: Architecture,
+    compile: Callable[[KernelSource], Library] = compiled,
+) -> Kernel:
     """A kernel for a ``conv2d.output`` or ``conv2d.grad_input`` request.
 
     Args:
-        request: one that the backend does not refuse.
+        request: one that the backend supports.
         config: tiles of the implicit product; of the plain one for 1x1 convolutions.
         arch: chip to compile for.
         compile: compiles and loads a source (replaced in tests).
 
     Raises:
-        BackendError: when the geometry is refused, or a kernel can not be compiled or loaded.
+        BackendError: when a kernel cannot be compiled or loaded, or the configuration is for another kind of problem.
     """
-    if found := [*conv_refusal.group_reasons(request), *conv_refusal.grad_input_reasons(request)]:
-        raise BackendError(f"cutlass can not run {request.op} on {list(request.shapes)}: {'; '.join(found)}")
     problem = problem_of(request)
     if isinstance(config, GemmConfig):
         if not isinstance(problem, GemmProblem):
             raise BackendError(f"{request.op} on {list(request.shapes)} is not a matrix product; {config.text} is for one")
-        from qsync_kernels_cutlass.kernels.conv2d_pointwise import PointwiseGradInput, PointwiseOutput
-
-        pointwise = PointwiseGradInput if request.op == Op.CONV2D_GRAD_INPUT else PointwiseOutput
-        return pointwise(config, arch, problem)
+        return _pointwise(Product(config, arch, problem))
     geometry = Geometry.of(request.attributes) if isinstance(problem, GemmProblem) else problem.geometry
-    library = compile(conv_source(config, arch.name, problem.out_format))
+    library = compile(conv_source(config, arch, problem.out_format))
     if request.op == Op.CONV2D_GRAD_INPUT:
-        turn = compile(turn_source(arch.name))
+        turn = compile(turn_source(arch))
         return GradInput(Convolution(request.op, library, config, geometry, problem.out_format), turn, geometry.groups)
-    fold = None
-    if isinstance(problem, ConvProblem) and folds(problem.in_c, (problem.filter_h, problem.filter_w), geometry):
-        fold = compile(fold_source(arch.name))
+    fold = compile(fold_source(arch)) if isinstance(problem, ConvProblem) and problem.folds else None
     return Convolution(request.op, library, config, geometry, problem.out_format, fold)
 
 
@@ -67,20 +72,11 @@ class Convolution:
     def __init__(
         self, op: str, library: Library, config: ConvConfig, geometry: Geometry, out_format: str, fold: Library | None = None
     ) -> None:
-        """Keep what all calls share.
-
-        Args:
-            op: operator that error messages name.
-            library: the compiled convolution.
-            config: its configuration, with the run-time knobs.
-            geometry: stride, padding, dilation, groups.
-            out_format: what the library writes.
-            fold: folds blocks of pixels into one where that pays or TMA needs it; None pads channels.
-        """
+        """Keep what all calls share; with ``fold``, blocks of pixels are folded into one, without it channels are padded."""
         self._op = op
         self._launch = ConvLaunch(op, library, config, geometry, out_format)
         self._groups = geometry.groups
-        self._out_alignment = OUT_ALIGNMENT[out_format]
+        self._out_alignment = CONV_OUT_ALIGNMENT[out_format]
         self._fold, self._geometry = fold, geometry
         self._folds_all = fold is not None and max(geometry.stride) > LONGEST_STRIDE
         self._launch_folded = ConvLaunch(op, library, config, Geometry(), out_format)
@@ -188,3 +184,47 @@ class GradInput:
         if self._groups == 1 and grad.shape[1] % CHANNEL_ALIGNMENT:
             grad = padded(grad, channels=round_up(grad.shape[1], CHANNEL_ALIGNMENT))
         self._convolution(grad, scale, turned_filters(self._turn, w, self._groups), None, None, out)
+
+
+def _pointwise(product: Product) -> Kernel:
+    """A 1x1 convolution with stride 1 and no padding as a matrix product of the pixels of channels-last tensors."""
+
+    def output(
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        if out.numel():
+            _write(out, lambda pixels: product(_pixels(x), _filters(w), x_scale, w_scale, bias, pixels))
+
+    def grad_input(grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        if out.numel():
+            _write(out, lambda pixels: product(_pixels(grad), _filters(w).t(), scale, None, None, pixels))
+
+    return grad_input if product.op == Op.CONV2D_GRAD_INPUT else output
+
+
+def _pixels(x: torch.Tensor) -> torch.Tensor:
+    """(pixels, channels) of a (B, C, H, W) tensor: a view of channels-last memory."""
+    images, channels, height, width = x.shape
+    x = channels_last(x)
+    return x.as_strided((images * height * width, channels), (channels, 1))
+
+
+def _filters(w: torch.Tensor) -> torch.Tensor:
+    """(O, C) of an (O, C, 1, 1) tensor."""
+    out_c, in_c = w.shape[:2]
+    w = channels_last(w)
+    return w.as_strided((out_c, in_c), (in_c, 1))
+
+
+def _write(out: torch.Tensor, product: Callable[[torch.Tensor], None]) -> None:
+    """Let the product write into the pixels of ``out``, by way of a copy where they are not dense and channels-last."""
+    target = channels_last(out)
+    images, channels, height, width = out.shape
+    product(target.as_strided((images * height * width, channels), (channels, 1)))
+    if target is not out:
+        out.copy_(target)

@@ -1,4 +1,7 @@
-"""Calls of one compiled convolution: shapes are checked and translated once, then only pointers change."""
+"""Launches of compiled convolutions, and their operands in the layouts that the kernels read.
+
+Shapes are checked and translated into arguments once; in later calls only pointers change.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import attrs
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import abi
-from qsync_kernels_cutlass.config import ConvConfig, Family
-from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, sm_count
-from qsync_kernels_cutlass.library import CallContext, Library
-from qsync_kernels_cutlass.problem import Geometry
+from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext, Library
+from qsync_kernels_cutlass.configs.config import ConvConfig, Family
+from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, Geometry, folded_channels, folded_taps, out_size
+from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, round_up, sm_count
 
 INT32_MAX = 2**31 - 1
 DEVICE_TYPE = "cuda"
@@ -18,11 +20,132 @@ _MOST_REMEMBERED = 1024
 """Combinations of shapes and strides; a job with more starts to remember anew."""
 
 
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """``x`` (4-d) itself where it is dense, channels-last and aligned; a copy that is, otherwise."""
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def padded(x: torch.Tensor, *, filters: int = 0, channels: int = 0) -> torch.Tensor:
+    """``x`` (n, c, h, w) with zeros up to ``filters`` and ``channels`` (0: as many as it has), channels-last."""
+    n, c, h, w = x.shape
+    shape = (max(n, filters), max(c, channels), h, w)
+    if shape == tuple(x.shape):
+        return x
+    wide = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    wide[:n, :c].copy_(x)
+    wide[:n, c:].zero_()
+    wide[n:].zero_()
+    return wide
+
+
+def padded_vector(vector: torch.Tensor, count: int) -> torch.Tensor:
+    """``vector`` (one value per channel) with zeros up to ``count`` elements."""
+    wide = torch.zeros(count, dtype=vector.dtype, device=vector.device)
+    wide[: vector.numel()].copy_(vector)
+    return wide
+
+
+def folded(
+    library: Library, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, pixels: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activation and filters of the same convolution with stride 1, no padding and many channels.
+
+    See :mod:`qsync_kernels_cutlass.configs.problem`.  Nothing is copied to read a filter's row as one pixel: that is a view.  An
+    image of 3 channels and filters of 7x7 at stride 2 becomes one of 64 channels and filters of 4x1.
+
+    Args:
+        library: of :func:`~qsync_kernels_cutlass.sources.fold_source`.
+        x: int8 (B, C, H, W), channels-last.
+        w: int8 (O, C, R, S), channels-last.
+        geometry: which :func:`~qsync_kernels_cutlass.configs.problem.folds` accepts.
+        pixels: rows and columns of the output.
+
+    Returns:
+        x as a view (B, F * s, P + r - 1, Q) with overlapping pixels, and w (O, F * s, r, 1), for r x s blocks of F channels that a
+        filter covers.
+    """
+    (rows, columns), (height, width) = pixels, w.shape[2:]
+    taps_h, taps_w = folded_taps((height, width), geometry)
+    channels = folded_channels(x.shape[1], geometry)
+    folded_x = _fold(library, x, geometry, (rows + taps_h - 1, columns + taps_w - 1, channels))
+    folded_w = _fold(library, w, Geometry(stride=geometry.stride), (taps_h, taps_w, channels))
+    window, row = taps_w * channels, folded_x.shape[2] * channels
+    images, lines = folded_x.shape[:2]
+    view_x = folded_x.as_strided((images, window, lines, columns), (lines * row, 1, row, channels))
+    view_w = folded_w.as_strided((w.shape[0], window, taps_h, 1), (taps_h * window, 1, window, window))
+    return view_x, view_w
+
+
+def _fold(library: Library, x: torch.Tensor, geometry: Geometry, size: tuple[int, int, int]) -> torch.Tensor:
+    """(n, *size), size = blocks of pixels down and across and their channels; the first starts ``padding`` before the image."""
+    images, channels, height, width = x.shape
+    out = torch.empty((images, *size), dtype=torch.int8, device=x.device)
+    device = x.get_device()
+    arguments = Arguments(
+        images=images,
+        in_h=height,
+        in_w=width,
+        in_c=channels,
+        out_h=size[0],
+        out_w=size[1],
+        lda=size[2],
+        pad_h=geometry.padding[0],
+        pad_w=geometry.padding[1],
+        stride_h=geometry.stride[0],
+        stride_w=geometry.stride[1],
+        a=x.data_ptr(),
+        out=out.data_ptr(),
+        stream=current_stream(device),
+        device=device,
+    )
+    library.call(arguments, CallContext("conv2d (folding pixels)", (tuple(x.shape),), "int8", ""))
+    return out
+
+
+def turned_filters(library: Library, w: torch.Tensor, groups: int) -> torch.Tensor:
+    """Filters of the convolution that gives the gradient of the input at stride 1.
+
+    Args:
+        library: of :func:`~qsync_kernels_cutlass.sources.turn_source`.
+        w: int8 (O, C / groups, R, S).
+        groups: each group's filters are turned by themselves.
+
+    Returns:
+        (C, O' , R, S) channels-last, O' = O / groups padded to a multiple of 16: channels exchanged, taps reversed.
+    """
+    w = channels_last(w)
+    out_c, in_c, filter_h, filter_w = w.shape
+    group_out = out_c // groups
+    if group_out % CHANNEL_ALIGNMENT:  # one group: the padding comes before the exchange
+        w = padded(w, filters=round_up(out_c, CHANNEL_ALIGNMENT))
+        group_out = w.shape[0]
+    turned = torch.empty(
+        (in_c * groups, group_out, filter_h, filter_w), dtype=torch.int8, device=w.device, memory_format=torch.channels_last
+    )
+    device, count = w.get_device(), in_c * group_out * filter_h * filter_w
+    context = CallContext("conv2d.grad_input (turning filters)", (tuple(w.shape),), "int8", "")
+    for group in range(groups):
+        arguments = Arguments(
+            in_c=in_c,
+            out_c=group_out,
+            filter_h=filter_h,
+            filter_w=filter_w,
+            b=w.data_ptr() + group * count,
+            out=turned.data_ptr() + group * count,
+            stream=current_stream(device),
+            device=device,
+        )
+        library.call(arguments, context)
+    return turned
+
+
 @attrs.frozen
 class _Launch:
     """One launch of a call: its arguments without pointers, and where its parts of the tensors start (elements)."""
 
-    template: abi.Arguments
+    template: Arguments
     x: int
     w: int
     out: int
@@ -37,15 +160,7 @@ class ConvLaunch:
     """
 
     def __init__(self, op: str, library: Library, config: ConvConfig, geometry: Geometry, out_format: str) -> None:
-        """Keep what all calls share.
-
-        Args:
-            op: operator that error messages name.
-            library: the compiled kernel.
-            config: its configuration, with the run-time knobs.
-            geometry: stride, padding, dilation, groups.
-            out_format: what the kernel writes.
-        """
+        """Keep what all calls share; ``op`` is the operator that error messages name, ``out_format`` what the kernel writes."""
         self._op, self._library, self._config, self._geometry, self._out_format = op, library, config, geometry, out_format
         self._launches: dict[tuple[object, ...], list[_Launch]] = {}
 
@@ -58,7 +173,7 @@ class ConvLaunch:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Launch on the current stream; tensors as :meth:`~.conv2d.Convolution.__call__` describes them."""
+        """Launch on the current stream, tensors as those of :class:`~.conv2d.Convolution`."""
         # Everything that the checks look at, and the strides that the arguments are made of.
         key = (
             *(x.shape, w.shape, out.shape, x.stride(), x.dtype, w.dtype, out.dtype, x.device, w.device, out.device),
@@ -77,7 +192,7 @@ class ConvLaunch:
         bias_at = 0 if bias is None else bias.data_ptr()
         for launch in launches:
             # A copy, because other threads may be calling too.
-            arguments = abi.Arguments.from_buffer_copy(launch.template)
+            arguments = Arguments.from_buffer_copy(launch.template)
             arguments.a, arguments.b = x_at + launch.x, w_at + launch.w
             arguments.out = out_at + launch.out
             arguments.a_scale = x_scale_at
@@ -114,10 +229,7 @@ class ConvLaunch:
         out_c, group_c, filter_h, filter_w = w.shape
         if in_c != group_c * geometry.groups:
             refuse("w", f"of {in_c // geometry.groups} input channels a group", group_c)
-        reach = [geometry.dilation[axis] * (size - 1) + 1 for axis, size in enumerate((filter_h, filter_w))]
-        pixels = [
-            (size + 2 * geometry.padding[axis] - reach[axis]) // geometry.stride[axis] + 1 for axis, size in enumerate((in_h, in_w))
-        ]
+        pixels = out_size(in_h, filter_h, geometry, 0), out_size(in_w, filter_w, geometry, 1)
         if tuple(out.shape) != (images, out_c, *pixels):
             refuse("out", f"of shape {(images, out_c, *pixels)}", tuple(out.shape))
         for name, tensor, sizes in (("x_scale", x_scale, (1,)), ("w_scale", w_scale, (1, out_c)), ("bias", bias, (out_c,))):
@@ -140,7 +252,7 @@ class ConvLaunch:
         context = CallContext(self._op, shapes, f"int8 x int8 -> {self._out_format}", config.text)
         launches = []
         for first in range(0, images, most):
-            template = abi.Arguments(
+            template = Arguments(
                 images=min(most, images - first),
                 in_h=in_h,
                 in_w=in_w,
@@ -163,7 +275,7 @@ class ConvLaunch:
                 a_scale_count=1,
                 device=device,
                 sm_count=sm_count(device),
-                raster=abi.RASTER[str(config.raster)],
+                raster=RASTER[str(config.raster)],
                 swizzle=config.swizzle,
             )
             for group in range(geometry.groups):

@@ -13,12 +13,12 @@ import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_kernels_cutlass import candidates, validity
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import GemmConfig
+from qsync_kernels_cutlass.configs import candidates, validity
+from qsync_kernels_cutlass.configs.config import GemmConfig
+from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem, problem_of
 from qsync_kernels_cutlass.kernels.operands import FORMATS
 from qsync_kernels_cutlass.kernels.product import Product
-from qsync_kernels_cutlass.problem import BYTES, GemmProblem, problem_of
 
 
 def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Kernel:
@@ -30,7 +30,7 @@ def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Ker
         arch: chip to compile for.
 
     Raises:
-        BackendError: when the kernel can not be compiled.
+        BackendError: when the kernel cannot be compiled.
     """
     problem = problem_of(request)
     assert isinstance(problem, GemmProblem)

@@ -10,14 +10,11 @@ from functools import lru_cache
 
 import torch
 
-from qsync_kernels_cutlass import abi
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.compile import compiled
-from qsync_kernels_cutlass.gemm_source import convert_source, transpose_source
-from qsync_kernels_cutlass.library import CallContext, Library
-
-ALIGNMENT_BYTES = 16
-"""Rows of tensor core operands start at multiples of this (TMA, cp.async)."""
+from qsync_kernels_cutlass.compiling.compile import compiled
+from qsync_kernels_cutlass.compiling.library import CallContext, Library, fresh_arguments
+from qsync_kernels_cutlass.configs.validity import ALIGNMENT_BYTES
+from qsync_kernels_cutlass.sources import convert_source, transpose_source
 
 FORMATS = {
     torch.int8: "int8",
@@ -119,7 +116,7 @@ class OperandCopies:
     def _run(self, key: tuple[str, str], x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None) -> None:
         device = x.get_device()
         rows, columns = x.shape
-        q = abi.fresh()
+        q = fresh_arguments()
         q.m, q.n, q.k = rows, columns, out.shape[1]
         q.lda = x.stride(0) if rows > 1 else max(x.stride(0), columns)
         q.ldo = out.stride(0)

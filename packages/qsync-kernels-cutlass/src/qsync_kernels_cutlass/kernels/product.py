@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import abi
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.compile import compiled
-from qsync_kernels_cutlass.config import Family, GemmConfig, Scheduler
-from qsync_kernels_cutlass.gemm_source import gemm_source, rows_contiguous
+from qsync_kernels_cutlass.compiling.compile import compiled
+from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext
+from qsync_kernels_cutlass.configs.config import Family, GemmConfig, Scheduler
+from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem
 from qsync_kernels_cutlass.kernels.operands import (
     ALIGNMENT_BYTES,
     DTYPES,
@@ -20,22 +20,21 @@ from qsync_kernels_cutlass.kernels.operands import (
     round_up,
     sm_count,
 )
-from qsync_kernels_cutlass.library import CallContext
-from qsync_kernels_cutlass.problem import BYTES, GemmProblem
+from qsync_kernels_cutlass.sources import gemm_source, rows_contiguous
+from qsync_kernels_cutlass.support import SIZE_LIMIT
 
-_FRESH = abi.Arguments.from_buffer_copy
+_FRESH = Arguments.from_buffer_copy
 _MOST_REMEMBERED = 1024
 """Combinations of shapes and strides; a job with more starts to remember anew."""
-SIZE_LIMIT = 2**31
-"""Sizes are counted in 32 bits; elements and strides are not."""
 
 
 class Product:
     """A compiled product.  Calling it launches work on the current stream and waits for nothing.
 
-    Any strides, sizes and alignments are right: what the kernel can not read or write in place goes through a workspace.
+    Any strides, sizes and alignments are right: what the kernel cannot read or write in place goes through a workspace.
 
     Attributes:
+        op: operator that error messages name.
         copies: the kernels that bring operands into shape.
         inner_a, inner_b: dimension of (m, k) and (n, k) operands that the kernel reads contiguously; any where ``strided``.
         strided: the kernel takes any strides.
@@ -51,9 +50,10 @@ class Product:
             problem: operator and formats; calls may have other sizes than the problem's.
 
         Raises:
-            BackendError: when it can not be compiled.
+            BackendError: when it cannot be compiled.
         """
         self._config, self._problem = config, problem
+        self.op = problem.op
         self._library = compiled(gemm_source(config, arch, problem))
         self.copies = operand_copies(arch)
         rows_a, rows_b = rows_contiguous(problem)
@@ -72,8 +72,8 @@ class Product:
         )
         self._whole_vectors = whole
         self._stream_k = config.scheduler is Scheduler.STREAM_K
-        self._knobs = abi.Arguments(raster=abi.RASTER[str(config.raster)], swizzle=config.swizzle, splits=config.splits)
-        self._in_place: dict[tuple[object, ...], abi.Arguments] = {}
+        self._knobs = Arguments(raster=RASTER[str(config.raster)], swizzle=config.swizzle, splits=config.splits)
+        self._in_place: dict[tuple[object, ...], Arguments] = {}
 
     def __call__(
         self,
@@ -104,7 +104,7 @@ class Product:
 
     def _repeated(
         self,
-        known: abi.Arguments,
+        known: Arguments,
         a: torch.Tensor,
         b: torch.Tensor,
         a_scale: torch.Tensor | None,
@@ -160,7 +160,7 @@ class Product:
         a_scale, b_scale, bias = _dense(a_scale), _dense(b_scale), _dense(bias)
         problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
         if problem is not None:
-            raise BackendError(f"{self.context(a, b, out)} can not run: {problem}")
+            raise BackendError(f"{self.context(a, b, out)} cannot run: {problem}")
         (m, k), n = a.shape, b.shape[0]
         if m == 0 or n == 0:
             return
@@ -215,12 +215,12 @@ class Product:
             self._in_place.clear()
         self._in_place[a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride()] = q
         if not self._repeated(q, a, b, a_scale, b_scale, bias, out):
-            raise BackendError(f"{self.context(a, b, out)} can not run: an operand that was made for it does not fit")
+            raise BackendError(f"{self.context(a, b, out)} cannot run: an operand that was made for it does not fit")
 
     def context(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> CallContext:
         """What an error says about a call."""
         formats = f"{FORMATS.get(a.dtype, a.dtype)} x {FORMATS.get(b.dtype, b.dtype)} -> {FORMATS.get(out.dtype, out.dtype)}"
-        return CallContext(self._problem.op, (tuple(a.shape), tuple(b.shape)), formats, self._config.text)
+        return CallContext(self.op, (tuple(a.shape), tuple(b.shape)), formats, self._config.text)
 
     def _problem_with(
         self,

@@ -17,6 +17,11 @@ Shape3 = tuple[int, int, int]
 """Rows (m), columns (n) and depth (k), in elements of the operands."""
 
 
+def shape_text(shape: tuple[int, ...]) -> str:
+    """``128x256x64``."""
+    return "x".join(map(str, shape))
+
+
 class Family(enum.StrEnum):
     """Which family of templates a kernel comes from."""
 
@@ -53,7 +58,7 @@ class Raster(enum.StrEnum):
     ALONG_N = "n"
 
 
-class Iterator(enum.StrEnum):
+class AddressIterator(enum.StrEnum):
     """How a 2.x convolution finds its operands' addresses."""
 
     OPTIMIZED = "optimized"
@@ -73,8 +78,13 @@ class _Knobs:
 
     @property
     def text(self) -> str:
-        """Canonical text (see the module's description)."""
-        return _format(self)
+        """Canonical text: ``path`` and ``tile`` always, the others where they differ from their defaults, in the class's order."""
+        parts = []
+        for field in attrs.fields(type(self)):
+            value = getattr(self, field.name)
+            if field.name in ("path", "tile") or value != field.default:
+                parts.append(f"{field.name}={shape_text(value) if isinstance(value, tuple) else value}")
+        return ";".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -83,7 +93,23 @@ class _Knobs:
         Raises:
             ValueError: naming the knob that is unknown, repeated or has no such value.
         """
-        return _parse(cls, text)
+        defaults: dict[str, Any] = {field.name: field.default for field in attrs.fields(cls)}
+        values: dict[str, Any] = {}
+        for part in text.split(";"):
+            name, equals, written = part.partition("=")
+            if not equals or name not in defaults:
+                known = ", ".join(defaults)
+                raise ValueError(f"not a configuration: {text!r} ({part!r} is not one of {known} followed by '=' and a value)")
+            if name in values:
+                raise ValueError(f"not a configuration: {text!r} ({name} is given twice)")
+            try:
+                values[name] = _value(defaults[name], written)
+            except ValueError as error:
+                raise ValueError(f"not a configuration: {text!r} ({name}: {error})") from None
+        config = cls(**values)
+        if config.text != text:
+            raise ValueError(f"not a configuration: {text!r} (its canonical text is {config.text!r})")
+        return config
 
 
 @attrs.frozen
@@ -133,41 +159,13 @@ class ConvConfig(_Knobs):
     stages: int = 0
     cluster: tuple[int, int] = (1, 1)
     schedule: Schedule = Schedule.COOPERATIVE
-    iterator: Iterator = Iterator.OPTIMIZED
+    iterator: AddressIterator = AddressIterator.OPTIMIZED
     splits: int = 1
     raster: Raster = Raster.HEURISTIC
     swizzle: int = 1
 
 
-def _format(config: Any) -> str:
-    """``path`` and ``tile`` always, the others where they differ from their defaults, in the order of the class."""
-    parts = []
-    for field in attrs.fields(type(config)):
-        value = getattr(config, field.name)
-        if field.name in ("path", "tile") or value != field.default:
-            parts.append(f"{field.name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}")
-    return ";".join(parts)
-
-
-def _parse(cls: type[Any], text: str) -> Any:
-    fields = {field.name: field.default for field in attrs.fields(cls)}
-    values: dict[str, Any] = {}
-    for part in text.split(";"):
-        name, equals, written = part.partition("=")
-        if not equals or name not in fields:
-            raise ValueError(
-                f"not a configuration: {text!r} ({part!r} is not one of {', '.join(fields)} followed by '=' and a value)"
-            )
-        if name in values:
-            raise ValueError(f"not a configuration: {text!r} ({name} is given twice)")
-        try:
-            values[name] = _value(fields[name], written)
-        except ValueError as error:
-            raise ValueError(f"not a configuration: {text!r} ({name}: {error})") from None
-    config = cls(**values)
-    if config.text != text:
-        raise ValueError(f"not a configuration: {text!r} (its canonical text is {config.text!r})")
-    return config
+Config = GemmConfig | ConvConfig
 
 
 def _value(default: Any, written: str) -> Any:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from qsync_core.errors import BackendError
-from qsync_kernels_cutlass import toolchain
-from qsync_kernels_cutlass.cache import KernelCache
-from qsync_kernels_cutlass.kernel_source import KernelSource
-from qsync_kernels_cutlass.library import Library
-from qsync_kernels_cutlass.progress import Progress, default_progress
+from qsync_core.progress import ProgressCallback
+from qsync_kernels_cutlass.compiling import toolchain
+from qsync_kernels_cutlass.compiling.cache import KernelCache
+from qsync_kernels_cutlass.compiling.library import Library
+from qsync_kernels_cutlass.sources import KernelSource
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 EXPORTS = TEMPLATES / "exports.map"
 FLAGS = (
     "-std=c++17",
@@ -35,9 +37,6 @@ FLAGS = (
     "-diag-suppress=20012,177",
 )
 """The same for every kernel.  The CUDA runtime is linked into each library, so that none depends on the one that torch brings."""
-
-Compile = Callable[[KernelSource], Library]
-"""What front-ends take in place of :func:`compiled` in tests."""
 
 _GUARDED = """\
 exec 3<&0
@@ -59,48 +58,44 @@ _AWAKE_S = 0.05
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def compiled(source: KernelSource, *, progress: Progress | None = None, cache: KernelCache | None = None) -> Library:
-    """The loaded library of a source, from the cache or compiled now.
+def print_progress(done: int, total: int, what: str, /) -> None:
+    """One line on standard error that counts where that is a terminal; elsewhere a line for each event."""
+    line = f"{what} ({done} of {total})"
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
-    Args:
-        source: what to compile.
-        progress: told of every compilation; None prints a line to standard error.
-        cache: folder of compiled kernels; None takes the user's.
+
+def compiled(source: KernelSource) -> Library:
+    """The loaded library of a source, from the user's cache or compiled now.
 
     Raises:
-        BackendError: when there is no compiler or no CUTLASS, when the compiler fails, or the cache can not be used.
+        BackendError: when there is no compiler or no CUTLASS, the compiler fails, the cache cannot be used, or the library cannot
+            be loaded.
     """
-    return compile_all([source], progress=progress, cache=cache)[0]
+    (path,) = compile_files([source])
+    return Library(path, source)
 
 
-def compile_all(
-    sources: Sequence[KernelSource], jobs: int | None = None, *, progress: Progress | None = None, cache: KernelCache | None = None
-) -> list[Library]:
-    """Libraries of several sources, in their order; what is not in the cache is compiled ``jobs`` at a time.
+def compile_files(
+    sources: Sequence[KernelSource], jobs: int | None = None, *, progress: ProgressCallback = print_progress
+) -> list[Path]:
+    """The libraries of several sources in the user's cache, in their order, without loading them.
+
+    What is not in the cache is compiled, ``jobs`` at a time.  This needs neither a GPU nor a driver.
 
     Args:
         sources: what to compile.
         jobs: compilers that run at once; None takes ``$QSYNC_COMPILE_JOBS``, else one per CPU that this process may use.
-        progress: told of every compilation; None prints a line to standard error.
-        cache: folder of compiled kernels; None takes the user's.
+        progress: receives the number of kernels that are finished, compiled or failed; one thread calls it at a time.
 
     Raises:
         BackendError: as :func:`compiled`, for the first source that fails; the others are finished and kept.
     """
-    return [
-        Library(path, source)
-        for path, source in zip(compile_files(sources, jobs, progress=progress, cache=cache), sources, strict=True)
-    ]
-
-
-def compile_files(
-    sources: Sequence[KernelSource], jobs: int | None = None, *, progress: Progress | None = None, cache: KernelCache | None = None
-) -> list[Path]:
-    """As :func:`compile_all`, without loading: the libraries' places in the cache.  Needs neither a GPU nor a driver."""
-    cache = cache or KernelCache()
-    progress = progress or default_progress()
-    uncompilable = {arch: _uncompilable(arch) for arch in {source.arch for source in sources}}
-    ready = {source: _ready_made(cache, source, reason) for source in sources if (reason := uncompilable[source.arch])}
+    cache = KernelCache()
+    uncompilable = {arch: toolchain.uncompilable_reason(arch) for arch in {source.arch for source in sources}}
+    ready = {source: _compiled_ahead(cache, source, reason) for source in sources if (reason := uncompilable[source.arch])}
     keys = {source: cache_key(source) for source in sources if source not in ready}
     missing = {key: source for source, key in keys.items() if cache.find(key) is None}
     if missing:
@@ -108,16 +103,7 @@ def compile_files(
     return [ready[source] if source in ready else _found(cache, keys[source], source) for source in sources]
 
 
-def _uncompilable(arch: str) -> str | None:
-    """Why nothing can be compiled for an architecture here: no compiler, no CUTLASS, or a compiler that does not know it."""
-    try:
-        nvcc, _ = toolchain.required()
-    except BackendError as error:
-        return str(error)
-    return toolchain.arch_reason(nvcc, arch)
-
-
-def _ready_made(cache: KernelCache, source: KernelSource, reason: str) -> Path:
+def _compiled_ahead(cache: KernelCache, source: KernelSource, reason: str) -> Path:
     """A library that was compiled elsewhere from the same source, by whatever version of the compiler."""
     path = cache.find_any(source_key(source) + "-")
     if path is None:
@@ -146,7 +132,7 @@ def cache_key(source: KernelSource) -> str:
 
 def source_key(source: KernelSource) -> str:
     """``<arch>-<digest>`` of what a kernel is made of: its text, the templates that it includes, and the compiler's flags."""
-    made_of = (source.name, source.text, *source.defines, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text))
+    made_of = (source.name, source.text, "flags", *FLAGS, EXPORTS.read_text(), *included_templates(source.text))
     return f"{source.arch}-{_digest(*made_of)[:32]}"
 
 
@@ -177,7 +163,6 @@ def command(source: KernelSource, nvcc: Path, include: Path, text_file: Path, ou
         str(nvcc),
         *FLAGS,
         f"-gencode=arch=compute_{number},code=sm_{number}",
-        *(f"-D{define}" for define in source.defines),
         f"-Xlinker=--version-script={EXPORTS}",
         f"-I{TEMPLATES}",
         f"-I{include}",
@@ -199,21 +184,25 @@ def _found(cache: KernelCache, key: str, source: KernelSource) -> Path:
     return path
 
 
-def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Progress, cache: KernelCache) -> None:
+def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: ProgressCallback, cache: KernelCache) -> None:
     stopped = threading.Event()
-    progress.start(len(missing), sorted({source.arch for source in missing.values()}))
+    counting, count = threading.Lock(), itertools.count(1)
+    archs = ", ".join(sorted({source.arch for source in missing.values()}))
+    progress(0, len(missing), f"compiling CUTLASS kernels for {archs}, once for all runs")
 
     def make(item: tuple[str, KernelSource]) -> BackendError | None:
         key, source = item
-        started = time.monotonic()
+        started, failed = time.monotonic(), None
         try:
             with cache.locked(key, stopped):
                 if cache.find(key) is None and not stopped.is_set():
                     _compile_one(source, key, cache, stopped)
         except BackendError as error:
-            return error
-        progress.finished(source.name, time.monotonic() - started)
-        return None
+            failed = error
+        with counting:
+            seconds = time.monotonic() - started
+            progress(next(count), len(missing), f"{'failed' if failed else 'compiled'} {source.name} in {seconds:.0f} s")
+        return failed
 
     with _termination_raised(), ThreadPoolExecutor(max_workers=min(jobs, len(missing))) as pool:
         futures: list[Future[BackendError | None]] = []
@@ -231,8 +220,6 @@ def _compile_missing(missing: dict[str, KernelSource], jobs: int, progress: Prog
             for future in futures:
                 future.cancel()
             raise
-        finally:
-            progress.end()
     for error in errors:
         if error is not None:
             raise error
@@ -269,7 +256,6 @@ def _termination_raised() -> Iterator[None]:
 
 def _compile_one(source: KernelSource, key: str, cache: KernelCache, stopped: threading.Event) -> None:
     nvcc, include = toolchain.required()
-    toolchain.require_arch(nvcc, source.arch)
     with cache.workplace() as place:
         text_file, output = place / f"{source.name}.cu", place / "kernel.so"
         text_file.write_text(source.text)
@@ -299,7 +285,7 @@ def _run(line: list[str], place: Path, stopped: threading.Event) -> tuple[int, s
                 guarded, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         except OSError as error:
-            raise BackendError(f"{line[0]} can not be started: {error.strerror}") from None
+            raise BackendError(f"{line[0]} cannot be started: {error.strerror}") from None
         assert process.stdin is not None
         opened.enter_context(process.stdin)
         try:

@@ -47,7 +47,7 @@ class KernelCache:
         """Open the cache; its folder is made (mode 0700) where it does not exist.
 
         Raises:
-            BackendError: when the folder can not be made, belongs to somebody else, or others can write to it.
+            BackendError: when the folder cannot be made, belongs to somebody else, or others can write to it.
         """
         # A link is followed once, here: what it points to later does not matter.
         self.folder = (folder or default_cache_path()).expanduser().resolve()
@@ -57,13 +57,13 @@ class KernelCache:
                     missing.mkdir(mode=0o700)  # not even with a umask that lets a group write
         except OSError as error:
             raise BackendError(
-                f"the kernel cache {self.folder} can not be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
+                f"the kernel cache {self.folder} cannot be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
         problem = _problem(self.folder, folder=True)
         problem = problem or _replaceable(self.folder)
         if problem:
             raise BackendError(
-                f"the kernel cache {self.folder} {problem}, so code in it can not be trusted; "
+                f"the kernel cache {self.folder} {problem}, so code in it cannot be trusted; "
                 "make it yours and run chmod 700 on it, or set QSYNC_KERNEL_CACHE to a folder of your own"
             )
 
@@ -122,7 +122,7 @@ class KernelCache:
             place.mkdir(mode=0o700)
         except OSError as error:
             raise BackendError(
-                f"the kernel cache {self.folder} can not be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
+                f"the kernel cache {self.folder} cannot be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
         try:
             yield place
@@ -148,7 +148,7 @@ class KernelCache:
             The library's place in the cache.
 
         Raises:
-            BackendError: when the cache can not be written.
+            BackendError: when the cache cannot be written.
         """
         entry = self.folder / key
         try:
@@ -174,7 +174,7 @@ class KernelCache:
                         raise
         except OSError as error:
             raise BackendError(
-                f"the kernel cache {self.folder} can not be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
+                f"the kernel cache {self.folder} cannot be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
         return entry / _LIBRARY
 

@@ -1,12 +1,14 @@
-"""Which requests no CUTLASS kernel of this package takes, and why; from the request alone."""
+"""Which requests no CUTLASS kernel of this package takes, and why; from the request alone, without torch."""
 
 from __future__ import annotations
 
+import math
+
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_kernels_cutlass import conv_refusal
 from qsync_kernels_cutlass.architectures import ARCHITECTURES, Architecture, architecture_of
-from qsync_kernels_cutlass.problem import GemmProblem, Geometry, problem_of
+from qsync_kernels_cutlass.configs.config import shape_text
+from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, GemmProblem, Geometry, problem_of
 
 OPS = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT, Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT)
 """What this package has kernels for."""
@@ -76,12 +78,25 @@ def _shapes(request: KernelRequest) -> str | None:
             geometry = Geometry.of(request.attributes)
         except ValueError:
             return f"the attributes {dict(request.attributes)} are not a convolution's"
-        if found := conv_refusal.geometry_reason(geometry, second[2:]):
+        if found := _geometry_reason(geometry, second[2:]):
             return found
         groups = geometry.groups
         channels = second[1] * groups if request.op == Op.CONV2D_OUTPUT else second[0]
         fits = groups >= 1 and first[1] == channels and second[0] % groups == 0
     return None if fits else f"operands of shapes {tuple(first)} and {tuple(second)} do not belong together"
+
+
+def _geometry_reason(geometry: Geometry, taps: tuple[int, ...]) -> str | None:
+    """Why a geometry with filters of (rows, columns) taps is no convolution's at all, as half a sentence; None where it is."""
+    for name, values, least in (
+        ("stride", geometry.stride, 1),
+        ("dilation", geometry.dilation, 1),
+        ("padding", geometry.padding, 0),
+        ("groups", (geometry.groups,), 1),
+    ):
+        if min(values) < least:
+            return f"a convolution's {name} is {least} or more, not {shape_text(values)}"
+    return None if all(taps) else f"a filter has taps, not {shape_text(taps)}"
 
 
 def _sizes(request: KernelRequest, arch: Architecture) -> str | None:
@@ -141,7 +156,7 @@ def _scales(request: KernelRequest) -> list[str]:
     if variant.w_granularity is Granularity.PER_ROW:
         found.append("a weight has scales per tensor or per output channel, not per row")
     if variant.x_granularity is Granularity.PER_ROW and _is_conv(request):
-        found.append("rows of a convolution's patches overlap, so that they can not have scales of their own")
+        found.append("rows of a convolution's patches overlap, so that they cannot have scales of their own")
     if variant.x_granularity is Granularity.PER_ROW and request.op == Op.LINEAR_GRAD_WEIGHT and asked.needs_scale:
         found.append(f"scales per row lie along the sums of an {asked} grad_weight; quantize the activation per tensor")
     return found
@@ -158,16 +173,29 @@ def _sums(request: KernelRequest) -> list[str]:
     elif request.op == Op.LINEAR_GRAD_INPUT:
         length = second[0]
     else:
-        length = 1
-        for size in second[1:]:
-            length *= size
+        length = math.prod(second[1:])
     if length > MAX_CONTRACTION:
         return [f"an int32 sum over {length} products could overflow; the longest exact one is {MAX_CONTRACTION}"]
     return []
 
 
 def _convolution(request: KernelRequest) -> list[str]:
-    found = [*conv_refusal.group_reasons(request), *conv_refusal.grad_input_reasons(request)]
+    found, geometry, (out_c, group_c, *taps) = [], Geometry.of(request.attributes), request.shapes[1]
+    # A group is a convolution of its own on a slice of the channels, and slices start at multiples of 16 bytes.
+    group_out = out_c // geometry.groups
+    if geometry.groups > 1 and (group_c % CHANNEL_ALIGNMENT or group_out % CHANNEL_ALIGNMENT):
+        kind = "a depthwise convolution" if group_c == 1 else f"a group of {group_c} input and {group_out} output channels"
+        found.append(
+            f"{kind} does not fill tensor cores, which take multiples of {CHANNEL_ALIGNMENT} channels (backend aten does it)"
+        )
+    if request.op == Op.CONV2D_GRAD_INPUT and geometry.stride != (1, 1):
+        stride = shape_text(geometry.stride)
+        found.append(f"the int8 gradient of the input is a forward convolution at stride 1 only, not at stride {stride}")
+    if request.op == Op.CONV2D_GRAD_INPUT:
+        for padding, dilation, count in zip(geometry.padding, geometry.dilation, taps, strict=True):
+            reach = dilation * (count - 1)
+            if padding > reach:
+                found.append(f"padding by {padding} is beyond the filter's reach of {reach}: the gradient's would be negative")
     if not request.contiguous:
         found.append("a convolution's operands are channels-last")
     return found

@@ -19,7 +19,6 @@ TIMEOUT_S = 10
 USUAL_PLACES = (Path("/usr/local/cuda/bin/nvcc"),)
 """Where the CUDA toolkit installs itself."""
 
-
 GET_HEADERS = "run pip install --no-deps 'nvidia-cutlass>=4.2', or set CUTLASS_PATH to a checkout of CUTLASS"
 """Its dependencies are CUDA's Python bindings, which compiling does not need."""
 
@@ -33,14 +32,19 @@ def find_nvcc() -> Path | None:
     return next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
 
 
+def _answer(nvcc: Path, question: str) -> str:
+    """What the compiler prints to ``--version`` and the like; empty where it does not run, fails or hangs."""
+    try:
+        done = subprocess.run([nvcc, question], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
 def nvcc_release(nvcc: Path) -> str | None:
     """The release that ``nvcc --version`` reports (``13.0``), or None where it does not run or says something else."""
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"release (\d+\.\d+)", done.stdout)
-    return match[1] if done.returncode == 0 and match else None
+    match = re.search(r"release (\d+\.\d+)", _answer(nvcc, "--version"))
+    return match[1] if match else None
 
 
 def find_headers() -> Path | None:
@@ -76,19 +80,17 @@ def required() -> tuple[Path, Path]:
     return nvcc, include
 
 
-def require_arch(nvcc: Path, arch: str) -> None:
-    """Check that the compiler knows an architecture.
-
-    Raises:
-        BackendError: when it does not, with those that it knows.
-    """
-    reason = arch_reason(nvcc, arch)
-    if reason:
-        raise BackendError(reason)
+def uncompilable_reason(arch: str) -> str | None:
+    """Why nothing can be compiled for an architecture here (compiler or headers missing, or unable to); None where it can."""
+    try:
+        nvcc, _ = required()
+    except BackendError as error:
+        return str(error)
+    return arch_reason(nvcc, arch)
 
 
 def arch_reason(nvcc: Path, arch: str) -> str | None:
-    """Why the compiler can not compile for an architecture, None where it can."""
+    """Why the compiler cannot compile for an architecture, None where it can."""
     known = supported_archs(nvcc)
     if arch in known:
         return None
@@ -101,11 +103,7 @@ def arch_reason(nvcc: Path, arch: str) -> str | None:
 @lru_cache(maxsize=8)
 def supported_archs(nvcc: Path) -> tuple[str, ...]:
     """The architectures that ``nvcc --list-gpu-code`` names, and sm_90a where it knows sm_90 (the list omits it)."""
-    try:
-        done = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    known = re.findall(r"sm_\d+[a-z]?", done.stdout) if done.returncode == 0 else []
+    known = re.findall(r"sm_\d+[a-z]?", _answer(nvcc, "--list-gpu-code"))
     release = nvcc_release(nvcc) or "0.0"
     if "sm_90" in known and tuple(map(int, release.split("."))) >= (12, 0):
         known.append("sm_90a")
@@ -115,9 +113,5 @@ def supported_archs(nvcc: Path) -> tuple[str, ...]:
 @lru_cache(maxsize=8)
 def nvcc_build(nvcc: Path) -> str:
     """The compiler's own line about its build, which names it exactly (``cuda_13.0.r13.0/compiler.36424714_0``), or ``unknown``."""
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    lines = done.stdout.split("\n")
+    lines = _answer(nvcc, "--version").split("\n")
     return next((line.removeprefix("Build ").strip() for line in lines if line.startswith("Build ")), "unknown")

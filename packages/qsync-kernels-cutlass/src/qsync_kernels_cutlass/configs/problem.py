@@ -1,4 +1,10 @@
-"""What a request asks a kernel to compute: sizes and formats, with everything about torch's layouts left out."""
+"""What a request asks a kernel to compute: a matrix product or a convolution, with its sizes and formats.
+
+A convolution's blocks of pixels may be *folded* into single pixels: a block of stride x stride pixels of C channels becomes one
+pixel of stride * stride * C channels, padded to a multiple of 16, with the padding around the image.  The convolution of those has
+stride 1 and no padding, and filters of fewer taps.  Then the taps of a filter's row are read as one pixel of all their channels
+(which overlaps with the next pixel's), so filters are one tap wide.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,20 @@ from collections.abc import Mapping
 
 import attrs
 
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import KernelRequest, Op
 
 GRADIENT_FLOAT8 = "float8_e5m2"
 """Format of float8 gradients; e4m3fn has too little range for them."""
+
+BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of an element."""
+
+CHANNEL_ALIGNMENT = 16
+"""int8 channels that tensor cores and TMA take at a time: 16 bytes."""
+
+LONGEST_STRIDE = 8
+"""Pixels that TMA steps over at most; convolutions with longer strides fold."""
 
 
 @attrs.frozen
@@ -45,8 +60,6 @@ class GemmProblem:
         a_format, b_format: formats of the operands in tensor cores (a weight that is kept in 8 bits and multiplied with a 16-bit
             gradient counts as 16 bit).
         out_format: of the result.
-        row_scales: one scale per row of ``a`` instead of one.
-        column_scales: one scale per row of ``b`` instead of one.
     """
 
     op: str
@@ -56,8 +69,6 @@ class GemmProblem:
     a_format: str
     b_format: str
     out_format: str
-    row_scales: bool = False
-    column_scales: bool = False
 
 
 @attrs.frozen
@@ -79,17 +90,16 @@ class ConvProblem:
     a_format: str
     b_format: str
     out_format: str
-    column_scales: bool = False
 
     @property
     def out_h(self) -> int:
         """Rows of the output."""
-        return _out(self.in_h, self.filter_h, self.geometry, 0)
+        return out_size(self.in_h, self.filter_h, self.geometry, 0)
 
     @property
     def out_w(self) -> int:
         """Columns of the output."""
-        return _out(self.in_w, self.filter_w, self.geometry, 1)
+        return out_size(self.in_w, self.filter_w, self.geometry, 1)
 
     @property
     def m(self) -> int:
@@ -111,67 +121,62 @@ class ConvProblem:
         """Input channels of a group."""
         return self.in_c // self.geometry.groups
 
+    @property
+    def taps(self) -> tuple[int, int]:
+        """Rows and columns of a filter."""
+        return self.filter_h, self.filter_w
 
-def _out(size: int, taps: int, geometry: Geometry, axis: int) -> int:
-    reach = geometry.dilation[axis] * (taps - 1) + 1
-    return max(0, (size + 2 * geometry.padding[axis] - reach) // geometry.stride[axis] + 1)
+    @property
+    def folds(self) -> bool:
+        """Whether the kernel folds blocks of pixels."""
+        return self.op == Op.CONV2D_OUTPUT and folds(self.in_c, self.taps, self.geometry)
 
 
 Problem = GemmProblem | ConvProblem
 
-BYTES = {"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes of an element."""
 
-
-def conv_is_gemm(request: KernelRequest) -> bool:
-    """Whether a convolution is a plain matrix product of its pixels: 1x1 filters, stride 1, no padding, one group.
-
-    Such requests take a :class:`~qsync_kernels_cutlass.config.GemmConfig`.
-    """
-    if not request.op.startswith("conv2d") or len(request.shapes) < 2:
-        return False
-    geometry = Geometry.of(request.attributes)
-    plain = geometry.stride == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1
-    return plain and tuple(request.shapes[1][2:]) == (1, 1)
+def out_size(size: int, taps: int, geometry: Geometry, axis: int) -> int:
+    """Rows (axis 0) or columns (axis 1) of a convolution's output; 0 where the filter does not fit into the padded image."""
+    reach = geometry.dilation[axis] * (taps - 1) + 1
+    return max(0, (size + 2 * geometry.padding[axis] - reach) // geometry.stride[axis] + 1)
 
 
 def problem_of(request: KernelRequest) -> Problem:
-    """Sizes and formats of a request for a product, which must be one that ``refusal.reasons`` accepts."""
+    """Sizes and formats of a request, which must be one that ``support.reasons`` accepts.
+
+    A convolution that is a plain matrix product of its pixels (1x1 filters, stride 1, no padding, one group) becomes one, and takes
+    a :class:`~qsync_kernels_cutlass.configs.config.GemmConfig`.
+    """
     if request.op.startswith("linear"):
         return _linear(request)
-    conv = conv_problem_of(request)
-    if conv_is_gemm(request):
-        formats = conv.a_format, conv.b_format, conv.out_format
-        return GemmProblem(request.op, conv.m, conv.n, conv.k, *formats, column_scales=conv.column_scales)
+    conv = _convolution(request)
+    geometry = conv.geometry
+    if conv.taps == (1, 1) and geometry.stride == (1, 1) and geometry.padding == (0, 0) and geometry.groups == 1:
+        return GemmProblem(request.op, conv.m, conv.n, conv.k, conv.a_format, conv.b_format, conv.out_format)
     return conv
 
 
 def _linear(request: KernelRequest) -> GemmProblem:
     variant, ((rows, width), second) = request.variant, request.shapes
-    per_channel = variant.w_granularity is Granularity.PER_CHANNEL
     if request.op == Op.LINEAR_OUTPUT:
         formats = str(variant.compute), str(variant.compute), str(variant.output)
-        per_row = variant.x_granularity is Granularity.PER_ROW
-        return GemmProblem(request.op, rows, second[0], width, *formats, row_scales=per_row, column_scales=per_channel)
+        return GemmProblem(request.op, rows, second[0], width, *formats)
     if request.op == Op.LINEAR_GRAD_INPUT:  # (M, N) times (N, K)
         asked = variant.grad_input
         formats = _gradient(asked), str(asked), _sixteen_bit(request)
         return GemmProblem(request.op, rows, second[1], width, *formats)
     asked = variant.grad_weight  # (M, N) and (M, K) give (N, K)
-    scales = asked is Precision.INT8 and per_channel
-    return GemmProblem(request.op, width, second[1], rows, _gradient(asked), str(asked), "float32", row_scales=scales)
+    return GemmProblem(request.op, width, second[1], rows, _gradient(asked), str(asked), "float32")
 
 
-def conv_problem_of(request: KernelRequest) -> ConvProblem:
-    """The forward convolution that a ``conv2d`` request asks for, also where it is a plain product."""
+def _convolution(request: KernelRequest) -> ConvProblem:
     variant, ((images, channels, height, width), filters) = request.variant, request.shapes
     geometry = Geometry.of(request.attributes)
     out_c, group_channels, filter_h, filter_w = filters
     if request.op == Op.CONV2D_OUTPUT:
         formats = str(variant.compute), str(variant.compute), str(variant.output)
-        scales = variant.w_granularity is Granularity.PER_CHANNEL
         sizes = images, height, width, channels, out_c, filter_h, filter_w
-        return ConvProblem(request.op, *sizes, geometry, *formats, column_scales=scales)
+        return ConvProblem(request.op, *sizes, geometry, *formats)
     # Gradient of the input at stride 1: the gradient (images, out_c, out_h, out_w) convolved with the transposed, flipped filters,
     # padded by what the forward convolution left uncovered.
     reach = [geometry.dilation[axis] * (size - 1) - geometry.padding[axis] for axis, size in enumerate((filter_h, filter_w))]
@@ -189,3 +194,36 @@ def _sixteen_bit(request: KernelRequest) -> str:
     """Format in which the gradient of the input is delivered: that of the 16-bit gradient, else the output's."""
     variant = request.variant
     return str(variant.output if variant.grad_input.needs_scale else variant.grad_input)
+
+
+def folds(channels: int, filter_size: tuple[int, int], geometry: Geometry) -> bool:
+    """Whether pixels are folded: where that multiplies less than padding the channels does, and where strides are long.
+
+    Args:
+        channels: of the activation.
+        filter_size: rows and columns of a filter.
+        geometry: of the convolution.
+    """
+    if geometry.groups != 1 or geometry.dilation != (1, 1):
+        return False
+    if max(geometry.stride) > LONGEST_STRIDE:
+        return True
+    if channels % CHANNEL_ALIGNMENT == 0:
+        return False
+    taps = folded_taps(filter_size, geometry)
+    padded_products = filter_size[0] * filter_size[1] * _rounded(channels)
+    return taps[0] * taps[1] * folded_channels(channels, geometry) <= padded_products
+
+
+def folded_taps(filter_size: tuple[int, int], geometry: Geometry) -> tuple[int, int]:
+    """Blocks that a filter covers, down and across."""
+    return -(-filter_size[0] // geometry.stride[0]), -(-filter_size[1] // geometry.stride[1])
+
+
+def folded_channels(channels: int, geometry: Geometry) -> int:
+    """Channels of a folded pixel."""
+    return _rounded(channels * geometry.stride[0] * geometry.stride[1])
+
+
+def _rounded(channels: int) -> int:
+    return -(-channels // CHANNEL_ALIGNMENT) * CHANNEL_ALIGNMENT

@@ -1,6 +1,6 @@
 """The configurations of a problem: all that are valid, and those worth measuring, best guess first.
 
-The ranking is the model of :mod:`qsync_kernels_cutlass.latency_model`, which only has to put good ones early: tuning measures.
+The ranking is that of :mod:`~qsync_kernels_cutlass.configs.latency_model`, which only has to put good ones early: tuning measures.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ from functools import lru_cache
 
 import attrs
 
-from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Raster, Schedule, Scheduler
-from qsync_kernels_cutlass.config import Iterator as AddressIterator
-from qsync_kernels_cutlass.latency_model import predicted_ns
-from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
-from qsync_kernels_cutlass.validity import Config
+from qsync_kernels_cutlass.configs import validity
+from qsync_kernels_cutlass.configs.config import (
+    AddressIterator,
+    Config,
+    ConvConfig,
+    Family,
+    GemmConfig,
+    Raster,
+    Schedule,
+    Scheduler,
+)
+from qsync_kernels_cutlass.configs.latency_model import predicted_ns
+from qsync_kernels_cutlass.configs.problem import BYTES, ConvProblem, Problem
 
 KERNELS_TO_MEASURE = 4
 """Libraries that tuning one problem may ask for; compiling one takes tens of seconds, though once for all shapes."""
@@ -81,23 +88,17 @@ def all_valid(problem: Problem, arch: Architecture) -> Iterator[Config]:
             yield attrs.evolve(config, **knobs)
 
 
-def compiled(problem: Problem, arch: Architecture, sms: int = 0) -> list[Config]:
+def compiled(problem: Problem, arch: Architecture) -> list[Config]:
     """Every compiled part of a configuration that the chip can run (run-time knobs at their defaults), best guess first."""
-    return sorted(_compiled_space(problem, arch), key=lambda config: (predicted_ns(config, problem, arch, sms), config.text))
+    return _best_first(_compiled_space(problem, arch), problem, arch)
 
 
 @lru_cache(maxsize=4096)
-def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, ...]:
-    """Configurations worth measuring, best guess first; at most ``CONFIGS_TO_MEASURE`` of ``KERNELS_TO_MEASURE`` libraries.
-
-    Args:
-        problem: sizes and formats.
-        arch: the chip.
-        sms: its multiprocessors; 0 takes the usual chip's.
-    """
-    space = list(_compiled_space(problem, arch))
+def ranked(problem: Problem, arch: Architecture) -> tuple[Config, ...]:
+    """Configurations worth measuring, best guess first; at most ``CONFIGS_TO_MEASURE`` of ``KERNELS_TO_MEASURE`` libraries."""
+    space = _compiled_space(problem, arch)
     tried = [config for config in space if _in_portfolio(config, problem)] or space
-    kept = sorted(tried, key=lambda config: (predicted_ns(config, problem, arch, sms), config.text))[:KERNELS_TO_MEASURE]
+    kept = _best_first(tried, problem, arch)[:KERNELS_TO_MEASURE]
     found = list(kept)
     # Large products gain up to 6% from the order of their tiles, which is measured for the best guesses first.
     for config, knobs in itertools.product(kept[:_WITH_KNOBS], _KNOBS_WORTH_MEASURING):
@@ -108,6 +109,10 @@ def ranked(problem: Problem, arch: Architecture, sms: int = 0) -> tuple[Config, 
     return tuple(itertools.islice(valid, CONFIGS_TO_MEASURE))
 
 
+def _best_first(configs: list[Config], problem: Problem, arch: Architecture) -> list[Config]:
+    return sorted(configs, key=lambda config: (predicted_ns(config, problem, arch), config.text))
+
+
 def _in_portfolio(config: Config, problem: Problem) -> bool:
     if config.path is not Family.TMA:
         return True
@@ -116,22 +121,22 @@ def _in_portfolio(config: Config, problem: Problem) -> bool:
     return config.tile[2] == _depth(problem) and (config.schedule, config.tile[:2], config.cluster) in _PORTFOLIO
 
 
-def _compiled_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
+def _compiled_space(problem: Problem, arch: Architecture) -> list[Config]:
     made = itertools.chain(_tma_space(problem), _mma_space(problem, arch), _simt_space(problem))
     families: dict[Family, list[Config]] = {path: [] for path in Family}
     for config in made:
         if validity.is_valid(config, arch, problem):
             families[config.path].append(config)
     # The 2.x path runs on sm_90a too, at half its speed, and SIMT kernels run anywhere: for chips that have nothing better.
-    return iter(next((families[path] for path in (Family.TMA, Family.MMA, Family.SIMT) if families[path]), []))
+    return next((families[path] for path in (Family.TMA, Family.MMA, Family.SIMT) if families[path]), [])
 
 
 def _tma_space(problem: Problem) -> Iterator[Config]:
     cls = ConvConfig if isinstance(problem, ConvProblem) else GemmConfig
     size = BYTES[problem.a_format]
-    depths = [_depth(problem)]
+    depth = _depth(problem)
     for schedule, tiles in ((Schedule.COOPERATIVE, _COOPERATIVE), (Schedule.PINGPONG, _PINGPONG)):
-        for (rows, columns), cluster, depth in itertools.product(tiles, _CLUSTERS, depths):
+        for (rows, columns), cluster in itertools.product(tiles, _CLUSTERS):
             config = cls(Family.TMA, (rows, columns, depth), cluster=cluster, schedule=schedule)
             yield config
             if not isinstance(config, GemmConfig) or cluster == (1, 1):
@@ -160,7 +165,7 @@ def _mma_space(problem: Problem, arch: Architecture) -> Iterator[Config]:
     stages = (3, 4, 5, 6) if arch.async_copies else (2,)
     for ((rows, columns), warp), depth, count in itertools.product(_WARP_TILES, (64 // size, 128 // size), stages):
         config = cls(Family.MMA, (rows, columns, depth), (*warp, depth), instructions[0], count)
-        if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and conv_folding.mask_reasons(problem):
+        if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and validity.mask_reasons(problem):
             config = attrs.evolve(config, iterator=AddressIterator.ANALYTIC)
         yield config
 

@@ -6,12 +6,20 @@ import math
 
 import attrs
 
-from qsync_kernels_cutlass import conv_folding
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import ConvConfig, Family, GemmConfig, Iterator, Raster, Schedule, Scheduler, Shape3
-from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
-
-Config = GemmConfig | ConvConfig
+from qsync_kernels_cutlass.configs.config import (
+    AddressIterator,
+    Config,
+    ConvConfig,
+    Family,
+    GemmConfig,
+    Raster,
+    Schedule,
+    Scheduler,
+    Shape3,
+    shape_text,
+)
+from qsync_kernels_cutlass.configs.problem import BYTES, LONGEST_STRIDE, ConvProblem, Geometry, Problem, folded_taps
 
 MAX_SWIZZLE = 8
 MAX_SPLITS = 32
@@ -25,6 +33,12 @@ promoted into a second set every few steps."""
 SIMT_SIDE = 16
 """A block without tensor cores has 16 x 16 threads."""
 MAX_SIMT_ACCUMULATORS = 64
+MOST_PADDING = 127
+FARTHEST_TAP = 254
+"""Limits of TMA's im2col mode with two spatial dimensions, whose corners and offsets are bytes (CUDA driver API,
+``cuTensorMapEncodeIm2col``)."""
+MOST_MASKED_TAPS = 32
+"""Rows or columns of a filter for which the 2.x path's optimized iterator keeps a mask in one register."""
 STATIC_SHARED_BYTES = 48 << 10
 """What a kernel may have without opting in."""
 ALIGNMENT_BYTES = 16
@@ -51,11 +65,11 @@ _INSTRUCTIONS: dict[str, dict[int, tuple[Shape3, ...]]] = {
 
 
 def reasons(config: Config, arch: Architecture, problem: Problem) -> list[str]:
-    """Why a configuration can not run a problem on a chip, each reason half a sentence; empty means it can."""
+    """Why a configuration cannot run a problem on a chip, each reason half a sentence; empty means it can."""
     by_path = {Family.TMA: _tma, Family.MMA: _mma, Family.SIMT: _simt}
     found = [
         *_run_time_knobs(config, problem),
-        *(f"the tile {_text(config.tile)} has a side of 0" for side in config.tile if not side),
+        *(f"the tile {shape_text(config.tile)} has a side of 0" for side in config.tile if not side),
     ]
     return found if found else by_path[config.path](config, arch, problem)
 
@@ -167,16 +181,16 @@ def _tma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     if accumulators > most:
         found.append(f"{accumulators} accumulators a thread spill; at most {most} fit beside the epilogue")
     if config.cluster not in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)):
-        found.append(f"clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not {_text(config.cluster)}")
+        found.append(f"clusters are 1x1, 2x1, 1x2, 2x2, 4x1 or 1x4, not {shape_text(config.cluster)}")
     if isinstance(problem, ConvProblem):
-        found += conv_folding.im2col_reasons(problem)
+        found += _im2col_reasons(problem)
     if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K and not cooperative:
         found.append("the stream-K scheduler needs the cooperative schedule")
     fitting = max_stages(config, arch, problem)
     if fitting < max(2, config.stages):
         found.append(_too_little_memory(config, arch, fitting))
     if config.stages == 1:
-        found.append("one stage can not overlap loading with products; take at least 2")
+        found.append("one stage cannot overlap loading with products; take at least 2")
     return found
 
 
@@ -193,17 +207,19 @@ def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     if not shapes:
         found.append(f"{arch.name} has no tensor cores for {problem.a_format}")
     elif config.instruction not in shapes:
-        known = " or ".join(map(_text, shapes))
-        found.append(f"{arch.name} multiplies {problem.a_format} by {known} instructions, not {_text(config.instruction)}")
+        known = " or ".join(map(shape_text, shapes))
+        found.append(f"{arch.name} multiplies {problem.a_format} by {known} instructions, not {shape_text(config.instruction)}")
     if problem.a_format.startswith("float8") and not arch.float8_mma:
         found.append(f"{arch.name} has no float8 tensor cores; they came with sm_89")
     if "bfloat16" in (problem.a_format, problem.b_format) and not arch.bfloat16_mma:
         found.append(f"{arch.name} has no bfloat16 tensor cores; they came with sm_80")
     if not all(config.warp) or tile_m % warp_m or tile_n % warp_n or tile_k != warp_k:
-        found.append(f"warps of {_text(config.warp)} do not cover the tile {_text(config.tile)} (with the whole of its depth)")
+        found.append(
+            f"warps of {shape_text(config.warp)} do not cover the tile {shape_text(config.tile)} (with the whole of its depth)"
+        )
         return found
     if any(side % least for side, least in zip(config.warp, config.instruction, strict=True) if least):
-        found.append(f"a warp's tile {_text(config.warp)} is not made of whole instructions {_text(config.instruction)}")
+        found.append(f"a warp's tile {shape_text(config.warp)} is not made of whole instructions {shape_text(config.instruction)}")
     if warp_n * BYTES[problem.out_format] < STORED_ROW_BYTES:
         found.append(f"a warp's tile of {warp_n} columns is too narrow for stores of {problem.out_format}")
     warps = (tile_m // warp_m) * (tile_n // warp_n)
@@ -214,9 +230,9 @@ def _mma(config: Config, arch: Architecture, problem: Problem) -> list[str]:
     if tile_k * size not in (32, 64, 128):
         found.append(f"a tile is 32, 64 or 128 bytes deep, not {tile_k * size}")
     elif any(side * tile_k * size % (32 * warps * ALIGNMENT_BYTES) for side in (tile_m, tile_n)):
-        found.append(f"{warps} warps do not divide the loads of a {_text(config.tile)} tile, {ALIGNMENT_BYTES} bytes a thread")
-    if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and config.iterator is Iterator.OPTIMIZED:
-        found += conv_folding.mask_reasons(problem)
+        found.append(f"{warps} warps do not divide the loads of a {shape_text(config.tile)} tile, {ALIGNMENT_BYTES} bytes a thread")
+    if isinstance(config, ConvConfig) and isinstance(problem, ConvProblem) and config.iterator is AddressIterator.OPTIMIZED:
+        found += mask_reasons(problem)
     found += _stages(config, arch, problem)
     return found
 
@@ -230,14 +246,18 @@ def _simt(config: Config, arch: Architecture, problem: Problem) -> list[str]:
         found.append("instructions without tensor cores are 1x1x4 for int8 (dp4a) and 1x1x1 for floats")
     (tile_m, tile_n, tile_k), (warp_m, warp_n, warp_k) = config.tile, config.warp
     if not all(config.warp) or tile_m % warp_m or tile_n % warp_n or tile_k != warp_k:
-        found.append(f"warps of {_text(config.warp)} do not cover the tile {_text(config.tile)} (with the whole of its depth)")
+        found.append(
+            f"warps of {shape_text(config.warp)} do not cover the tile {shape_text(config.tile)} (with the whole of its depth)"
+        )
     if tile_m % SIMT_SIDE or tile_n % SIMT_SIDE or tile_k % 4:
         found.append(f"a tile of {SIMT_SIDE} x {SIMT_SIDE} threads has sides in steps of {SIMT_SIDE} and a depth in steps of 4")
     elif tile_m * tile_n // SIMT_SIDE**2 > MAX_SIMT_ACCUMULATORS:
         found.append(f"{tile_m * tile_n // SIMT_SIDE**2} accumulators a thread spill; at most {MAX_SIMT_ACCUMULATORS} fit")
     words = tile_k // 4 if integers else tile_k
     if words * (tile_m + tile_n + 2) * 4 > STATIC_SHARED_BYTES:
-        found.append(f"operands of {_text(config.tile)} do not fit into the {STATIC_SHARED_BYTES} bytes of static shared memory")
+        found.append(
+            f"operands of {shape_text(config.tile)} do not fit into the {STATIC_SHARED_BYTES} bytes of static shared memory"
+        )
     if config.stages != 2:
         found.append(f"kernels without tensor cores have 2 stages, not {config.stages}")
     return found
@@ -274,10 +294,41 @@ def _staged_epilogue(config: Config) -> int:
 def _too_little_memory(config: Config, arch: Architecture, fitting: int) -> str:
     wanted = max(2, config.stages)
     return (
-        f"{wanted} stages of {_text(config.tile)} do not fit into the {arch.shared_bytes_per_block} bytes of shared memory "
+        f"{wanted} stages of {shape_text(config.tile)} do not fit into the {arch.shared_bytes_per_block} bytes of shared memory "
         f"that {arch.name} gives a block ({fitting} do)"
     )
 
 
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _im2col_reasons(problem: ConvProblem) -> list[str]:
+    """Why TMA cannot gather a convolution's pixels, each reason half a sentence; empty means it can."""
+    taps, geometry = _run_as(problem)
+    found = []
+    if max(geometry.stride) > LONGEST_STRIDE:
+        found.append(f"TMA steps over at most {LONGEST_STRIDE} pixels, not {max(geometry.stride)}")
+    for axis, count in enumerate(taps):
+        farthest = geometry.dilation[axis] * (count - 1)
+        padding = geometry.padding[axis]
+        if farthest > FARTHEST_TAP or farthest - padding > MOST_PADDING + 1:
+            found.append(
+                f"a filter's last tap is too far away for TMA: {farthest} pixels from the first, {farthest - padding} outside"
+            )
+        if padding > MOST_PADDING:
+            found.append(f"TMA pads by at most {MOST_PADDING} pixels, not {padding}")
+    return found
+
+
+def mask_reasons(problem: ConvProblem) -> list[str]:
+    """Why the 2.x path's optimized iterator cannot walk over a filter, each reason half a sentence; empty means it can."""
+    most = max(_run_as(problem)[0])
+    if most > MOST_MASKED_TAPS:
+        return [
+            f"the optimized iterator takes filters of at most {MOST_MASKED_TAPS} taps a side, not {most}; the analytic one does"
+        ]
+    return []
+
+
+def _run_as(problem: ConvProblem) -> tuple[tuple[int, int], Geometry]:
+    """Filter size and geometry of the convolution that the kernel sees."""
+    if problem.folds:
+        return (folded_taps(problem.taps, problem.geometry)[0], 1), Geometry()
+    return problem.taps, problem.geometry

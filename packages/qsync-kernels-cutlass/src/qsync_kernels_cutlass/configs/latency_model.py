@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import math
 
-from qsync_core.kernels.backend import Op
-from qsync_kernels_cutlass import conv_folding, validity
 from qsync_kernels_cutlass.architectures import Architecture
-from qsync_kernels_cutlass.config import Family, Schedule, Scheduler
-from qsync_kernels_cutlass.problem import BYTES, ConvProblem, Problem
-from qsync_kernels_cutlass.validity import Config
+from qsync_kernels_cutlass.configs import validity
+from qsync_kernels_cutlass.configs.config import Config, Family, Schedule, Scheduler
+from qsync_kernels_cutlass.configs.problem import BYTES, ConvProblem, Problem, folded_channels, folded_taps
 
 _LAUNCH_NS = 2300.0
 _CLUSTER_NS = 1200.0
@@ -122,11 +120,10 @@ def _steps(config: Config, problem: Problem) -> int:
     depth = config.tile[2]
     if not isinstance(problem, ConvProblem):
         return math.ceil(problem.k / depth)
-    taps = problem.filter_h, problem.filter_w
-    if problem.op == Op.CONV2D_OUTPUT and conv_folding.folds(problem.in_c, taps, problem.geometry):
-        down, across = conv_folding.folded_taps(taps, problem.geometry)
-        return down * math.ceil(across * conv_folding.folded_channels(problem.in_c, problem.geometry) / depth)
-    return taps[0] * taps[1] * math.ceil(problem.group_channels / depth)
+    if problem.folds:
+        down, across = folded_taps(problem.taps, problem.geometry)
+        return down * math.ceil(across * folded_channels(problem.in_c, problem.geometry) / depth)
+    return problem.filter_h * problem.filter_w * math.ceil(problem.group_channels / depth)
 
 
 def _bytes(problem: Problem) -> int:
