@@ -1,4 +1,4 @@
-"""Every call is watched under the operator that the graph says it is."""
+"""Every call is hooked under the operator that the graph says it is."""
 
 import copy
 
@@ -13,7 +13,8 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.apply.lowered_call import LoweredCall
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.call_hooks import watched
+from qsync_torch.observing.call_hooks import hooked_calls
+from qsync_torch.observing.collector import product
 from qsync_torch.tracing.trace import trace
 
 
@@ -102,7 +103,7 @@ class Listed(nn.Module):
         return F.linear(torch.tanh(F.linear(x, self.middle)), self.last)
 
 
-class Watcher:
+class Hook:
     """Notes for every call the operator that it is said to be, and the parameter that it reads."""
 
     def __init__(self, model):
@@ -114,7 +115,7 @@ class Watcher:
 
     def call(self, operator, x, weight, bias, geometry):
         self.seen.append((operator.op_id, self.names.get(id(weight))))
-        return geometry.product(x, weight, bias)
+        return product(x, weight, bias, geometry)
 
 
 KINDS = {"sliced": (Sliced, 2), "decoder": (Decoder, 6), "repeated": (Repeated, 4), "tied": (Tied, 3)}
@@ -134,12 +135,12 @@ def test_each_call_is_told_by_its_own_name(kind, count, monkeypatch):
         batch_size=4,
     )
     dag, model = trace(job), copy.deepcopy(job.model)
-    watcher = Watcher(model)
-    with watched(model, dag.adjustable, watcher):
+    hook = Hook(model)
+    with hooked_calls(model, dag.adjustable, hook):
         for _ in range(2):
             job.compute_loss(job.batch(0, 4), model)
-    assert watcher.seen == [(operator.op_id, operator.parameters[0]) for operator in dag.adjustable]
-    assert len(watcher.seen) == count
+    assert hook.seen == [(operator.op_id, operator.parameters[0]) for operator in dag.adjustable]
+    assert len(hook.seen) == count
     lowered = []
     linear = LoweredCall.linear
     monkeypatch.setattr(LoweredCall, "linear", lambda self, *args: lowered.append(self.op_id) or linear(self, *args))

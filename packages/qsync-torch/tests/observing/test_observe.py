@@ -5,14 +5,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_core.errors import ObservationError
+from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.observing.call_hooks import tapped
+from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.closed_form import LossVarCollector, PaperCollector
-from qsync_torch.observing.collector import Geometry, OperatorCall
+from qsync_torch.observing.collector import OperatorCall
 from qsync_torch.observing.observe import observe
 from qsync_torch.observing.record import SettledRule
 from qsync_torch.observing.rounding_noise import element_variance
@@ -101,9 +102,10 @@ def test_gradients_of_a_call_are_autograds(groups):
 def test_gradients_of_the_calls_of_a_module_add_up_to_its_parameters():
     job = _job()
     dag = trace(job)
-    with tapped(job.model, dag.adjustable) as tap:
+    capture = GradientCapture(dag.adjustable)
+    with hooked_calls(job.model, dag.adjustable, capture):
         job.compute_loss(_batch(0, 6)).backward()
-        calls = {call.operator.op_id: call for call in tap.calls()}
+        calls = {call.operator.op_id: call for call in capture.calls()}
         both = calls[OpId("twice", 0)].grad_weight + calls[OpId("twice", 1)].grad_weight
     assert set(calls) == {operator.op_id for operator in dag.adjustable}
     assert torch.allclose(both, job.model.twice.weight.grad, atol=1e-6)
@@ -114,9 +116,10 @@ def test_gradients_of_the_calls_of_a_module_add_up_to_its_parameters():
 def test_the_output_is_the_one_before_it_was_overwritten_in_place():
     job = _job()
     dag = trace(job)
-    with tapped(job.model, dag.adjustable) as tap:
+    capture = GradientCapture(dag.adjustable)
+    with hooked_calls(job.model, dag.adjustable, capture):
         job.compute_loss(_batch(0, 6)).backward()
-        conv = next(call for call in tap.calls() if call.operator.op_id == OpId("conv"))
+        conv = next(call for call in capture.calls() if call.operator.op_id == OpId("conv"))
         assert float(conv.output.min()) < 0
         assert torch.allclose(conv.output, job.model.conv(_batch(0, 6).args[0]))
 

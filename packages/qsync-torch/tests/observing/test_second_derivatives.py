@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_torch.observing.collector import Geometry
-from qsync_torch.observing.second_derivatives import product
+from qsync_core.geometry import Geometry
+from qsync_torch.observing.second_derivatives import differentiable_product
 
 GEOMETRIES = {
     "plain": ((2, 3, 6, 5), (4, 3, 3, 3), Geometry()),
@@ -46,7 +46,7 @@ def _twice(function, operands, geometry, differentiated):
 
 def _compare(reference, operands, geometry, differentiated=(0, 1, 2)):
     differentiated = [i for i in differentiated if operands[i] is not None]
-    found = _twice(product, operands, geometry, differentiated)
+    found = _twice(differentiable_product, operands, geometry, differentiated)
     expected = _twice(reference, operands, geometry, differentiated)
     assert len(found) == len(expected) == 2 + 2 * len(differentiated)
     for f, e in zip(found, expected, strict=True):
@@ -88,7 +88,7 @@ def test_an_image_without_a_batch_is_left_to_pytorch():
 def test_operands_and_gradients_are_not_changed():
     """The double backward adds in place: never to what it was given."""
     x, weight = (_random(5, 7).requires_grad_(), _random(4, 7).requires_grad_())
-    output = product(x, weight, None, Geometry())
+    output = differentiable_product(x, weight, None, Geometry())
     grad = _random(5, 4).requires_grad_()
     directions = [_random(5, 7), _random(4, 7)]
     before = [t.detach().clone() for t in (x, weight, grad, *directions)]
@@ -98,13 +98,13 @@ def test_operands_and_gradients_are_not_changed():
 
 
 def test_a_double_backward_that_needs_one_gradient_only():
-    """⟨grad_w, v⟩ alone, then ⟨grad_x, v⟩ alone: the other product does not run."""
+    """⟨grad_w, v⟩ alone, then ⟨grad_x, v⟩ alone: the other differentiable_product does not run."""
     torch.manual_seed(0)
     *shapes, geometry = GEOMETRIES["dilation"]
     x, weight = (_random(*shape).requires_grad_() for shape in shapes)
     for of in (0, 1):
         results = []
-        for function in (product, _conv2d):
+        for function in (differentiable_product, _conv2d):
             torch.manual_seed(2)
             output = function(x, weight, None, geometry)
             grad = _random(*output.shape).requires_grad_()

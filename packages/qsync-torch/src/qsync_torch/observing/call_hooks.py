@@ -1,4 +1,8 @@
-"""Watching a model: every call of an adjustable operator in a forward pass goes through a watcher."""
+"""Hooks on the calls of a model's adjustable operators, at the places where ``apply_`` would lower them.
+
+:func:`hooked_calls` sends every such call in a forward pass through a :class:`CallHook`.  One of these is
+:class:`GradientCapture`, which keeps what each operator reads and the gradient of its output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from qsync_core.geometry import pair
+from qsync_core.geometry import NEUTRAL, Geometry, pair
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -20,13 +24,13 @@ from qsync_torch.apply.apply import Applied
 from qsync_torch.apply.functional_calls import CallSite, CallSites, places
 from qsync_torch.apply.interception import Interception
 from qsync_torch.apply.plan_fit import Assigned, locate
-from qsync_torch.observing.collector import Geometry, OperatorCall
+from qsync_torch.observing.collector import OperatorCall, product
 from qsync_torch.operators.conv2d import resolve_padding
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 
 
-class Watcher(Protocol):
+class CallHook(Protocol):
     """Stands between the model and the operators it calls."""
 
     def start_forward(self) -> None:
@@ -36,21 +40,21 @@ class Watcher(Protocol):
     def call(
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
-        """Give the output of one call, ``geometry.product(x, weight, bias)`` in value."""
+        """Give the output of one call, ``product(x, weight, bias, geometry)`` in value."""
         ...
 
 
 @attrs.define(eq=False)
 class _Calls:
-    """Which call of which operator runs now."""
+    """Counts the calls of modules, to know which operator runs now."""
 
     operators: dict[OpId, Operator]
-    watcher: Watcher
+    hook: CallHook
     counts: Counter[str] = attrs.field(factory=Counter)
 
     def start(self) -> None:
         self.counts.clear()
-        self.watcher.start_forward()
+        self.hook.start_forward()
 
     def next_of(self, fqn: str) -> OpId:
         """The call of a module that begins now."""
@@ -62,11 +66,11 @@ class _Calls:
     ) -> torch.Tensor:
         operator = self.operators.get(op_id)
         if operator is None:
-            return geometry.product(x, weight, bias)
-        return self.watcher.call(operator, x, weight, bias, geometry)
+            return product(x, weight, bias, geometry)
+        return self.hook.call(operator, x, weight, bias, geometry)
 
 
-class _WatchedCall:
+class _HookedCall:
     """Stands where ``apply_`` puts an operator in a variant; ``op_id`` tells which call begins."""
 
     def __init__(self, calls: _Calls, op_id: Callable[[], OpId]) -> None:
@@ -74,7 +78,7 @@ class _WatchedCall:
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
-        return self._calls.run(self._op_id(), input, weight, bias, Geometry())
+        return self._calls.run(self._op_id(), input, weight, bias, NEUTRAL)
 
     def conv2d(
         self,
@@ -93,14 +97,14 @@ class _WatchedCall:
 
 
 @contextmanager
-def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watcher) -> Iterator[None]:
-    """Send the calls of adjustable operators through a watcher; the model is restored at the end.
+def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: CallHook) -> Iterator[None]:
+    """Send the calls of adjustable operators through a hook; the model is restored at the end.
 
     Raises:
         PlanError: when the model does not have one of the operators.
     """
     by_id = {operator.op_id: operator for operator in operators}
-    calls = _Calls(by_id, watcher)
+    calls = _Calls(by_id, hook)
     addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED), None)
     # The same places that apply_ takes hold of; the calls put there only pass on.
     applied = Applied(model, {}, None)
@@ -109,13 +113,11 @@ def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watc
         # First of all hooks: a functional call of the model itself is counted after this.
         stack.callback(model.register_forward_pre_hook(functools.partial(_start, calls, applied.sites)).remove)
         for op_id, module in addressed.modules:
-            call = _WatchedCall(calls, functools.partial(calls.next_of, op_id.fqn))
-            applied.replace_forward(module, functools.partial(_watched_forward, call))
-        # Sites count those calls too that nobody watches.
+            call = _HookedCall(calls, functools.partial(calls.next_of, op_id.fqn))
+            applied.replace_forward(module, functools.partial(_hooked_forward, call))
+        # Sites also count the calls that no hook sees.
         sites = {
-            owner: CallSite(
-                {name: {o.call: _WatchedCall(calls, lambda o=o: o) for o in op_ids} for name, op_ids in by_name.items()}
-            )
+            owner: CallSite({name: {o.call: _HookedCall(calls, lambda o=o: o) for o in op_ids} for name, op_ids in by_name.items()})
             for owner, by_name in addressed.functional.items()
         }
         applied.sites.all.extend(sites.values())
@@ -126,7 +128,7 @@ def watched(model: torch.nn.Module, operators: Sequence[Operator], watcher: Watc
         yield
 
 
-def _watched_forward(call: _WatchedCall, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked_forward(call: _HookedCall, inner: Callable[..., Any]) -> Callable[..., Any]:
     if inner is torch.nn.Linear.forward:
         return lambda self, input: call.linear(input, self.weight, self.bias)
     return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -155,61 +157,34 @@ def _intercepted(applied: Applied, inner: Callable[..., Any]) -> Callable[..., A
     return forward
 
 
-# ---- merged from qsync_torch.observing.call_hooks
-# Tapping a model: what every adjustable operator reads and gets back as gradient, in one training step.
-
-
-@attrs.define(eq=False)
-class _Seen:
-    """A forward call and, once backward has passed it, the gradient of its output."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    geometry: Geometry
-    grad_output: torch.Tensor | None = None
-
-
-class Tap:
-    """Records the calls of adjustable operators while a model trains in float32.
-
-    Use :func:`tapped`.  ``calls()`` gives what the last step did and forgets it.
-    """
+class GradientCapture:
+    """A hook that records what each operator reads in a training step, and the gradient that comes back to it."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
-        self._operators = {operator.op_id: operator for operator in operators}
-        self._seen: dict[OpId, _Seen] = {}
+        self._operators = operators
+        self._calls: dict[OpId, OperatorCall] = {}
 
     def start_forward(self) -> None:
-        """The model's forward begins."""
-        self._seen.clear()
+        """Forget the step before."""
+        self._calls = {}
 
     def call(
         self, operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
-        """Note a call; its gradient is noted when backward comes by."""
-        output = geometry.product(x, weight, bias)
+        """Run the operator; the call is recorded once backward reaches it."""
+        output = product(x, weight, bias, geometry)
         if output.requires_grad:
-            seen = _Seen(x.detach(), weight.detach(), None if bias is None else bias.detach(), geometry)
-            self._seen[operator.op_id] = seen
-            output.register_hook(functools.partial(setattr, seen, "grad_output"))
+            calls, operands = self._calls, (x.detach(), weight.detach(), None if bias is None else bias.detach())
+
+            def record(grad: torch.Tensor) -> None:
+                calls[operator.op_id] = OperatorCall(operator, *operands, grad, geometry)
+
+            output.register_hook(record)
         return output
 
     def calls(self) -> Iterator[OperatorCall]:
         """The calls of the last step that a gradient came back to, in order of execution; each is released after its turn."""
-        for op_id, operator in self._operators.items():
-            seen = self._seen.pop(op_id, None)
-            if seen is not None and seen.grad_output is not None:
-                yield OperatorCall(operator, seen.x, seen.weight, seen.bias, seen.grad_output, seen.geometry)
-
-
-@contextmanager
-def tapped(model: torch.nn.Module, operators: Sequence[Operator]) -> Iterator[Tap]:
-    """Tap the adjustable operators of a model; the model is restored at the end.
-
-    Raises:
-        PlanError: when the model does not have one of the operators.
-    """
-    tap = Tap(operators)
-    with watched(model, operators, tap):
-        yield tap
+        for operator in self._operators:
+            call = self._calls.pop(operator.op_id, None)
+            if call is not None:
+                yield call

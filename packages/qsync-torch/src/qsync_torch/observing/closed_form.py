@@ -1,4 +1,8 @@
-"""Collector ``paper``: the norms, sizes, exponents and scales of the printed formulas (paper, Propositions 2 and 3)."""
+"""Collectors ``paper`` and ``lossvar``: closed forms of what one operator reads and of the gradient that comes back to it.
+
+``paper`` gives the norms, sizes, exponents and scales of the printed formulas (paper, Propositions 2 and 3).  ``lossvar`` sums
+rounding variance times squared gradient over both operands (docs/design/indicator.md#loss-variance).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
-from qsync_torch.observing.rounding_noise import INT8_LEVELS, absmax_scale
+from qsync_torch.observing.rounding_noise import CastNoise, VariantNoise, cast_scale
 
 
 class PaperCollector:
@@ -29,28 +33,23 @@ class PaperCollector:
         for tensor, norm, numel, exponent in operands:
             found[None, norm] = torch.sum(tensor.square(), dtype=torch.float64)
             found[None, numel] = float(tensor.numel())
-            found[None, exponent] = effective_exponent(tensor)
+            found[None, exponent] = _effective_exponent(tensor)
         for variant in low_precision(variants):
             if variant.compute.is_fixed_point:
-                v_scale = absmax_scale(call.x, variant.x_granularity, INT8_LEVELS)
-                x_scale = absmax_scale(call.weight, variant.w_granularity, INT8_LEVELS)
+                v_scale = cast_scale(call.x, variant.compute, variant.x_granularity)
+                x_scale = cast_scale(call.weight, variant.compute, variant.w_granularity)
                 found[variant, terms.V_SCALE_SQ] = v_scale.double().square().mean()
                 found[variant, terms.X_SCALE_SQ] = x_scale.double().square().mean()
         return found
 
 
-def effective_exponent(tensor: torch.Tensor) -> torch.Tensor:
+def _effective_exponent(tensor: torch.Tensor) -> torch.Tensor:
     """floor(log2(max |x|)), at least the smallest normal exponent of float32; NaN or inf where the tensor has any."""
     largest = tensor.abs().amax()
     _, exponent = torch.frexp(largest)
     smallest = Precision.FLOAT32.min_exponent
     bounded = (exponent - 1).clamp(min=smallest).masked_fill(largest == 0, smallest).to(torch.float64)
     return torch.where(torch.isfinite(largest), bounded, largest.to(torch.float64))
-
-
-# ---- merged from qsync_torch.observing.closed_form
-# Collector ``lossvar``: rounding variance times squared gradient, summed over both operands
-# (docs/design/indicator.md#loss-variance).
 
 
 class LossVarCollector:
@@ -63,14 +62,14 @@ class LossVarCollector:
         found: dict[Term, torch.Tensor | float] = {}
         squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
 
-        def weighted(operand: str, precision: Precision, granularity: Granularity, rounding: Rounding) -> torch.Tensor:
-            variance = call.variance(operand, precision, granularity, rounding)
+        def weighted(operand: str, cast: CastNoise) -> torch.Tensor:
+            variance = call.variance(operand, cast.precision, cast.granularity, cast.rounding)
             return torch.sum(variance * squares[operand], dtype=torch.float64)
 
         for variant in low_precision(variants):
-            compute, rounding = variant.compute, variant.rounding
-            found[variant, terms.X_VAR_GRAD] = weighted("x", compute, variant.x_granularity, rounding)
-            found[variant, terms.W_VAR_GRAD] = weighted("weight", compute, variant.w_granularity, rounding)
-            if variant.output is not Precision.FLOAT32:
-                found[variant, terms.Y_VAR_GRAD] = weighted("output", variant.output, Granularity.PER_TENSOR, Rounding.NEAREST)
+            noise = VariantNoise.of(variant)
+            found[variant, terms.X_VAR_GRAD] = weighted("x", noise.operands.x)
+            found[variant, terms.W_VAR_GRAD] = weighted("weight", noise.operands.weight)
+            if not noise.output.is_exact:
+                found[variant, terms.Y_VAR_GRAD] = weighted("output", noise.output)
         return found

@@ -1,4 +1,8 @@
-"""What a collector is: it turns one observed call of an operator into numbers."""
+"""What a collector is, and what it sees: one call of an operator, or a whole step that it runs itself.
+
+A :class:`Collector` turns each observed call of an adjustable operator into numbers.  A :class:`StepCollector` runs the observed
+step as often as it needs: for second derivatives, or for many draws on one batch.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 import torch.nn.functional as F
 
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -19,29 +24,95 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.rounding_noise import element_variance
 
-# ---- merged from qsync_torch.observing.collector
-# How a linear or convolution call combines its operands, apart from their values.
+Term = tuple[Variant | None, str]
+"""A number's name within an operator: the variant it is for (None where it depends on none) and the term."""
+StepTerm = tuple[OpId | None, Variant | None, str]
+"""A number's name within a step: the operator (None for the model), the variant and the term."""
 
 
-@attrs.frozen
-class Geometry:
-    """Of a convolution; neutral for linear."""
-
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The operator itself: linear for a matrix of weights, else conv2d."""
-        if weight.dim() == 2:
-            return F.linear(x, weight, bias)
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+class CollectorUnavailable(Exception):
+    """A collector cannot work on this model, for the stated reason."""
 
 
-# ---- from here on: qsync_torch.observing.collector
+@runtime_checkable
+class Collector(Protocol):
+    """Writes terms for every observed call.  Offered by the hook ``qsync_register_collectors``.
 
-_LINEAR = Geometry()
+    ``name`` names it in Observations.  ``collect`` is called once per operator and iteration, without autograd, and returns a 0-d
+    tensor (or a float) per term: always the same terms for one operator.  It must not change the tensors it is given.
+    """
+
+    name: str
+
+    def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
+        """The terms of one call."""
+        ...
+
+
+@runtime_checkable
+class StepCollector(Protocol):
+    """Writes terms for every observed step.  Offered by the hook ``qsync_register_collectors``, like per-call collectors.
+
+    ``name`` names it in Observations.  ``collect_step`` is called once per observed update, before that update changes the
+    parameters, and returns finite numbers: always the same terms for one model.  Every pass it makes over the batch runs inside
+    ``step.undisturbed()``, so that training is not affected.
+
+    It may have ``passes(dag, variants)``, what an update costs in forward and backward passes, for the announcement, and
+    ``measures_once = True`` where only the first observed update costs that.
+
+    Raises:
+        CollectorUnavailable: where the model lacks what the collector needs; observing goes on without it and reports why.
+    """
+
+    name: str
+
+    def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
+        """The terms of one step."""
+        ...
+
+
+@runtime_checkable
+class RestoredCollector(Protocol):
+    """What a step collector may offer beside :class:`StepCollector` when what it writes depends on what it wrote before."""
+
+    name: str
+
+    def restore(self, model: torch.nn.Module, update: int, variants: Sequence[Variant], found: Mapping[StepTerm, float]) -> None:
+        """Go on as if this object had returned ``found`` at ``update``: called once, before an interrupted run is continued.
+
+        Args:
+            model: the one that later steps will have.
+            update: the last that was observed.
+            variants: those of the run.
+            found: empty where it wrote nothing.
+        """
+        ...
+
+
+def low_precision(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants that lose anything against float32, each once."""
+    return tuple(variant for variant in dict.fromkeys(variants) if variant != Variant.plain(Precision.FLOAT32))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
+    """The operator itself: linear for a matrix of weights, else conv2d."""
+    if weight.dim() == 2:
+        return F.linear(x, weight, bias)
+    return F.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+
+
+def product_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry, *, by_x: bool = True, by_weight: bool = True
+) -> tuple[Any, Any]:
+    """Gradients of :func:`product` by ``x`` and by ``weight``, given that of its output; None for one that is not asked for."""
+    if weight.dim() == 2:
+        rows = grad.reshape(-1, grad.shape[-1])
+        return grad @ weight if by_x else None, rows.t() @ x.reshape(-1, x.shape[-1]) if by_weight else None
+    g = geometry
+    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+        grad, x, weight, None, g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [by_x, by_weight, False]
+    )
+    return grad_x, grad_weight
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -62,24 +133,16 @@ class OperatorCall:
     weight: torch.Tensor
     bias: torch.Tensor | None
     grad_output: torch.Tensor
-    geometry: Geometry = _LINEAR
+    geometry: Geometry = NEUTRAL
 
     @cached_property
     def output(self) -> torch.Tensor:
         """The output, computed anew: the one of the forward pass may have been overwritten in place since."""
-        return self.geometry.product(self.x, self.weight, self.bias)
+        return product(self.x, self.weight, self.bias, self.geometry)
 
     @cached_property
     def _gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.weight.dim() == 2:
-            flat = self.grad_output.reshape(-1, self.grad_output.shape[-1])
-            return self.grad_output @ self.weight, flat.t() @ self.x.reshape(-1, self.x.shape[-1])
-        g = self.geometry
-        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            self.grad_output, self.x, self.weight, None, g.stride, g.padding, g.dilation,
-            False, [0, 0], g.groups, [True, True, False],
-        )  # fmt: skip
-        return grad_x, grad_weight
+        return product_gradients(self.grad_output, self.x, self.weight, self.geometry)
 
     @property
     def grad_x(self) -> torch.Tensor:
@@ -92,7 +155,7 @@ class OperatorCall:
         return self._gradients[1]
 
     def is_finite(self) -> bool:
-        """Whether its tensors are; what is computed of others is not the fault of who computes it."""
+        """Whether its tensors are; what a collector computes of others is not the collector's fault."""
         tensors = (self.x, self.weight, self.bias, self.grad_output)
         return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
 
@@ -106,39 +169,6 @@ class OperatorCall:
         if key not in self._variances:
             self._variances[key] = element_variance(getattr(self, operand), precision, granularity, rounding)
         return self._variances[key]
-
-
-Term = tuple[Variant | None, str]
-"""A number's name within an operator: the variant it is for (None where it depends on none) and the term."""
-
-
-@runtime_checkable
-class Collector(Protocol):
-    """Writes terms for every observed call.  Offered by the hook ``qsync_register_collectors``.
-
-    ``name`` names it in Observations.  ``collect`` is called once per operator and iteration, without autograd, and returns a 0-d
-    tensor (or a float) per term: always the same terms for one operator.  It must not change the tensors it is given.
-    """
-
-    name: str
-
-    def collect(self, call: OperatorCall, variants: Sequence[Variant]) -> Mapping[Term, torch.Tensor | float]:
-        """The terms of one call."""
-        ...
-
-
-def low_precision(variants: Iterable[Variant]) -> Iterator[Variant]:
-    """The variants that lose anything against float32."""
-    for variant in variants:
-        if variant != Variant.plain(Precision.FLOAT32):
-            yield variant
-
-
-# ---- merged from qsync_torch.observing.collector
-# Collectors that run the observed step themselves: those that need a second derivative, or many runs of one batch.
-
-StepTerm = tuple[OpId | None, Variant | None, str]
-"""A number's name within a step: the operator, the variant it is for (None where it depends on none) and the term."""
 
 
 @attrs.frozen(eq=False)
@@ -187,57 +217,13 @@ class ObservedStep:
         return self.job.compute_loss(self.batch, self.model)
 
     def is_finite(self) -> bool:
-        """Whether loss, gradients, parameters and buffers are; what is computed of others is not the fault of who computes it."""
+        """Whether loss, gradients, parameters and buffers are; what a collector computes of others is not the collector's fault."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.undisturbed():
             loss = self.loss()
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         tensors = (loss, *gradients, *self.model.parameters(), *self.model.buffers())
         return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
-
-
-@runtime_checkable
-class StepCollector(Protocol):
-    """Writes terms for every observed step.  Offered by the hook ``qsync_register_collectors``, like per-call collectors.
-
-    ``name`` names it in Observations.  ``collect_step`` is called once per observed update, before that update changes the
-    parameters, and returns finite numbers: always the same terms for one model.  Every pass it makes over the batch runs inside
-    ``step.undisturbed()``, so that training goes on as if nobody had looked.
-
-    It may have ``passes(dag, variants)``, what an update costs in forward and backward passes, for the announcement, and
-    ``measures_once = True`` where only the first observed update costs that.
-
-    Raises:
-        CollectorUnavailable: where the model lacks what the collector needs; observing goes on without it and says why.
-    """
-
-    name: str
-
-    def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
-        """The terms of one step."""
-        ...
-
-
-@runtime_checkable
-class RestoredCollector(Protocol):
-    """What a step collector may offer beside :class:`StepCollector` when what it writes depends on what it wrote before."""
-
-    name: str
-
-    def restore(self, model: torch.nn.Module, update: int, variants: Sequence[Variant], found: Mapping[StepTerm, float]) -> None:
-        """Go on as if this object had returned ``found`` at ``update``: called once, before an interrupted run is continued.
-
-        Args:
-            model: the one that later steps will have.
-            update: the last that was observed.
-            variants: those of the run.
-            found: empty where it wrote nothing.
-        """
-        ...
-
-
-class CollectorUnavailable(Exception):
-    """A collector can not work on this model, for the stated reason."""
 
 
 @torch.no_grad()

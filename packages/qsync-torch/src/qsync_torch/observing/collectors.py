@@ -16,7 +16,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.guard import described, guard, origin
 from qsync_core.plugins.registry import Registry
-from qsync_torch.observing.call_hooks import Tap
+from qsync_torch.observing.call_hooks import GradientCapture
 from qsync_torch.observing.collector import (
     Collector,
     CollectorUnavailable,
@@ -138,7 +138,7 @@ class RunningCollectors:
                 found |= _keyed(collector, ((op_id, v, term, value) for (op_id, v, term), value in numbers.items()), step)
         return found
 
-    def of_calls(self, tap: Tap, update: int, record: Record) -> dict[Key, float]:
+    def of_calls(self, capture: GradientCapture, update: int, record: Record) -> dict[Key, float]:
         """What per-call collectors write of an update whose backward pass is over.
 
         Raises:
@@ -146,7 +146,7 @@ class RunningCollectors:
         """
         found: dict[Key, float] = {}
         with torch.no_grad():
-            for call in tap.calls():
+            for call in capture.calls():
                 op_id = call.operator.op_id
                 for collector in [c for c in self.active if isinstance(c, Collector)]:
                     with self._guarded(collector, update, record):

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_torch.observing.call_hooks import watched
-from qsync_torch.observing.collector import CollectorUnavailable, Geometry, ObservedStep, StepTerm, low_precision
-from qsync_torch.observing.rounding_noise import element_variance
-from qsync_torch.observing.second_derivatives import no_second_derivative, refuse_checkpointing, twice_differentiable
+from qsync_torch.observing.call_hooks import hooked_calls
+from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, product
+from qsync_torch.observing.rounding_noise import VariantNoise
+from qsync_torch.observing.second_derivatives import refuse_checkpointing, second_derivatives
 
 FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
 """Hessian-vector products an operator."""
@@ -55,12 +56,7 @@ class _Weights:
             refuse_checkpointing(operator.op_id)
         used = self._trainable.setdefault(id(weight), weight if weight.requires_grad else weight.detach().requires_grad_())
         self.by_operator[operator.op_id] = used
-        return geometry.product(x, used, bias)
-
-
-def _lowered(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants that have a rounding error, each once."""
-    return tuple(dict.fromkeys(low_precision(variants)))
+        return product(x, used, bias, geometry)
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +101,7 @@ class HessianCollector:
     def restore(self, model: torch.nn.Module, update: int, variants: Sequence[Variant], found: Mapping[StepTerm, float]) -> None:
         """Repeat what was measured before an interruption; see :class:`RestoredCollector`."""
         if found:
-            self._earlier = _Earlier(weakref.ref(model), update, _lowered(variants), found)
+            self._earlier = _Earlier(weakref.ref(model), update, low_precision(variants), found)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """``top_eigenvalue`` (loss over squared weight), ``weight_numel`` and, per variant, ``weight_error``.
@@ -113,7 +109,7 @@ class HessianCollector:
         Raises:
             CollectorUnavailable: when something in the model can not be differentiated twice; says what.
         """
-        lowered = _lowered(variants)
+        lowered = low_precision(variants)
         earlier = self._earlier
         if earlier and earlier.model() is step.model and earlier.update < step.update and earlier.variants == lowered:
             return earlier.found
@@ -123,20 +119,8 @@ class HessianCollector:
 
     def _measure(self, step: ObservedStep, variants: Sequence[Variant]) -> dict[StepTerm, float]:
         weights = _Weights()
-        with step.undisturbed(), watched(step.model, step.dag.adjustable, weights):
-            try:
-                with twice_differentiable():
-                    loss = step.loss()
-                eigenvalues = self._eigenvalues(loss, weights.distinct, step.seed)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                reason = no_second_derivative(error)
-                if not reason:
-                    raise
-                raise CollectorUnavailable(
-                    f"{step.job.name} has an operation without a second derivative, which the Hessian needs: {reason}"
-                ) from error
+        with second_derivatives(step.job.name), step.undisturbed(), hooked_calls(step.model, step.dag.adjustable, weights):
+            eigenvalues = self._eigenvalues(step.loss(), weights.distinct, step.seed)
         found: dict[StepTerm, float] = {}
         for op_id, weight in weights.by_operator.items():
             if id(weight) not in eigenvalues:
@@ -144,7 +128,7 @@ class HessianCollector:
             found[op_id, None, terms.TOP_EIGENVALUE] = eigenvalues[id(weight)]
             found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
             for variant in variants:
-                error = element_variance(weight, variant.compute, variant.w_granularity, variant.rounding)
+                error = VariantNoise.of(variant).operands.weight.expected_square(weight)
                 found[op_id, variant, terms.WEIGHT_ERROR] = float(error.sum(dtype=torch.float64))
         return found
 

@@ -17,51 +17,22 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
-from qsync_torch.observing.call_hooks import watched
-from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm
+from qsync_torch.observing.call_hooks import hooked_calls
+from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
-from qsync_torch.observing.rounding_noise import Cast, DeferredSum, Fetched, GradientCasts, GradientCopies, OperandCasts, Scales
-from qsync_torch.observing.second_derivatives import no_second_derivative, twice_differentiable
-
-# ---- merged from qsync_torch.observing.hutchinson
-# Splitting a batch into parts whose losses add up to that of the whole.
-
-
-def split(batch: Batch, parts: int, *, mean: bool) -> Iterator[tuple[Batch, float]]:
-    """Parts of a batch along dimension 0, each with the weight of its loss in the loss of the whole.
-
-    Args:
-        batch: its tensors of ``batch.size`` rows are split; others belong to every part.
-        parts: at least 1; some fewer where the batch has fewer samples.
-        mean: whether the loss is a mean over samples (a sum otherwise).
-    """
-    size = batch.size
-    if parts <= 1 or size <= 1:
-        yield batch, 1.0
-        return
-    for rows in torch.arange(size).tensor_split(min(parts, size)):
-        first, last = int(rows[0]), int(rows[-1]) + 1
-
-        def take(leaf: object, first: int = first, last: int = last) -> object:
-            return leaf[first:last] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
-
-        args, kwargs, target = pytree.tree_map(take, (batch.args, batch.kwargs, batch.target))
-        yield Batch(args, kwargs, target), (last - first) / size if mean else 1.0
-
-
-# ---- from here on: qsync_torch.observing.hutchinson
+from qsync_torch.observing.rounding_noise import CastNoise, DeferredSum, Fetched, GradientCopies, OperandNoise, Scales, VariantNoise
+from qsync_torch.observing.second_derivatives import second_derivatives
 
 _DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
-Source = OperandCasts | GradientCopies | Cast
+Source = OperandNoise | GradientCopies | CastNoise
 """What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result."""
 Key = tuple[OpId, Place, Source]
 """An operator, where the noise is (``X`` stands for both operands) and what makes it."""
@@ -99,13 +70,10 @@ class HutchinsonCollector:
         """
         while True:
             try:
-                return _Pass(step, variants).run(self.parts)
+                with second_derivatives(step.job.name):
+                    return _Pass(step, variants).run(self.parts)
             except torch.OutOfMemoryError as error:
                 out_of_memory = str(error)
-            except RuntimeError as error:
-                if reason := no_second_derivative(error):
-                    raise CollectorUnavailable(reason) from None
-                raise
             # Outside the handler: the traceback holds the tensors that filled the memory.
             if self.parts >= step.batch.size:
                 raise CollectorUnavailable(f"one sample at a time does not fit in memory: {out_of_memory.splitlines()[0]}")
@@ -135,14 +103,13 @@ class _Pass:
 
     def __init__(self, step: ObservedStep, variants: Sequence[Variant]) -> None:
         self._step = step
-        self._variants = [v for v in variants if v != Variant.plain(Precision.FLOAT32)]
-        self._operands = {c for v in self._variants if (c := OperandCasts.of(v)) is not None}
-        # Variants share casts: what one of them does is asked once.
-        gradients = [c for v in self._variants if (c := GradientCasts.of(v)) is not None]
-        self._copies = {c.copies for c in gradients}
-        self._input_results = {c.input_result for c in gradients if c.input_result is not None}
-        self._weight_results = {c.weight_result for c in gradients if c.weight_result is not None}
-        self._outputs = {Cast(v.output) for v in self._variants if v.output is not Precision.FLOAT32}
+        self._noise = {variant: VariantNoise.of(variant) for variant in low_precision(variants)}
+        # Variants share casts: the response to each is computed once.
+        self._operands = {noise.operands for noise in self._noise.values() if not noise.operands.is_exact}
+        self._outputs = {noise.output for noise in self._noise.values() if not noise.output.is_exact}
+        self._copies = {noise.copies for noise in self._noise.values() if not noise.copies.is_exact}
+        self._grad_inputs = {noise.grad_input for noise in self._noise.values() if not noise.grad_input.is_exact}
+        self._grad_weights = {noise.grad_weight for noise in self._noise.values() if not noise.grad_weight.is_exact}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
         self._calls: dict[OpId, list[OpId]] = {}
@@ -166,7 +133,7 @@ class _Pass:
         parameters = [p for p in step.model.parameters() if p.requires_grad]
         self._direction = dict(zip(parameters, random_signs(parameters, step.seed + _DIRECTION_SEED), strict=True))
         self._whole = parts == 1
-        for number, (part, share) in enumerate(split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
+        for number, (part, share) in enumerate(_split(step.batch, parts, mean=step.dag.loss_reduction == "mean")):
             self._one(number, part, share, parameters)
         with torch.no_grad():
             for (phase, _, place, _), found in self._parameter_responses.items():
@@ -181,9 +148,9 @@ class _Pass:
         step, masks = self._step, Masks()
         response = NoiseResponse(self._respond, masks)
         try:
-            with step.undisturbed(), twice_differentiable():
+            with step.undisturbed():
                 _forget_gradients(parameters)
-                with PairedDropout(), LeanAttention(), LeanNorms(), masks, watched(step.model, step.dag.adjustable, response):
+                with PairedDropout(), LeanAttention(), LeanNorms(), masks, hooked_calls(step.model, step.dag.adjustable, response):
                     loss = share * step.job.compute_loss(part, step.model)
                 self._has_masks = bool(masks.seen)
                 self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
@@ -255,14 +222,14 @@ class _Pass:
 
     def _keep_parameter_gradient(self, site: Site, place: Place, gradient: torch.Tensor) -> None:
         """Kept where some variant rounds it; parts of a batch add up."""
-        if site.handed_over(place).requires_grad and self._weight_results:
+        if site.handed_over(place).requires_grad and self._grad_weights:
             key = (site.operator.op_id, place)
             earlier = self._parameter_gradients.get(key)
             self._parameter_gradients[key] = gradient if earlier is None else earlier + gradient
 
     def _add_parameter_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
         """What a product writes is rounded as well, and no response stands between that and the gradient."""
-        for cast in self._weight_results:
+        for cast in self._grad_weights:
             cast.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares)
 
     def _add_operand(
@@ -275,11 +242,11 @@ class _Pass:
         scales: Scales,
         share: float = 1.0,
     ) -> None:
-        for casts in self._operands:
-            cast = {Place.X: casts.x, Place.WEIGHT: casts.weight, Place.BIAS: casts.bias}[place]
-            if cast is None:
+        for operands in self._operands:
+            cast = {Place.X: operands.x, Place.WEIGHT: operands.weight, Place.BIAS: operands.bias}[place]
+            if cast.is_exact:
                 continue
-            sums = self._sums[phase][op_id, Place.X, casts]
+            sums = self._sums[phase][op_id, Place.X, operands]
             cast.respond(tensor, h, sums.squares, scales)
             if (mean := cast.mean(tensor)) is not None:
                 sums.bias.add(_dot(mean, h), constant=share)
@@ -289,7 +256,7 @@ class _Pass:
         if place is Place.GRAD_INPUT:
             assert site.grad_input is not None
             tensor = site.grad_input.float()
-            for cast in self._input_results:
+            for cast in self._grad_inputs:
                 cast.respond_by_magnitude(tensor, h, sums[op_id, place, cast].squares)
             return
         assert site.grad_output is not None
@@ -304,9 +271,9 @@ class _Pass:
         found: dict[StepTerm, float] = {}
         fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
 
-        def total(phase: Phase, op_id: OpId, place: Place, source: Source | None) -> float:
+        def total(phase: Phase, op_id: OpId, place: Place, source: Source) -> float:
             """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
-            if source is None:
+            if source.is_exact:
                 return 0.0
             sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
@@ -319,26 +286,47 @@ class _Pass:
             if op_id not in self._reached:
                 continue  # nothing is known of it, which is not the same as zeros
             masks = self._masks_behind.get(op_id, 0)
-            for v in self._variants:
-                output = None if v.output is Precision.FLOAT32 else Cast(v.output)
-                sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
-                    (Place.X, OperandCasts.of(v), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-                    (Place.OUTPUT, output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+            for v, rounded in self._noise.items():
+                sources: tuple[tuple[Place, Source, str, str, str], ...] = (
+                    (Place.X, rounded.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+                    (Place.OUTPUT, rounded.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
                 )
                 for place, source, smooth, flips, noise in sources:
-                    if source is None:
+                    if source.is_exact:
                         continue
                     found[op_id, v, smooth] = total(Phase.RESPONSE, op_id, place, source)
                     if self._has_masks:
                         found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, op_id, place, source)
                         found[op_id, v, noise] = total(Phase.MASK_NOISE, op_id, place, source) / (max(masks, 1) * parts)
-                if (casts := GradientCasts.of(v)) is not None:
+                if not rounded.copies.is_exact:
                     found[op_id, v, terms.GRADIENT] = (
-                        total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, casts.copies)
-                        + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, casts.input_result)
-                        + total(Phase.GRADIENT, op_id, Place.WEIGHT, casts.weight_result)
+                        total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, rounded.copies)
+                        + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, rounded.grad_input)
+                        + total(Phase.GRADIENT, op_id, Place.WEIGHT, rounded.grad_weight)
                     )
         return found
+
+
+def _split(batch: Batch, parts: int, *, mean: bool) -> Iterator[tuple[Batch, float]]:
+    """Parts of a batch along dimension 0, each with the weight of its loss in the loss of the whole.
+
+    Args:
+        batch: its tensors of ``batch.size`` rows are split; others belong to every part.
+        parts: at least 1; some fewer where the batch has fewer samples.
+        mean: whether the loss is a mean over samples (a sum otherwise).
+    """
+    size = batch.size
+    if parts <= 1 or size <= 1:
+        yield batch, 1.0
+        return
+    for rows in torch.arange(size).tensor_split(min(parts, size)):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+
+        def take(leaf: object, first: int = first, last: int = last) -> object:
+            return leaf[first:last] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+        args, kwargs, target = pytree.tree_map(take, (batch.args, batch.kwargs, batch.target))
+        yield Batch(args, kwargs, target), (last - first) / size if mean else 1.0
 
 
 def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:

@@ -116,7 +116,7 @@ class MonteCarloCollector:
             BackendError: when no kernel of this device can run an operator in a variant.
         """
         alone = subjects(step.dag, self.operators)
-        lowered = list(dict.fromkeys(low_precision(variants)))
+        lowered = low_precision(variants)
         total = passes(len(alone), lowered, self.draws, together=self.together)
         done = 1
         self._progress(0, total, "full precision")

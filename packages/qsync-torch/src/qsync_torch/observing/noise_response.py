@@ -19,12 +19,12 @@ import attrs
 import torch
 from torch.autograd.graph import GradientEdge
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
-from qsync_torch.observing import second_derivatives as products
-from qsync_torch.observing.collector import Geometry
+from qsync_torch.observing.collector import product
 from qsync_torch.observing.mask_flips import Masks
-from qsync_torch.observing.rounding_noise import Cast, GradientCopies, Scales, cast_scale
-from qsync_torch.observing.second_derivatives import refuse_checkpointing
+from qsync_torch.observing.rounding_noise import CastNoise, GradientCopies, Scales, cast_scale
+from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
 
 
 class Place(enum.StrEnum):
@@ -74,7 +74,7 @@ class Site:
         if self.kept is not None and self.kept._version == self._kept_version:
             return self.kept
         with torch.no_grad():
-            return self.geometry.product(self.x, self.weight, self.bias)
+            return product(self.x, self.weight, self.bias, self.geometry)
 
     def operand(self, place: Place) -> torch.Tensor:
         """The values of ``x``, ``weight`` or ``bias``."""
@@ -136,11 +136,11 @@ class NoiseResponse:
             CollectorUnavailable: inside activation checkpointing, whose second run of the forward would not come by here.
         """
         if not torch.is_grad_enabled():
-            return geometry.product(x, weight, bias)
+            return product(x, weight, bias, geometry)
         refuse_checkpointing(operator.op_id)
         x_copy, weight_copy = self._copy(x), self._copy(weight)
         bias_copy = None if bias is None else self._copy(bias)
-        output = products.product(x_copy, weight_copy, bias_copy, geometry)
+        output = differentiable_product(x_copy, weight_copy, bias_copy, geometry)
         bias_values = None if bias is None else bias.detach()
         kept = output.detach() if weight.dim() == 4 else None
         site = Site(operator, geometry, x.detach(), weight.detach(), bias_values, weight, bias, len(self._masks.seen), kept)
@@ -218,14 +218,9 @@ class NoiseResponse:
         self._hand_on(self._phase, site, place, response.detach())
 
 
-# ---- merged from qsync_torch.observing.noise_response
-# Which copies of an operator's incoming gradient a variant rounds, and what noise on each of them does
-# (docs/design/indicator.md#propagation).
-
-
 def lowered_copies(
     site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch.Tensor, direction: Mapping[torch.Tensor, torch.Tensor]
-) -> Iterator[tuple[Cast, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[CastNoise, torch.Tensor, torch.Tensor]]:
     """The copies that products read in a lower format: the cast, what is cast, and the response to noise on that.
 
     Args:
@@ -234,29 +229,27 @@ def lowered_copies(
         h: the response of all weight gradients, along a direction u, to noise on ``grad`` wherever it is read.
         direction: u, a tensor per trainable parameter.
     """
-    floating = [cast for cast in (copies.to_weight, copies.to_input) if cast is None or not cast.precision.needs_scale]
-    if copies.shared and floating:
-        if (cast := copies.to_weight or copies.to_input) is not None:
-            yield cast, grad, h
+    if copies.shared and not copies.to_input.precision.needs_scale:
+        if not copies.is_exact:
+            yield copies.to_input, grad, h
         return
     # ⟨g, u⟩ depends on the copy for the weight's gradient by ⟨grad_outputᵀ·x, u⟩ alone and on that for the bias's by ⟨grad, u⟩;
     # the rest goes through the input's.  A bias's gradient is the sum of a float copy if there is one, else of the gradient itself.
     of_bias = None if site.bias_parameter is None else direction.get(site.bias_parameter)
     by_bias = torch.zeros_like(h) if of_bias is None else _by_output_channel(site, of_bias)
     if copies.shared:
-        assert copies.to_input is not None
         yield copies.to_input, *_multiplied(site, copies, grad, h - by_bias)
         return
     of_weight = direction.get(site.parameter)
-    by_weight = torch.zeros_like(h) if of_weight is None else site.geometry.product(site.x, of_weight, None)
+    by_weight = torch.zeros_like(h) if of_weight is None else product(site.x, of_weight, None, site.geometry)
     by_input = h - by_weight - by_bias
-    if copies.to_weight in floating:
-        by_weight = by_weight + by_bias
-    else:
+    if copies.to_weight.precision.needs_scale:
         by_input = by_input + by_bias
-    if copies.to_weight is not None:
+    else:
+        by_weight = by_weight + by_bias
+    if not copies.to_weight.is_exact:
         yield copies.to_weight, grad, by_weight
-    if copies.to_input is not None:
+    if not copies.to_input.is_exact:
         yield copies.to_input, *_multiplied(site, copies, grad, by_input)
 
 

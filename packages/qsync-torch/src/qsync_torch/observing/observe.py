@@ -18,7 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import parse_device
 from qsync_torch.job import Batch, Job, check_same_model
-from qsync_torch.observing.call_hooks import tapped
+from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
 from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, default_collectors, installed_collectors
 from qsync_torch.observing.record import LOSS, JobFault, Key, Record, SettledRule
@@ -85,7 +85,7 @@ def observe(
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
         )
-    if not list(low_precision(variants)):
+    if not low_precision(variants):
         raise ObservationError("only float32 is asked about, which rounds nothing; name at least one lower precision")
     run = _Run(
         job=attrs.evolve(
@@ -174,9 +174,10 @@ class _Run:
         step = ObservedStep(self.job, runner.model, self.dag, batch, update, self.seed * _STEP_SEED + update)
         found = self.collectors.of_step(step, record)
         if self.collectors.read_calls:
-            with tapped(runner.model, self.dag.adjustable) as tap:
+            capture = GradientCapture(self.dag.adjustable)
+            with hooked_calls(runner.model, self.dag.adjustable, capture):
                 found[LOSS] = self._train(runner, update)
-                found |= self.collectors.of_calls(tap, update, record)
+                found |= self.collectors.of_calls(capture, update, record)
         else:
             found[LOSS] = self._train(runner, update)
         if len(found) == 1:

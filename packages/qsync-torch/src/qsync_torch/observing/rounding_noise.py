@@ -1,7 +1,12 @@
-"""What the casts of a variant add to an operator's tensors (docs/design/indicator.md#propagation)."""
+"""Noise of rounding: what the casts of a variant add to an operator's tensors (docs/design/indicator.md#propagation).
+
+From one element's rounding error, in closed form (paper, Proposition 2; docs/design/indicator.md#element-variance), to the sum that
+one cast contributes (:class:`CastNoise`), to all that a variant rounds around an operator (:class:`VariantNoise`).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,30 +14,32 @@ from collections.abc import Iterable
 import attrs
 import torch
 
+from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.semantics import CastSite, casts, gradient_precisions
 from qsync_core.ir.variant import Variant
 from qsync_torch.dtypes import TORCH_DTYPE
 
-# ---- merged from qsync_torch.observing.rounding_noise
-# Variance of the rounding error of every element of a tensor, in closed form (paper, Proposition 2;
-# docs/design/indicator.md#element-variance).
-
-INT8_LEVELS = 127
+_INT8_LEVELS = 127
 """Largest int8 magnitude used by symmetric quantization; -128 is not used."""
-FLOAT8_E4M3FN_MAX = 448.0
+_FLOAT8_E4M3FN_MAX = 448.0
 """Largest finite float8_e4m3fn value; the scale maps the tensor's maximum onto it."""
+_EXPONENT_BITS = 0x7F800000
+"""Of a float32."""
+_SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
+"""Of the largest element, so that the scale of a tensor of zeros is a normal number."""
 
 
-def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) -> torch.Tensor:
-    """Scale of symmetric quantization, broadcastable to ``tensor``: max |x| / levels; 1 where all elements are 0.
+def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
+    """Scale of a symmetric cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels; 1 where all elements are 0.
 
     Args:
         tensor: values, any shape.
+        precision: int8 (127 levels) or float8_e4m3fn (448).
         granularity: one scale a tensor, a channel (dimension 0) or a row (all dimensions but the last).
-        levels: magnitude onto which the maximum is mapped: 127 for int8, 448 for float8_e4m3fn.
     """
-    values = tensor.detach()
+    values, levels = tensor.detach(), _INT8_LEVELS if precision.is_fixed_point else _FLOAT8_E4M3FN_MAX
     if granularity is Granularity.PER_TENSOR or tensor.dim() < 2:
         largest = torch.linalg.vector_norm(values, torch.inf)
     elif granularity is Granularity.PER_CHANNEL:
@@ -40,11 +47,6 @@ def absmax_scale(tensor: torch.Tensor, granularity: Granularity, levels: float) 
     else:
         largest = torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True)
     return torch.where(largest > 0, largest, torch.full_like(largest, levels)) / levels
-
-
-def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
-    """Scale of a cast to an 8-bit format; see :func:`absmax_scale`."""
-    return absmax_scale(tensor, granularity, INT8_LEVELS if precision.is_fixed_point else FLOAT8_E4M3FN_MAX)
 
 
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -114,52 +116,22 @@ def element_variance(
     return squared * residual * (1 - residual)
 
 
-def element_mean(tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR) -> torch.Tensor:
-    """Expected error of each element when ``tensor`` is cast by floor rounding to an 8-bit format: -s/2, for residuals uniform in a
-    cell; 0 for the exact zeros after a ReLU, which every format holds.
-
-    Args:
-        tensor: float32 or float64 values.
-        precision, granularity: of the cast; other casts than 8-bit ones round to nearest and have no mean error.
-
-    Returns:
-        A tensor of the shape and dtype of ``tensor``.
-    """
-    x = tensor.detach()
-    if not precision.needs_scale:
-        return torch.zeros_like(x)
-    spacing = element_spacing(x, precision, granularity)
-    return (spacing / -2).masked_fill(x == 0, 0.0)
-
-
-# ---- merged from qsync_torch.observing.rounding_noise
-# Sums of products of numbers that are still on the device: nothing waits for them until all are fetched at once.
-
-
-@attrs.frozen(eq=False)
-class Deferred:
-    """``constant`` times the product of ``factors``, 0-d tensors."""
-
-    factors: tuple[torch.Tensor, ...]
-    constant: float = 1.0
-
-
 @attrs.define
 class DeferredSum:
-    """A sum of deferred products."""
+    """A sum of products of 0-d tensors on a device, none of which is waited for until :class:`Fetched` fetches all at once."""
 
-    terms: list[Deferred] = attrs.field(factory=list)
+    terms: list[tuple[float, tuple[torch.Tensor, ...]]] = attrs.field(factory=list)
 
     def add(self, *factors: torch.Tensor, constant: float = 1.0) -> None:
-        """Add a product."""
-        self.terms.append(Deferred(factors, constant))
+        """Add ``constant`` times the product of ``factors``."""
+        self.terms.append((constant, factors))
 
 
 class Fetched:
     """The values of deferred sums, fetched with one transfer for each device and dtype."""
 
     def __init__(self, sums: Iterable[DeferredSum]) -> None:
-        tensors = {id(factor): factor for one in sums for term in one.terms for factor in term.factors}
+        tensors = {id(factor): factor for one in sums for _, factors in one.terms for factor in factors}
         groups: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for tensor in tensors.values():
             groups[tensor.device, tensor.dtype].append(tensor)
@@ -169,15 +141,7 @@ class Fetched:
 
     def value(self, one: DeferredSum) -> float:
         """Of one of the sums."""
-        return math.fsum(term.constant * math.prod(self._values[id(f)] for f in term.factors) for term in one.terms)
-
-
-# ---- from here on: qsync_torch.observing.rounding_noise
-
-_EXPONENT_BITS = 0x7F800000
-"""Of a float32."""
-_SMALLEST = INT8_LEVELS * torch.finfo(torch.float32).tiny
-"""Of the largest element, so that the scale of a tensor of zeros is a normal number."""
+        return math.fsum(constant * math.prod(self._values[id(f)] for f in factors) for constant, factors in one.terms)
 
 
 Scales = dict[Granularity, torch.Tensor]
@@ -185,16 +149,25 @@ Scales = dict[Granularity, torch.Tensor]
 
 
 @attrs.frozen
-class Cast:
-    """A format and how it is reached."""
+class CastNoise:
+    """A format and how it is reached: what casting a float32 tensor to it changes.  float32 itself changes nothing."""
 
     precision: Precision
     granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is rounded."""
+        return self.precision is Precision.FLOAT32
+
+    def expected_square(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Expected squared error of each element; see :func:`element_variance`."""
+        return element_variance(tensor, self.precision, self.granularity, self.rounding)
+
     def variance(self, tensor: torch.Tensor) -> torch.Tensor:
         """Variance of each element's error around its mean, in the tensor's shape."""
-        squared = element_variance(tensor, self.precision, self.granularity, self.rounding)
+        squared = self.expected_square(tensor)
         # Of s²/12 + s²/4 the second is the squared mean.
         return squared / 4 if self.rounding is Rounding.FLOOR and self.precision.needs_scale else squared
 
@@ -206,12 +179,16 @@ class Cast:
             into: where to add it.
             scales: of this tensor, from earlier calls; gets what is found now.
         """
-        if tensor.dtype is not torch.float32 or tensor.numel() >= 2**31:
-            into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
-        elif not self.precision.needs_scale:
+        small = tensor.dtype is torch.float32 and tensor.numel() < 2**31
+        if small and not self.precision.needs_scale:
             norm = torch.linalg.vector_norm(nearest_error(tensor, self.precision).mul_(h))
             into.add(norm, norm)
-        elif self.precision.is_fixed_point and self.rounding is Rounding.STOCHASTIC and self.granularity is not Granularity.PER_ROW:
+        elif (
+            small
+            and self.precision.is_fixed_point
+            and self.rounding is Rounding.STOCHASTIC
+            and self.granularity is not Granularity.PER_ROW
+        ):
             self._respond_to_integers(tensor, h, into, {} if scales is None else scales)
         else:
             into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
@@ -223,7 +200,7 @@ class Cast:
         if scale is None:
             dim = None if self.granularity is Granularity.PER_TENSOR else 1
             largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
-            scale = scales[self.granularity] = largest.clamp_(min=_SMALLEST).div_(INT8_LEVELS)
+            scale = scales[self.granularity] = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
         weighted = (values / scale).remainder_(1)
         factors = (scale, scale)
         if scale.dim():
@@ -245,10 +222,14 @@ class Cast:
         into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Mean error of each element; None where it is zero everywhere."""
-        if self.rounding is not Rounding.FLOOR:
+        """Mean error of each element, None where it is zero everywhere.
+
+        Floor rounding to an 8-bit format has -s/2, for residuals uniform in a cell, and 0 for the exact zeros after a ReLU.
+        """
+        if self.rounding is not Rounding.FLOOR or not self.precision.needs_scale:
             return None
-        return element_mean(tensor, self.precision, self.granularity)
+        spacing = element_spacing(tensor, self.precision, self.granularity)
+        return (spacing / -2).masked_fill(tensor == 0, 0.0)
 
 
 def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,24 +242,17 @@ def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch
 
 
 @attrs.frozen
-class OperandCasts:
-    """The forward casts of a variant: all that its output's noise depends on.  A bias is cast for a product of floats only."""
+class OperandNoise:
+    """What the forward product reads: all that the noise of its output depends on.  A bias is cast for a product of floats only."""
 
-    x: Cast
-    weight: Cast
-    bias: Cast | None = None
+    x: CastNoise
+    weight: CastNoise
+    bias: CastNoise
 
-    @classmethod
-    def of(cls, variant: Variant) -> OperandCasts | None:
-        """None for float32 operands."""
-        if variant.compute is Precision.FLOAT32:
-            return None
-        if not variant.compute.needs_scale:
-            return cls(Cast(variant.compute), Cast(variant.compute), Cast(variant.compute))
-        return cls(
-            Cast(variant.compute, variant.x_granularity, variant.rounding),
-            Cast(variant.compute, variant.w_granularity, variant.rounding),
-        )
+    @property
+    def is_exact(self) -> bool:
+        """Whether all operands are float32."""
+        return self.x.is_exact and self.weight.is_exact and self.bias.is_exact
 
 
 @attrs.frozen
@@ -292,49 +266,64 @@ class GradientCopies:
             each output channel, which the product with the weight would have to multiply with otherwise.
     """
 
-    to_input: Cast | None
-    to_weight: Cast | None
+    to_input: CastNoise
+    to_weight: CastNoise
     shared: bool
-    multiplied: Cast | None
+    multiplied: CastNoise | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both products read the float32 gradient."""
+        return self.to_input.is_exact and self.to_weight.is_exact
+
+
+_EXACT = CastNoise(Precision.FLOAT32)
+_OPERATOR = Operator(OpId("operator"), "linear", OpClass.ADJUSTABLE, (OpId("input"),), ((1, 1),), (1, 1), weight_shape=(1, 1))
+"""Stands for any operator whose input needs a gradient: sizes do not change what is rounded."""
 
 
 @attrs.frozen
-class GradientCasts:
-    """The backward casts of a variant.
+class VariantNoise:
+    """All that a variant rounds around one operator of a float32 model, from the table of precision semantics.
 
     Attributes:
+        operands: of the forward product.
+        output: its result, in the format that the next operator receives.
         copies: of the incoming gradient.
-        input_result: of the gradient of the input, None where the product writes the activation's own format.
-        weight_result: of the gradients of weight and bias, None where the product writes float32.
+        grad_input: the gradient of the input, exact where the product writes the activation's own format.
+        grad_weight: the gradients of weight and bias, exact where the product writes float32.
     """
 
+    operands: OperandNoise
+    output: CastNoise
     copies: GradientCopies
-    input_result: Cast | None
-    weight_result: Cast | None
+    grad_input: CastNoise
+    grad_weight: CastNoise
 
     @classmethod
-    def of(cls, variant: Variant) -> GradientCasts | None:
-        """None where all gradients are float32."""
+    @functools.lru_cache(maxsize=256)
+    def of(cls, variant: Variant) -> VariantNoise:
+        """What ``apply_`` rounds, by :func:`qsync_core.ir.semantics.casts`, where the neighbours of the operator are float32."""
+        steps = casts(_OPERATOR, attrs.evolve(variant, output=Precision.FLOAT32), (Precision.FLOAT32,))
+        found = {
+            (cast.site, cast.key.target): CastNoise(cast.key.target, cast.key.granularity, cast.key.rounding) for cast in steps
+        }
+        x, weight = (found.get((site, variant.compute), _EXACT) for site in (CastSite.INPUT, CastSite.WEIGHT))
+        # Float products write their result in the operands' format; it is cast on to that of the activation.
+        grad_input = next((CastNoise(cast.key.source) for cast in steps if cast.site is CastSite.GRAD_INPUT), _EXACT)
         precisions = gradient_precisions(variant)
-        if precisions == (Precision.FLOAT32,):
-            return None
-        casts = {p: None if p is Precision.FLOAT32 else _gradient_cast(p, variant.rounding) for p in precisions}
-
-        def reads(precision: Precision) -> Cast | None:
-            return casts[precision] if precision in casts else casts[precisions[0]]
-
-        weight, by_channel = Cast(variant.compute, variant.w_granularity), variant.w_granularity is Granularity.PER_CHANNEL
-        multiplied = weight if variant.grad_input.needs_scale and weight.precision.needs_scale and by_channel else None
-        return cls(
-            GradientCopies(reads(variant.grad_input), reads(variant.grad_weight), len(precisions) == 1, multiplied),
-            _result(variant.grad_input),
-            None if variant.compute.needs_scale else _result(variant.grad_weight),
+        to_input, to_weight = (
+            found.get((CastSite.GRAD_OUTPUT, precision if precision in precisions else precisions[0]), _EXACT)
+            for precision in (variant.grad_input, variant.grad_weight)
         )
-
-
-def _result(precision: Precision) -> Cast | None:
-    return None if precision.needs_scale or precision is Precision.FLOAT32 else Cast(precision)
-
-
-def _gradient_cast(precision: Precision, rounding: Rounding) -> Cast:
-    return Cast(precision, Granularity.PER_TENSOR, rounding) if precision.needs_scale else Cast(precision)
+        by_channel = weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL
+        in_16_bit = not (variant.compute.needs_scale or variant.grad_weight.needs_scale)
+        return cls(
+            OperandNoise(x, weight, _EXACT if variant.compute.needs_scale else weight),
+            CastNoise(variant.output),
+            GradientCopies(
+                to_input, to_weight, len(precisions) == 1, weight if by_channel and variant.grad_input.needs_scale else None
+            ),
+            grad_input,
+            CastNoise(variant.grad_weight) if in_16_bit else _EXACT,
+        )

@@ -1,4 +1,9 @@
-"""What can be differentiated twice, and how an error says that something can not."""
+"""Second derivatives of a model: where they come from for linear and conv2d, and what is reported where a function has none.
+
+PyTorch's own double backward is right, but for a convolution takes the gradient of the output for the filter of a convolution,
+which on a GPU is ten times as slow; and a linear call is composed of views and transposes, each with derivatives of its own.
+:func:`differentiable_product` runs the products of a forward and a backward pass once more instead.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +15,34 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.op_id import OpId
-from qsync_torch.observing.collector import CollectorUnavailable, Geometry
+from qsync_torch.observing.collector import CollectorUnavailable, product, product_gradients
 
 _SIGNS = ("is not implemented", "differentiate twice", "once_differentiable", "double backward", "derivative for")
 
 
 @contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Attention by plain products inside: fused kernels give the same values and have no second derivative."""
-    with sdpa_kernel([SDPBackend.MATH]):
-        yield
+def second_derivatives(job: str) -> Iterator[None]:
+    """Around passes that differentiate twice.  Attention runs unfused: fused kernels have no second derivative.
 
-
-def no_second_derivative(error: BaseException) -> str:
-    """What lacks a second derivative, where that is what an error says; "" for any other error."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return text if any(sign in str(error) for sign in _SIGNS) else ""
+    Raises:
+        CollectorUnavailable: naming the operation of ``job`` that has no second derivative.
+    """
+    try:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        reason = str(error).splitlines()[0]
+        raise CollectorUnavailable(f"{job} has an operation without a second derivative: {reason}") from error
 
 
 def refuse_checkpointing(op_id: OpId) -> None:
-    """For collectors that change what an operator reads: the second run of its forward would not come by them.
+    """Raise for collectors that change what an operator reads: checkpointing runs its forward again without that change.
 
     Raises:
         CollectorUnavailable: inside activation checkpointing.
@@ -42,17 +54,10 @@ def refuse_checkpointing(op_id: OpId) -> None:
         )
 
 
-# ---- merged from qsync_torch.observing.second_derivatives
-# linear and conv2d whose second derivatives are the products of a forward and a backward pass once more.
-#
-# PyTorch's own double backward is right, but for a convolution takes the gradient of the output for the filter of a convolution,
-# which on a GPU is ten times as slow; and a linear call is composed of views and transposes, each with derivatives of its own.
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
-    """``geometry.product(x, weight, bias)``, to be differentiated twice."""
+def differentiable_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
+    """:func:`~qsync_torch.observing.collector.product`, to be differentiated twice."""
     if weight.dim() == 4 and x.dim() != 4:  # an image without a batch
-        return geometry.product(x, weight, bias)
+        return product(x, weight, bias, geometry)
     output: torch.Tensor = _Product.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return output
 
@@ -62,7 +67,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
-        return geometry.product(x, weight, bias)
+        return product(x, weight, bias, geometry)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -86,48 +91,23 @@ class _ProductBackward(torch.autograd.Function):
         ctx.save_for_backward(grad, x, weight)
         ctx.geometry = geometry
         ctx.set_materialize_grads(False)
-        if weight.dim() == 4:
-            return _convolution_gradients(grad, x, weight, geometry, (needs_x, True))
-        return _input_gradient(grad, x, weight, geometry) if needs_x else None, _weight_gradient(grad, x, weight, geometry)
+        return product_gradients(grad, x, weight, geometry, by_x=needs_x)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, v_x: torch.Tensor | None, v_weight: torch.Tensor | None) -> Any:
         grad, x, weight = ctx.saved_tensors
-        g: Geometry = ctx.geometry
+        geometry: Geometry = ctx.geometry
         by_grad = by_x = by_weight = None
         if v_x is not None:
             # ⟨grad_x, v⟩ = ⟨g, product(v, w)⟩
-            by_grad = g.product(v_x, weight, None)
+            by_grad = product(v_x, weight, None, geometry)
             if ctx.needs_input_grad[2]:
-                by_weight = _weight_gradient(grad, v_x, weight, g)
+                by_weight = product_gradients(grad, v_x, weight, geometry, by_x=False)[1]
         if v_weight is not None:
             # ⟨grad_w, v⟩ = ⟨g, product(x, v)⟩
-            through_weight = g.product(x, v_weight, None)
+            through_weight = product(x, v_weight, None, geometry)
             by_grad = through_weight if by_grad is None else by_grad.add_(through_weight)
             if ctx.needs_input_grad[1]:
-                by_x = _input_gradient(grad, x, v_weight, g)
+                by_x = product_gradients(grad, x, v_weight, geometry, by_weight=False)[0]
         return by_grad, by_x, by_weight, None, None
-
-
-def _input_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    if weight.dim() == 2:
-        return grad @ weight
-    grad_x: torch.Tensor = _convolution_gradients(grad, x, weight, geometry, (True, False))[0]
-    return grad_x
-
-
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    if weight.dim() == 2:
-        return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-    grad_weight: torch.Tensor = _convolution_gradients(grad, x, weight, geometry, (False, True))[1]
-    return grad_weight
-
-
-def _convolution_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, g: Geometry, wanted: tuple[bool, bool]
-) -> tuple[Any, Any]:
-    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [*wanted, False]
-    )
-    return grad_x, grad_weight
