@@ -16,7 +16,7 @@ from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProductConfig, QuantizeConfig
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
 from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
-from qsync_kernels_triton.quantize.many import build_quantize_many
+from qsync_kernels_triton.quantize.many import QuantizeMany
 from qsync_kernels_triton.quantize.single import build_quantize
 
 CALLS: list[list] = []
@@ -78,7 +78,7 @@ def cases():
         short = (x[:, :512].contiguous(), q[:, :512].contiguous(), scale, 1, 1)
         yield build_quantize(granularity, Rounding.NEAREST, QuantizeConfig()), short
         many = ([short[0], x], [short[1], q], [scale, scale.clone()], [3, 1 << 50], 5)
-        yield build_quantize_many(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
+        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
     yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), 1, 2, *extras)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)

@@ -140,7 +140,7 @@ def test_requests_that_are_no_products_are_refused_with_a_sentence(request_, cha
     request = attrs.evolve(request_, **change)
     (said,) = TritonBackend().unsupported_reasons(request)
     assert re.search(reason, said)
-    with pytest.raises(BackendError, match="backend triton can not run"):
+    with pytest.raises(BackendError, match="backend triton cannot run"):
         TritonBackend().build(request, KernelConfig())
 
 
@@ -163,7 +163,7 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
 
 def test_building_what_is_refused_raises_with_the_reason():
     request = attrs.evolve(CONV_GRAD_INPUT, geometry=Geometry(stride=(2, 2)))
-    with pytest.raises(BackendError, match=r"backend triton can not run conv2d.grad_input on \[.*\]: .*needs stride 1"):
+    with pytest.raises(BackendError, match=r"backend triton cannot run conv2d.grad_input on \[.*\]: .*needs stride 1"):
         TritonBackend().build(request, KernelConfig())
 
 
@@ -203,7 +203,7 @@ BAD_PRODUCT = ("m=100", "block=64", "warps=3", "stages=9", "group=0", "tma=2")
 def test_a_configuration_that_can_not_be_read_is_quoted(request_, text, example):
     with pytest.raises(BackendError) as caught:
         TritonBackend().build(request_, KernelConfig(text))
-    assert f"can not read the configuration {text!r}" in str(caught.value)
+    assert f"cannot read the configuration {text!r}" in str(caught.value)
     assert caught.value.for_any_sizes
     assert example in str(caught.value)
 

@@ -168,7 +168,7 @@ OUT = last(torch.empty(EXACT.shape))
     ],
 )
 def test_whatever_does_not_fit_is_refused_before_memory_is_touched(operands, message):
-    with pytest.raises(BackendError, match="backend triton can not run conv2d.output: .*" + message):
+    with pytest.raises(BackendError, match="backend triton cannot run conv2d.output: .*" + message):
         build_conv2d_output(CUT, *GEOMETRIES[0][5:])(*operands)
 
 

@@ -94,5 +94,5 @@ def test_operands_of_other_types_are_refused():
 def test_a_weight_of_another_shape_is_refused(shape):
     kernel = build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)
     grad, x = torch.zeros((1, 2, 4, 4)), torch.zeros((1, 3, 4, 4), dtype=torch.int8)
-    with pytest.raises(BackendError, match=r"can not run conv2d.grad_weight: .*filters of shape"):
+    with pytest.raises(BackendError, match=r"cannot run conv2d.grad_weight: .*filters of shape"):
         kernel(grad, x, torch.ones(1), torch.zeros(shape))

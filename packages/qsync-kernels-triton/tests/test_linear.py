@@ -135,11 +135,11 @@ def test_float8_products(left):
 
 
 def test_descriptors_give_the_same_result_and_are_used_where_the_layout_allows_it(monkeypatch):
-    from qsync_kernels_triton.products import linear
+    from qsync_kernels_triton.products import gemm
 
     used = []
-    described = linear._described
-    monkeypatch.setattr(linear, "_described", lambda *arguments: used.append(1) or described(*arguments))
+    described = gemm._described
+    monkeypatch.setattr(gemm, "_described", lambda *arguments: used.append(1) or described(*arguments))
     cut = ProductConfig(32, 32, 32, 1, 2, 2, tma=1)
     for k, descriptors in ((96, 2), (70, 0)):
         used.clear()
@@ -238,7 +238,7 @@ X, W = integers(4, 8), integers(5, 8)
     ],
 )
 def test_whatever_does_not_fit_is_refused_before_memory_is_touched(operands, message):
-    with pytest.raises(BackendError, match="backend triton can not run linear.output: " + message):
+    with pytest.raises(BackendError, match="backend triton cannot run linear.output: " + message):
         build_linear_output(CUT)(*operands)
 
 

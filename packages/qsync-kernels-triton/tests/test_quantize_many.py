@@ -14,7 +14,7 @@ from qsync_core.errors import BackendError  # noqa: E402
 from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
 from qsync_kernels_triton.config import QuantizeConfig  # noqa: E402
 from qsync_kernels_triton.quantize import many as quantize_many  # noqa: E402
-from qsync_kernels_triton.quantize.many import build_quantize_many  # noqa: E402
+from qsync_kernels_triton.quantize.many import QuantizeMany  # noqa: E402
 from qsync_kernels_triton.quantize.single import build_quantize, scale_count  # noqa: E402
 
 CONFIG = QuantizeConfig(block=64, warps=1, programs=6)
@@ -33,7 +33,7 @@ def tensors(dtype=torch.float32, form=torch.int8, granularity=Granularity.PER_TE
 def test_every_tensor_gets_the_bits_of_a_call_of_its_own(dtype, form, granularity, rounding):
     xs, qs, scales = tensors(dtype, form, granularity)
     seeds = [5 + (i << 33) for i in range(len(xs))]
-    build_quantize_many(granularity, rounding, CONFIG)(xs, qs, scales, seeds, 7 + (1 << 35))
+    QuantizeMany(granularity, rounding, CONFIG)(xs, qs, scales, seeds, 7 + (1 << 35))
     single = build_quantize(granularity, rounding, CONFIG)
     for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
         expected, expected_scale = torch.empty_like(q), torch.empty_like(scale)
@@ -45,7 +45,7 @@ def test_every_tensor_gets_the_bits_of_a_call_of_its_own(dtype, form, granularit
 def test_a_longer_list_than_a_table_takes_several(monkeypatch):
     monkeypatch.setattr(quantize_many, "MAX_TENSORS", 3)
     xs, qs, scales = tensors()
-    build_quantize_many(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
+    QuantizeMany(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
     for x, q, scale in zip(xs, qs, scales, strict=True):
         assert torch.equal(q, (x / scale).round().to(torch.int8))
 
@@ -55,7 +55,7 @@ def test_programs_that_take_several_groups_of_rows_take_each_once(granularity, m
     monkeypatch.setattr(quantize_many, "ENOUGH_PROGRAMS", 2)
     xs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((150, 40), (3, 40), (61, 300), (5, 5000))]
     qs, scales = [torch.empty_like(x, dtype=torch.int8) for x in xs], [torch.empty(x.shape[0]) for x in xs]
-    build_quantize_many(granularity, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
+    QuantizeMany(granularity, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * len(xs), 0)
     for x, q, scale in zip(xs, qs, scales, strict=True):
         assert torch.equal(scale, x.abs().amax(1) / 127)
         assert torch.equal(q, (x / scale[:, None]).round().to(torch.int8))
@@ -69,17 +69,17 @@ def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch):
     for granularity, launches in ((Granularity.PER_CHANNEL, 2), (Granularity.PER_TENSOR, 2)):
         launched.clear()
         scales = [torch.empty(scale_count(tuple(x.shape), granularity)) for x in xs]
-        build_quantize_many(granularity, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * 100, 0)
+        QuantizeMany(granularity, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0] * 100, 0)
         assert len(launched) == launches
 
 
 def test_lists_of_different_lengths_are_refused():
     xs, qs, scales = tensors()
-    with pytest.raises(BackendError, match="lists of different lengths: 8 xs, 8 qs, 8 scales and 1 seeds"):
-        build_quantize_many(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0], 0)
+    with pytest.raises(BackendError, match="lists have different lengths: 8 xs, 8 qs, 8 scales, 1 seeds"):
+        QuantizeMany(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, qs, scales, [0], 0)
 
 
 def test_an_operand_of_another_type_is_refused_by_name():
     xs, _, scales = tensors()
     with pytest.raises(BackendError, match=r"q_out must be int8, float8_e4m3fn or float8_e5m2 of shape \(7, 30\)"):
-        build_quantize_many(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, xs, scales, [0] * len(xs), 0)
+        QuantizeMany(Granularity.PER_TENSOR, Rounding.NEAREST, CONFIG)(xs, xs, scales, [0] * len(xs), 0)

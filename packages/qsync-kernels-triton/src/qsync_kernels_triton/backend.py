@@ -48,7 +48,7 @@ class TritonBackend:
         )
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request, each reason a sentence; empty means it can."""
+        """Why it cannot run the request, each reason a sentence; empty means it can."""
         return list(unsupported_reasons(request))
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
@@ -70,10 +70,10 @@ class TritonBackend:
         The scales of a quantization are those of the activation: ``request.variant.x_granularity``.
 
         Raises:
-            BackendError: when the request is not supported or the configuration can not be read.
+            BackendError: when the request is not supported or the configuration cannot be read.
         """
         if reasons := self.unsupported_reasons(request):
-            raise BackendError(f"backend triton can not run {request.op} on {list(request.shapes)}: " + "; ".join(reasons))
+            raise BackendError(f"backend triton cannot run {request.op} on {list(request.shapes)}: " + "; ".join(reasons))
         variant = request.variant
         if request.op in QUANTIZATIONS:
             knobs = QuantizeConfig.parse(config.text)
@@ -81,9 +81,9 @@ class TritonBackend:
                 from qsync_kernels_triton.quantize.single import build_quantize
 
                 return build_quantize(variant.x_granularity, variant.rounding, knobs)
-            from qsync_kernels_triton.quantize.many import build_quantize_many
+            from qsync_kernels_triton.quantize.many import QuantizeMany
 
-            return build_quantize_many(variant.x_granularity, variant.rounding, knobs)
+            return QuantizeMany(variant.x_granularity, variant.rounding, knobs)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             return _build_conv2d_grad_weight(request, config)
         cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)

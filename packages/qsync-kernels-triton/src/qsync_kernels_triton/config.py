@@ -91,15 +91,15 @@ def read_knobs(text: str, known: tuple[str, ...]) -> dict[str, int]:
 
 
 class UnknownConfigError(BackendError):
-    """A configuration that this backend does not have, whatever the shapes: whoever names it is told before a first step."""
+    """A configuration that this backend does not have, whatever the shapes, so that ``apply_`` refuses it before a first step."""
 
     for_any_sizes = True
 
 
 def unreadable(text: str, error: ValueError, example: object) -> UnknownConfigError:
-    """The error for a configuration that can not be read."""
+    """The error for a configuration that cannot be read."""
     return UnknownConfigError(
-        f"backend triton can not read the configuration {text!r} ({error}); "
+        f"backend triton cannot read the configuration {text!r} ({error}); "
         f"one is written like '{example}', and the empty text is the default"
     )
 

@@ -1,13 +1,14 @@
-"""Launching a compiled kernel again without Triton's argument analysis, which takes longer than a small kernel runs.
+"""What every call of a kernel does: its operands are checked once, and a compiled kernel is launched again without analysing them.
 
-The first launch for a key goes through ``function[grid](...)``, which compiles and returns a compiled kernel; later ones call that
-kernel directly with addresses instead of tensors.  The caller's key has to hold everything that Triton would specialise on: types,
-values of specialised integers, the device; whether addresses are multiples of 16 is added here.
+Triton's own analysis of arguments takes longer than a small kernel runs.  The first launch for a key goes through
+``function[grid](...)``, which compiles and returns a compiled kernel; later ones call that kernel directly with addresses instead
+of tensors.  The caller's key has to hold everything that Triton would specialise on: types, values of specialised integers, the
+device; whether addresses are multiples of 16 is added here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
+from qsync_core.errors import BackendError
+
 _KNOWN_LAUNCHERS = {(3, minor) for minor in (6, 7, 8, 9)}
 _IS_KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in _KNOWN_LAUNCHERS
 """Whether a compiled kernel's ``run`` takes what Triton's own launch gives it in these versions; else its public call is used."""
+
+
+Grid = tuple[int, int, int]
 
 
 class Launch:
@@ -35,7 +41,7 @@ class Launch:
         self._trailing = tuple(constants.values())
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], key: Any, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...]) -> None:
+    def __call__(self, grid: Grid, key: Any, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...]) -> None:
         """Run on the current stream of the current device."""
         addresses = [x.data_ptr() for x in tensors]
         key = (key, *[address % 16 == 0 for address in addresses])
@@ -55,7 +61,7 @@ class Launch:
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler wants to hear of launches; only Triton's own call tells it."""
+    """Whether a profiler has registered for launches; only Triton's own call reports to it."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -71,9 +77,11 @@ class Planned:
         self._plan = plan
         self._plans: dict[Any, Callable[..., None]] = {}
 
-    def __call__(self, first: torch.Tensor, *others: torch.Tensor | None) -> None:
+    def __call__(self, first: torch.Tensor, *others: torch.Tensor | int | None) -> None:
         """Run on the device of the first operand."""
-        key = tuple([None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in (first, *others)])
+        key = tuple(
+            [(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, torch.Tensor) else type(x) for x in (first, *others)]
+        )
         run = self._plans.get(key)
         if run is None:
             run = self._plans[key] = self._plan(first, *others)
@@ -82,6 +90,21 @@ class Planned:
                 run(first, *others)
         else:
             run(first, *others)
+
+
+def refuse(op: str, problems: Iterable[str]) -> None:
+    """Raise one error with all problems, if there are any.
+
+    Raises:
+        BackendError: naming the operator.
+    """
+    if said := "; ".join(problems):
+        raise BackendError(f"backend triton cannot run {op}: {said}")
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """An 8-bit tensor as int8: itself, or a view."""
+    return x if x.dtype is torch.int8 else x.view(torch.int8)
 
 
 def signed_words(value: int) -> tuple[int, int]:

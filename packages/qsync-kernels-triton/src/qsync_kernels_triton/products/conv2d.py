@@ -1,5 +1,7 @@
 """Convolutions of channels-last tensors as implicit matrix products: patches are read where they lie, never written out."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +12,7 @@ import triton.language as tl
 
 from qsync_kernels_triton.config import ProductConfig
 from qsync_kernels_triton.elementwise import dequantized
-from qsync_kernels_triton.launching import Launch, Planned
+from qsync_kernels_triton.launching import Grid, Launch, Planned, refuse
 from qsync_kernels_triton.products.fitting import (
     EIGHT_BITS,
     FLOATS,
@@ -22,10 +24,9 @@ from qsync_kernels_triton.products.fitting import (
     image_problems,
     on_dense,
     rank_problems,
-    refuse,
     scale_problems,
 )
-from qsync_kernels_triton.products.linear import EightBitProduct
+from qsync_kernels_triton.products.gemm import EightBitProduct, cut_into_tiles
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def implicit_gemm(
     """Rows are output positions (batch, y, x), columns output channels of one group; the sum runs over (ky, kx, channel).
 
     x is (B, H, W, C), w (O, KH, KW, C / groups), out (B, OH, OW, O), all dense.  X_SCALE: there is one; W_SCALES: 0 no scale,
-    1 a single one, 2 one for each output channel.  WIDEN: multiply in float32, for Triton's interpreter, which can not multiply
+    1 a single one, 2 one for each output channel.  WIDEN: multiply in float32, for Triton's interpreter, which cannot multiply
     bfloat16.  Grid (tiles, groups).
     """
     group = tl.program_id(1)
@@ -101,7 +102,7 @@ class Convolution:
     def __init__(self, config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> None:
         self._config, self._groups = config, groups
         self._geometry = (*stride, *padding, *dilation)
-        self._launches: dict[Any, tuple[Launch, tuple[int, int, int], tuple[int, ...]]] = {}
+        self._launches: dict[Any, tuple[Launch, Grid, tuple[int, ...]]] = {}
         self._product = EightBitProduct(config)
 
     def __call__(
@@ -137,23 +138,20 @@ class Convolution:
 
     def _cut(
         self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, has_x_scale: bool, w_scales: int, has_bias: bool
-    ) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:
+    ) -> tuple[Launch, Grid, tuple[int, ...]]:
         """The launch for a shape, its grid, and the numbers that the kernel takes."""
         batch, channels, height, width = x.shape
         outputs, group_channels, kernel_h, kernel_w = w.shape
         out_height, out_width = out.shape[2:]
         positions, cut = batch * out_height * out_width, self._config
-        block_m = min(cut.m, max(16, triton.next_power_of_2(positions)))
-        block_n = min(cut.n, max(16, triton.next_power_of_2(outputs // self._groups)))
+        tiles, (count, _, _) = cut_into_tiles(cut, positions, outputs // self._groups)
         # Tensor cores contract at least 32 bytes at a time.
         block_k = min(cut.k, max(32 // x.element_size(), triton.next_power_of_2(group_channels)))
         constants = {
             "KERNEL_H": kernel_h,
             "KERNEL_W": kernel_w,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
+            **tiles,
             "BLOCK_K": block_k,
-            "GROUP_M": cut.group,
             "GROUPS": self._groups,
             "ACCUMULATOR": tl.int32 if x.dtype is torch.int8 else tl.float32,
             "X_SCALE": has_x_scale,
@@ -163,9 +161,8 @@ class Convolution:
             "WIDEN": x.device.type == "cpu" and x.dtype is torch.bfloat16,
         }
         launch = Launch(implicit_gemm, constants, num_warps=cut.warps, num_stages=cut.stages)
-        tiles = triton.cdiv(positions, block_m) * triton.cdiv(outputs // self._groups, block_n)
         numbers = (positions, height, width, channels, out_height, out_width, outputs, *self._geometry)
-        return launch, (tiles, self._groups, 1), numbers
+        return launch, (count, self._groups, 1), numbers
 
 
 def dense_channels_last(x: torch.Tensor) -> torch.Tensor:

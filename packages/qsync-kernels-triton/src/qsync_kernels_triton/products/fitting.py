@@ -6,26 +6,14 @@ written beyond its end, and what is strided would be read between its elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from qsync_core.errors import BackendError
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 Pair = tuple[int, int]
-
-
-def refuse(op: str, problems: Iterable[str]) -> None:
-    """Raise one error with all problems, if there are any.
-
-    Raises:
-        BackendError: naming the operator.
-    """
-    if said := "; ".join(problems):
-        raise BackendError(f"backend triton can not run {op}: {said}")
 
 
 def rank_problems(ndim: int, **operands: Any) -> Iterator[str]:

@@ -1,14 +1,26 @@
-"""Matrix products in Triton whose operands lie with the contracted dimension contiguous: C = A B^T, dequantized on the way out.
+"""Matrix products whose operands lie with the contracted dimension contiguous: C = A B^T, dequantized on the way out.
 
 ``gemm`` multiplies 8-bit operands: int8 sums exactly, in int32; float8 in float32, with sums taken over after each block of K,
 because Hopper's float8 tensor cores add in about 14 bits.  ``mixed_gemm`` multiplies a 16-bit matrix by an 8-bit one that it
 converts in registers; there strides are free.  M rows, N columns, K contracted.
+
+Tensor cores take 8-bit operands only with the contracted dimension contiguous: :class:`EightBitProduct` transposes others first.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qsync_kernels_triton.config import ProductConfig
+from qsync_kernels_triton.elementwise import transposed_bytes
+from qsync_kernels_triton.launching import Grid, Launch
 
 
 @triton.jit
@@ -103,7 +115,7 @@ def mixed_gemm(
     """out[m, n] = sum_k a[m, k] * (scale * b[k, n]): a in 16 or 32 bit, b in 8 bit, converted to a's format.
 
     INNER_SCALES: one scale for each k, otherwise a single one, which is applied to b (SCALE_FIRST) or, exactly, to the sum.
-    WIDEN: multiply in float32, for Triton's interpreter, which can not multiply bfloat16; the products are the same.
+    WIDEN: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16; the products are the same.
     Grid (tiles,).
     """
     tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
@@ -143,3 +155,132 @@ def mixed_gemm(
         total = total * single
     position = row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(out_ptr + position, total.to(out_ptr.dtype.element_ty), mask=inside_row[:, None] & inside_column[None, :])
+
+
+def cut_into_tiles(config: ProductConfig, m: int, n: int) -> tuple[dict[str, Any], Grid]:
+    """The constants that cut an (m, n) result into tiles no larger than it, and a grid of one program per tile."""
+    block_m, block_n = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((config.m, m), (config.n, n)))
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": config.k, "GROUP_M": config.group}
+    return constants, (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), 1, 1)
+
+
+class EightBitProduct:
+    """``out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] b[n, k] + bias[n]`` of 8-bit operands.
+
+    int8 is summed exactly, in int32; float8 in float32.  Scales have no, one, or one element for each row of their operand.
+    """
+
+    def __init__(self, config: ProductConfig) -> None:
+        self._config = config
+        self._launches: dict[Any, tuple[Launch, Grid, tuple[int, int]]] = {}
+
+    def __call__(
+        self,
+        a_MK: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_NK: torch.Tensor,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_MN: torch.Tensor,
+    ) -> None:
+        """Write ``out_MN``; everything lies on one device, and the current stream is used."""
+        (m, k), n = a_MK.shape, b_NK.shape[0]
+        if m == 0 or n == 0:
+            return
+        if k == 0:
+            out_MN.copy_(torch.zeros_like(out_MN) if bias is None else bias)
+            return
+        a_MK, b_NK = contiguous_inside(a_MK), contiguous_inside(b_NK)
+        scales = (_scale_code(a_scale, m), _scale_code(b_scale, n))
+        described = bool(self._config.tma) and _can_be_described(a_MK) and _can_be_described(b_NK)
+        numbers = (m, n, k, a_MK.stride(0), b_NK.stride(0), out_MN.stride(0))
+        # The output stands for what is absent; the kernel does not read it.
+        results = (out_MN, *[out_MN if x is None else x for x in (a_scale, b_scale, bias)])
+        key = (a_MK.device, a_MK.dtype, b_NK.dtype, *[x.dtype for x in results], *numbers, *scales, bias is None, described)
+        found = self._launches.get(key)
+        if found is None:
+            found = self._launches[key] = self._cut(m, n, k, a_MK.dtype, scales, bias is not None, described)
+        launch, grid, (block_m, block_n) = found
+        if described:
+            tiles = (_described(a_MK, block_m, self._config.k), _described(b_NK, block_n, self._config.k))
+            launch(grid, None, results, (*tiles, m, n, k, out_MN.stride(0)))
+        else:
+            launch(grid, None, (a_MK, b_NK, *results), numbers)
+
+    def _cut(
+        self, m: int, n: int, k: int, form: torch.dtype, scales: tuple[int, int], has_bias: bool, described: bool
+    ) -> tuple[Launch, Grid, tuple[int, int]]:
+        """The launch for a shape, its grid, and rows and columns of a tile of the result."""
+        tiles, grid = cut_into_tiles(self._config, m, n)
+        constants = tiles | {
+            "ACCUMULATOR": tl.int32 if form is torch.int8 else tl.float32,
+            "A_SCALES": scales[0],
+            "B_SCALES": scales[1],
+            "BIAS": has_bias,
+        }
+        if not described:
+            constants["EVEN_K"] = k % self._config.k == 0
+        function = described_gemm if described else gemm
+        launch = Launch(function, constants, num_warps=self._config.warps, num_stages=self._config.stages)
+        return launch, grid, (tiles["BLOCK_M"], tiles["BLOCK_N"])
+
+
+def _can_be_described(x: torch.Tensor) -> bool:
+    """Whether a matrix of bytes suits the tensor memory accelerator: rows and address in multiples of 16 bytes."""
+    return x.stride(0) % 16 == 0 and x.stride(0) >= x.shape[1] and x.data_ptr() % 16 == 0
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])
+
+
+class MixedProduct:
+    """``out[m, n] = sum_k a[m, k] * scale[k] * b[k, n]``: a in a float format, b in 8 bits, any strides.
+
+    b is dequantized to a's format in registers.  A single scale is applied to the sum, except where a is float16 (integers times
+    float16 gradients could overflow it before the scale makes them small).
+    """
+
+    def __init__(self, config: ProductConfig) -> None:
+        self._config = config
+        self._launches: dict[Any, tuple[Launch, Grid]] = {}
+
+    def __call__(self, a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, out_MN: torch.Tensor) -> None:
+        """Write ``out_MN``; ``scale`` has one element or K."""
+        (m, k), n = a_MK.shape, b_KN.shape[1]
+        if m == 0 or n == 0:
+            return
+        if k == 0:
+            out_MN.zero_()
+            return
+        numbers = (m, n, k, *a_MK.stride(), *b_KN.stride(), out_MN.stride(0))
+        by_inner = _scale_code(scale, k) == 2
+        key = (a_MK.device, a_MK.dtype, b_KN.dtype, out_MN.dtype, by_inner, numbers)
+        found = self._launches.get(key)
+        if found is None:
+            widen = a_MK.device.type == "cpu" and a_MK.dtype is torch.bfloat16
+            found = self._launches[key] = self._cut(m, n, k, by_inner, a_MK.dtype is torch.float16, widen)
+        launch, grid = found
+        launch(grid, None, (a_MK, b_KN, out_MN, scale), numbers)
+
+    def _cut(self, m: int, n: int, k: int, by_inner: bool, scale_first: bool, widen: bool) -> tuple[Launch, Grid]:
+        """The launch for a shape, and its grid."""
+        tiles, grid = cut_into_tiles(self._config, m, n)
+        even = k % self._config.k == 0
+        constants = tiles | {"INNER_SCALES": by_inner, "SCALE_FIRST": scale_first, "EVEN_K": even, "WIDEN": widen}
+        return Launch(mixed_gemm, constants, num_warps=self._config.warps, num_stages=self._config.stages), grid
+
+
+def contiguous_inside(x: torch.Tensor) -> torch.Tensor:
+    """An 8-bit matrix whose last dimension is contiguous: itself, or a copy."""
+    if x.stride(1) == 1 or x.shape[1] <= 1:
+        return x if x.stride(1) == 1 else x.contiguous()
+    if x.stride(0) == 1 and x.t().is_contiguous():
+        return transposed_bytes(x.t())
+    return x.contiguous()
+
+
+def _scale_code(scale: torch.Tensor | None, rows: int) -> int:
+    if scale is None:
+        return 0
+    return 1 if scale.numel() == 1 and rows != 1 else 2

@@ -6,23 +6,26 @@ table in device memory says where each tensor lies: one row of the table for eac
 A program finds its tensor by counting those that begin no later.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
-from qsync_kernels_triton.launching import Launch, signed_words
+from qsync_kernels_triton.launching import Launch, as_bytes, refuse, signed_words
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import quantize_row_block
-from qsync_kernels_triton.quantize.single import FORMAT_CODE, build_quantize, check_operands, scale_count
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, build_quantize, operand_problems, scale_count
 from qsync_kernels_triton.quantize.split import absmax_of_chunks, round_chunks
 
 FIELDS = 8
@@ -131,40 +134,49 @@ MAX_LENGTH = 2**31 - 1 - 2**16
 class _Batch:
     """Tensors that one launch (or pair of launches) takes: their places in the caller's lists, and what does not change."""
 
-    def __init__(self, block: int, unit: int, rounding: int, places: list[int], lengths: list[int], rows: list[int]) -> None:
-        self.places, self._is_split, self._rounding, self._walk = places, block == 0, rounding, 1
-        self._tensors = {"TENSORS": triton.next_power_of_2(len(places))}
-        if self._is_split:
+    def __init__(
+        self,
+        block: int,
+        cut: dict[str, Any],
+        rounding: dict[str, int],
+        places: Sequence[int],
+        lengths: Sequence[int],
+        rows: Sequence[int],
+    ) -> None:
+        self.places = places
+        self._numbers: tuple[int, ...] = (len(places),)
+        tensors = {"TENSORS": triton.next_power_of_2(len(places))}
+        if block:
+            at_a_time, warps = ROW_KINDS[block]
+            groups = [triton.cdiv(count, at_a_time) for count in rows]
+            walk = max(1, min(MOST_WALK, sum(groups) // ENOUGH_PROGRAMS))
+            second = first = [triton.cdiv(count, walk) for count in groups]
+            self._numbers = (len(places), walk)
+            self._absmax = None
+            self._round = Launch(rows_of_many, {**rounding, "ROWS": at_a_time, "BLOCK": block, **cut, **tensors}, num_warps=warps)
+        else:
             second = [triton.cdiv(length, SPLIT_BLOCK) for length in lengths]
             first = [min(count, MAX_PARTIALS) for count in second]
-        else:
-            at_a_time, self._warps = ROW_KINDS[block]
-            groups = [triton.cdiv(count, at_a_time) for count in rows]
-            self._walk = max(1, min(MOST_WALK, sum(groups) // ENOUGH_PROGRAMS))
-            second = first = [triton.cdiv(count, self._walk) for count in groups]
-            single = max(lengths) <= block
-            self._cut = {"ROWS": at_a_time, "BLOCK": block, "UNIT": unit, "SINGLE": single, **self._tensors}
+            split = {"BLOCK": SPLIT_BLOCK, "MOST": MAX_PARTIALS, **tensors}
+            self._absmax = Launch(partials_of_many, split, num_warps=4)
+            self._round = Launch(round_many, rounding | split, num_warps=4)
         self.fixed = [*lengths, *rows, *_begins(first), *_begins(second)]
         self._programs = (sum(first), sum(second))
-        self._launches: list[Launch] = []
 
     def run(self, table: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, stream: tuple[int, int]) -> None:
         """Launch; ``x``, ``q`` and ``scale`` are one tensor's, for their types."""
-        if not self._launches:
-            rounding = {"FORMAT": FORMAT_CODE[q.dtype], "ROUNDING": self._rounding}
-            if self._is_split:
-                shape = {"BLOCK": SPLIT_BLOCK, "MOST": MAX_PARTIALS, **self._tensors}
-                self._launches = [Launch(partials_of_many, shape, num_warps=4), Launch(round_many, rounding | shape, num_warps=4)]
-            else:
-                self._launches = [Launch(rows_of_many, rounding | self._cut, num_warps=self._warps)]
-        count, (first, second) = len(self.places), self._programs
-        like = (x, q.view(torch.int8), scale)
-        if not self._is_split:
-            self._launches[0]((first, 1, 1), None, (table, *like), (count, self._walk, *stream))
-            return
-        partial = torch.empty(first, dtype=torch.float32, device=x.device)
-        self._launches[0]((first, 1, 1), None, (table, x, partial), (count,))
-        self._launches[1]((second, 1, 1), None, (table, *like, partial), (count, *stream))
+        first, second = self._programs
+        tensors = [table, x, as_bytes(q), scale]
+        if self._absmax is not None:
+            partial = torch.empty(first, dtype=torch.float32, device=x.device)
+            self._absmax((first, 1, 1), None, (table, x, partial), self._numbers)
+            tensors.append(partial)
+        self._round((second, 1, 1), None, tensors, (*self._numbers, *stream))
+
+
+def _begins(counts: Sequence[int]) -> list[int]:
+    """Where each part begins when parts of these lengths follow each other."""
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 class QuantizeMany:
@@ -193,30 +205,25 @@ class QuantizeMany:
         offset: int,
     ) -> None:
         """Write every tensor of ``qs`` and ``scales``."""
-        if not len(xs) == len(qs) == len(scales) == len(seeds):
-            raise BackendError(
-                f"backend triton can not quantize lists of different lengths: {len(xs)} xs, {len(qs)} qs, {len(scales)} scales "
-                f"and {len(seeds)} seeds"
-            )
+        counts = {"xs": len(xs), "qs": len(qs), "scales": len(scales), "seeds": len(seeds)}
+        if len(set(counts.values())) > 1:
+            said = ", ".join(f"{count} {name}" for name, count in counts.items())
+            refuse("quantize_many", [f"its lists have different lengths: {said}"])
         addresses = ([x.data_ptr() for x in xs], [q.data_ptr() for q in qs], [scale.data_ptr() for scale in scales])
         aligned = tuple([(a | b) % 16 == 0 for a, b in zip(addresses[0], addresses[1], strict=True)])
-        key = (aligned, tuple([(x.dtype, x.shape, x.stride(), x.device) for x in xs]))
-        key = (*key, tuple([(q.dtype, q.shape, q.stride(), s.dtype, s.shape) for q, s in zip(qs, scales, strict=True)]))
+        sources = tuple([(x.dtype, x.shape, x.stride(), x.device) for x in xs])
+        results = tuple([(q.dtype, q.shape, q.stride(), s.dtype, s.shape) for q, s in zip(qs, scales, strict=True)])
+        key = (aligned, sources, results)
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._lay_out(xs, qs, scales, aligned)
         batches, alone = layout
         stream = signed_words(offset)
         for batch in batches:
-            places = batch.places
-            columns = [[values[i] for i in places] for values in (*addresses, seeds)]
-            head = places[0]
+            head = batch.places[0]
             device = xs[head].device
-            values = [*columns[0], *columns[1], *columns[2], *columns[3], *batch.fixed]
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    batch.run(self._table(values, device), xs[head], qs[head], scales[head], stream)
-            else:
+            values = [*[column[i] for column in (*addresses, seeds) for i in batch.places], *batch.fixed]
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 batch.run(self._table(values, device), xs[head], qs[head], scales[head], stream)
         for i in alone:
             self._single(xs[i], qs[i], scales[i], seeds[i], offset)
@@ -229,7 +236,7 @@ class QuantizeMany:
         groups: dict[Any, list[tuple[int, int, int]]] = {}
         for i, (x, q, scale) in enumerate(zip(xs, qs, scales, strict=True)):
             rows = scale_count(tuple(x.shape), self._granularity)
-            check_operands(x, q, scale, self._granularity, rows)
+            refuse("quantize_many", operand_problems(x, q, scale, self._granularity, rows))
             numel = x.numel()
             if numel == 0 or numel > MAX_LENGTH or not aligned[i]:
                 alone.append(i)
@@ -237,13 +244,13 @@ class QuantizeMany:
             length = numel // rows
             is_split = self._granularity is Granularity.PER_TENSOR
             block = 0 if is_split else next((block for block in ROW_KINDS if length <= block), max(ROW_KINDS))
-            unit = 8 if length % 8 == 0 else 1
-            groups.setdefault((block, length > block, unit, x.device, x.dtype, q.dtype), []).append((i, length, rows))
+            kind = (block, 8 if length % 8 == 0 else 1, length <= block, q.dtype, x.dtype, x.device)
+            groups.setdefault(kind, []).append((i, length, rows))
         batches = []
-        for (block, _, unit, *_), entries in groups.items():
+        for (block, unit, single, form, *_), entries in groups.items():
+            cut, rounding = {"UNIT": unit, "SINGLE": single}, {"FORMAT": FORMAT_CODE[form], "ROUNDING": self._rounding}
             for begin in range(0, len(entries), MAX_TENSORS):
-                places, lengths, rows_of = zip(*entries[begin : begin + MAX_TENSORS], strict=True)
-                batches.append(_Batch(block, unit, self._rounding, list(places), list(lengths), list(rows_of)))
+                batches.append(_Batch(block, cut, rounding, *zip(*entries[begin : begin + MAX_TENSORS], strict=True)))
         return batches, alone
 
     def _table(self, values: list[int], device: torch.device) -> torch.Tensor:
@@ -255,17 +262,3 @@ class QuantizeMany:
             table = table.pin_memory()
             self._captured.append(table)
         return table.to(device, non_blocking=True)
-
-
-def _begins(counts: list[int]) -> list[int]:
-    """Where each part begins when parts of these lengths follow each other."""
-    begins, total = [], 0
-    for count in counts:
-        begins.append(total)
-        total += count
-    return begins
-
-
-def build_quantize_many(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> QuantizeMany:
-    """The kernel described at :class:`QuantizeMany`."""
-    return QuantizeMany(granularity, rounding, config)

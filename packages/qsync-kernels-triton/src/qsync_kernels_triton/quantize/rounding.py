@@ -12,6 +12,8 @@ Every operation is an IEEE float32 operation of its own (kernels are compiled wi
 that numpy reproduces the bits.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
 import triton
@@ -197,7 +199,7 @@ def larger(largest, x):
 
 @triton.jit
 def infinite_if_nan(largest):
-    """Infinity for NaN: the reductions that follow would silently skip a NaN, an infinite scale is seen by whoever reads it."""
+    """Infinity for NaN: the reductions that follow would silently skip a NaN, and an infinite scale shows."""
     return tl.where(largest == largest, largest, float("inf"))
 
 

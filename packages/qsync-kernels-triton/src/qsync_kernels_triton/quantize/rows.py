@@ -5,6 +5,8 @@
 take operands whose contracted dimension is contiguous, and the gradients contract another one than the output does.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
 import triton

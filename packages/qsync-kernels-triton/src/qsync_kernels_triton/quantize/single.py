@@ -1,30 +1,140 @@
-"""How one kind of tensor is quantized: which kernels, cut into which programs.  Worked out once for each shape and layout."""
+"""Quantization of a float tensor to int8 or float8: its largest magnitude, the scale, the rounded values.
+
+Symmetric: ``scale = absmax / 127`` (int8), ``/ 448`` (float8_e4m3fn) or ``/ 57344`` (float8_e5m2), 1 where that is below 2**-126,
+``q = round(x / scale)``.  Elements that share one scale are a *row*: the whole tensor, or what follows dimension 0 (an output
+channel), or the last dimension.  A row with NaN or infinity gets an infinite scale, so that the damage shows; the integers beside
+it mean nothing.
+
+Which kernels run, cut into which programs, is worked out once for each shape and layout: a *plan*.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.elementwise import transpose_bytes
-from qsync_kernels_triton.launching import Launch, signed_words
+from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse, signed_words
 from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
 from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
 FORMAT_CODE = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_READ = 16384
 """Rows up to this many elements stay in the registers of one program between the maximum and the rounding."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
 """Tile of the kernel that also writes the transpose."""
-Words = tuple[int, int, int, int]
-"""Low and high word of the seed, low and high word of the stream."""
+
+
+def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Callable[..., None]:
+    """The kernel ``quantize(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``.
+
+    ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
+    after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
+    :func:`scale_count` elements; ``seed`` and ``offset`` integers in 0..2**63-1.
+
+    ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
+    into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
+
+    It runs on the current stream and on the device of ``x``, and raises ``BackendError`` for operands of another type or size.
+    """
+    code = ROUNDING_CODE[rounding]
+
+    def plan(
+        x: Tensor, q_out: Tensor, scale_out: Tensor, multiplier: Tensor | None, transposed_out: Tensor | None, *_: int
+    ) -> Callable[..., None]:
+        rows = scale_count(tuple(x.shape), granularity)
+        problems = operand_problems(x, q_out, scale_out, granularity, rows)
+        refuse("quantize", (*problems, *_extra_problems(x, q_out, multiplier, transposed_out)))
+        if x.numel() == 0:
+            return lambda x, q, scale, *_: scale.fill_(1.0)
+        problem = Problem(x, rows, q_out.dtype, code, multiplier)
+        if transposed_out is not None and rows == 1:
+            return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
+        once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
+        if transposed_out is None:
+            return once
+
+        def quantize_then_transpose(x: Tensor, q: Tensor, scale: Tensor, multiplier: Any, transposed: Tensor, *words: int) -> None:
+            once(x, q, scale, multiplier, None, *words)
+            transpose_bytes(q, transposed)
+
+        return quantize_then_transpose
+
+    planned = Planned(plan)
+
+    def quantize(
+        x: Tensor,
+        q_out: Tensor,
+        scale_out: Tensor,
+        seed: int,
+        offset: int,
+        multiplier: Tensor | None = None,
+        transposed_out: Tensor | None = None,
+    ) -> None:
+        planned(x, q_out, scale_out, multiplier, transposed_out, *signed_words(seed), *signed_words(offset))
+
+    return quantize
+
+
+def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
+    """How many scales a tensor of that shape has."""
+    if granularity is Granularity.PER_TENSOR:
+        return 1
+    return math.prod(shape[:1] if granularity is Granularity.PER_CHANNEL else shape[:-1])
+
+
+def operand_problems(x: Tensor, q_out: Tensor, scale_out: Tensor, granularity: Granularity, rows: int) -> Iterator[str]:
+    """Operands of another type, size or layout than the kernels take, each a sentence."""
+    if x.dtype not in SOURCES:
+        yield f"x must be float32, float16 or bfloat16, got {x.dtype}"
+    if not _rows_follow_each_other(x, granularity):
+        yield f"x must be dense, one {granularity} after another, got shape {tuple(x.shape)} with strides {x.stride()}"
+    if q_out.dtype not in FORMAT_CODE or q_out.shape != x.shape or q_out.stride() != x.stride():
+        yield (
+            f"q_out must be int8, float8_e4m3fn or float8_e5m2 of shape {tuple(x.shape)} and x's strides, "
+            f"got {q_out.dtype} {tuple(q_out.shape)}"
+        )
+    if scale_out.dtype is not torch.float32 or scale_out.numel() != rows or not scale_out.is_contiguous():
+        yield f"scale_out must be {rows} contiguous float32, got {scale_out.dtype} {tuple(scale_out.shape)}"
+
+
+def _rows_follow_each_other(x: Tensor, granularity: Granularity) -> bool:
+    """Whether memory can be taken row by row without gaps."""
+    if x.is_contiguous():
+        return True
+    if granularity is Granularity.PER_ROW or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return False
+    return granularity is Granularity.PER_TENSOR or x.shape[0] <= 1 or x.stride(0) == x.numel() // x.shape[0]
+
+
+def _extra_problems(x: Tensor, q_out: Tensor, multiplier: Tensor | None, transposed_out: Tensor | None) -> Iterator[str]:
+    if multiplier is not None and x.ndim not in (2, 4):
+        yield f"a multiplier goes with a 2-d or 4-d tensor, and x has shape {tuple(x.shape)}"
+    elif multiplier is not None:
+        channels = x.shape[-1] if x.ndim == 2 else x.shape[1]
+        if multiplier.dtype is not torch.float32 or multiplier.shape != (channels,) or not multiplier.is_contiguous():
+            found = f"{multiplier.dtype} {tuple(multiplier.shape)}"
+            yield f"multiplier must be {channels} contiguous float32, one for each channel of x, got {found}"
+        if x.ndim == 2 and not x.is_contiguous():
+            yield f"a matrix with a multiplier must be contiguous, and x has strides {x.stride()}"
+    if transposed_out is None:
+        return
+    if x.ndim != 2 or not x.is_contiguous():
+        yield f"a transposed result needs a contiguous matrix, got shape {tuple(x.shape)} with strides {x.stride()}"
+        return
+    wanted = (x.shape[1], x.shape[0])
+    if transposed_out.shape != wanted or transposed_out.dtype is not q_out.dtype or not transposed_out.is_contiguous():
+        found = f"{transposed_out.dtype} {tuple(transposed_out.shape)}"
+        yield f"transposed_out must be {q_out.dtype} of shape {wanted}, contiguous, got {found}"
 
 
 class Problem:
@@ -35,19 +145,19 @@ class Problem:
         unit: 8 where a row's length is a multiple of 8, so that loads are wide and calls of the generator shared; else 1.
         inner, channels, by_channel: elements in memory between two channels, how many channels, and which of the kernels' ways to
             multiply by them applies.
+        overlap: whether the second kernel starts before the first one ends (``griddepcontrol``, from compute capability 9.0 on).
     """
 
     def __init__(self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None) -> None:
         self.device, self.bytes = x.device, x.element_size()
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
-        self.form, self.rounding = FORMAT_CODE[form], rounding
+        self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
         self.inner, self.channels, self.by_channel = 1, 1, 0
         if multiplier is not None:
             self.channels = multiplier.numel()
             self.inner = x.stride(1) if x.ndim == 4 and self.channels > 1 else 1
             self.by_channel = 1 if self.inner == 1 and self.channels % 8 == 0 else 2
-        # Kernels that overlap need griddepcontrol, which compute capability 9.0 introduced.
         self.overlap = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
@@ -58,9 +168,7 @@ class RowsPlan:
         p = problem
         block = max(16, triton.next_power_of_2(p.length))
         per_program = max(1, min(2048 // block, triton.next_power_of_2(p.rows)))
-        constants = {
-            "FORMAT": p.form,
-            "ROUNDING": p.rounding,
+        constants = p.rounding | {
             "UNIT": p.unit,
             "ROWS": per_program,
             "BLOCK": block,
@@ -76,10 +184,10 @@ class RowsPlan:
         self._grid = (groups if config.sweep == 0 else min(groups, max(1, config.sweep * 8 // warps)), 1, 1)
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
-    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, words: Words, multiplier: Tensor | None) -> None:
-        """Write ``q`` and ``scale``."""
-        weights = scale if multiplier is None else multiplier
-        self._launch(self._grid, None, (x, q, scale, weights), (*self._numbers, *words))
+    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, *words: int) -> None:
+        """Write ``q`` and ``scale``; ``words`` are the low and high words of the seed and of the stream."""
+        tensors = (x, as_bytes(q), scale, scale if multiplier is None else multiplier)
+        self._launch(self._grid, None, tensors, (*self._numbers, *words))
 
 
 class SplitPlan:
@@ -88,32 +196,23 @@ class SplitPlan:
     def __init__(self, problem: Problem, config: QuantizeConfig) -> None:
         p, block = problem, config.block
         full, tail = p.length // block, p.length % block != 0
-        self._programs = max(1, min(full + tail, config.programs // p.rows))
-        first = {"UNIT": p.unit, "BLOCK": block, "TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": p.overlap}
-        first["KEEP"] = "evict_last" if config.hold else ""
-        self._absmax = Launch(partial_absmax, first, num_warps=config.warps)
+        programs = max(1, min(full + tail, config.programs // p.rows))
+        cut = {"UNIT": p.unit, "BLOCK": block}
+        flags = {"TAIL": tail, "MULTIPLIER": p.by_channel, "OVERLAP": p.overlap}
+        policy = {"KEEP": "evict_last" if config.hold else ""}
+        self._absmax = Launch(partial_absmax, cut | flags | policy, num_warps=config.warps)
         kept = config.kept_of(p.bytes * p.rows * p.length)
         keep_from = max(0, full - kept // (p.bytes * p.rows) // block)
-        self._first_grid = (self._programs * p.rows, 1, 1)
-        self._first_numbers = (self._programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
-        constants = {
-            "FORMAT": p.form,
-            "ROUNDING": p.rounding,
-            "UNIT": p.unit,
-            "BLOCK": block,
-            "PARTIALS": max(32, triton.next_power_of_2(self._programs)),
-            "ALIGNED": p.rows == 1 or p.unit == 8,
-            "TAIL": tail,
-            "MULTIPLIER": p.by_channel,
-            "OVERLAP": p.overlap,
-        }
+        self._first_grid = (programs * p.rows, 1, 1)
+        self._first_numbers = (programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
+        partials = {"PARTIALS": max(32, triton.next_power_of_2(programs)), "ALIGNED": p.rows == 1 or p.unit == 8}
         options = {"launch_pdl": True} if p.overlap else {}
-        self._round = Launch(quantize_from_partials, constants, num_warps=config.warps, **options)
+        self._round = Launch(quantize_from_partials, p.rounding | cut | partials | flags, num_warps=config.warps, **options)
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
         self._second_grid = (sweep * p.rows, 1, 1)
-        self._second_numbers = (sweep, p.length // p.unit, full, self._programs, p.inner, p.channels)
-        self.partials_per_row = self._programs
-        self._device, self._count = p.device, self._programs * p.rows
+        self._second_numbers = (sweep, p.length // p.unit, full, programs, p.inner, p.channels)
+        self.partials_per_row = programs
+        self._device, self._count = p.device, programs * p.rows
 
     def partials(self, x: Tensor, multiplier: Tensor | None) -> Tensor:
         """Pass one: the partial maxima, as many for each row."""
@@ -121,10 +220,10 @@ class SplitPlan:
         self._absmax(self._first_grid, None, (x, partial, partial if multiplier is None else multiplier), self._first_numbers)
         return partial
 
-    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, words: Words, multiplier: Tensor | None) -> None:
-        """Write ``q`` and ``scale``."""
+    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, *words: int) -> None:
+        """Write ``q`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
         partial = self.partials(x, multiplier)
-        tensors = (x, q, scale, partial, partial if multiplier is None else multiplier)
+        tensors = (x, as_bytes(q), scale, partial, partial if multiplier is None else multiplier)
         self._round(self._second_grid, None, tensors, (*self._second_numbers, *words))
 
 
@@ -136,9 +235,7 @@ class TwicePlan:
         unit, row_unit = 8 if length % 8 == 0 else 1, 16 if rows % 16 == 0 else 1
         self._split = SplitPlan(problem, config)
         count = self._split.partials_per_row
-        constants = {
-            "FORMAT": p.form,
-            "ROUNDING": p.rounding,
+        constants = p.rounding | {
             "UNIT": unit,
             "ROW_UNIT": row_unit,
             "ROWS": TILE_ROWS,
@@ -155,177 +252,10 @@ class TwicePlan:
         self._grid = (tiles if config.sweep == 0 else min(tiles, config.sweep), 1, 1)
         self._numbers = (count, rows // row_unit, length // unit, p.channels)
 
-    def __call__(
-        self,
-        x: Tensor,
-        q: Tensor,
-        transposed: Tensor,
-        scale: Tensor,
-        words: Words,
-        multiplier: Tensor | None,
-    ) -> None:
-        """Write ``q``, ``transposed`` and ``scale``."""
+    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, transposed: Tensor, *words: int) -> None:
+        """Write ``q``, ``transposed`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
         partial = self._split.partials(x, multiplier)
-        tensors = (x, q, transposed, scale, partial, partial if multiplier is None else multiplier)
-        self._round(self._grid, None, tensors, (*self._numbers, *words))
-
-
-def plan_for(problem: Problem, config: QuantizeConfig) -> Any:
-    """The plan for a tensor that is written once."""
-    return RowsPlan(problem, config) if problem.length <= ONE_READ else SplitPlan(problem, config)
-
-
-SOURCES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def scale_count(shape: tuple[int, ...], granularity: Granularity) -> int:
-    """How many scales a tensor of that shape has."""
-    if granularity is Granularity.PER_TENSOR:
-        return 1
-    if granularity is Granularity.PER_CHANNEL:
-        return shape[0] if shape else 1
-    numel = 1
-    for size in shape[:-1]:
-        numel *= size
-    return numel
-
-
-class Quantize:
-    """The kernel ``quantize(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``.
-
-    ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
-    after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
-    :func:`scale_count` elements; ``seed`` and ``offset`` integers in 0..2**63-1.
-
-    ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
-    into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
-
-    Runs on the current stream, and on the device of ``x``.
-
-    Raises:
-        BackendError: from the call, when an operand does not have the agreed type or size.
-    """
-
-    def __init__(self, granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> None:
-        self._granularity, self._rounding, self._config = granularity, ROUNDING_CODE[rounding], config
-        self._plans: dict[Any, Any] = {}
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        seed: int,
-        offset: int,
-        multiplier: torch.Tensor | None = None,
-        transposed_out: torch.Tensor | None = None,
-    ) -> None:
-        """Write ``q_out`` and ``scale_out``."""
-        key = (signature(x), signature(q_out), scale_out.dtype, scale_out.shape, signature(multiplier), signature(transposed_out))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(x, q_out, scale_out, multiplier, transposed_out)
-        words = (*signed_words(seed), *signed_words(offset))
-        if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                plan(x, q_out, scale_out, words, multiplier, transposed_out)
-        else:
-            plan(x, q_out, scale_out, words, multiplier, transposed_out)
-
-    def _plan(
-        self,
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        multiplier: torch.Tensor | None,
-        transposed_out: torch.Tensor | None,
-    ) -> Callable[..., None]:
-        """What a call with operands like these does; refuses operands of another type or size."""
-        rows = scale_count(tuple(x.shape), self._granularity)
-        check_operands(x, q_out, scale_out, self._granularity, rows)
-        if multiplier is not None or transposed_out is not None:
-            _check_extras(x, q_out, multiplier, transposed_out)
-        if x.numel() == 0:
-            return lambda x, q, scale, *_: scale.fill_(1.0)
-        problem = Problem(x, rows, q_out.dtype, self._rounding, multiplier)
-        if transposed_out is not None and rows == 1:
-            twice = TwicePlan(problem, self._config, (x.shape[0], x.shape[1]))
-            return lambda x, q, scale, words, multiplier, transposed: twice(
-                x, q.view(torch.int8), transposed.view(torch.int8), scale, words, multiplier
-            )
-        plan = plan_for(problem, self._config)
-        if transposed_out is None and q_out.dtype is torch.int8:
-            return lambda x, q, scale, words, multiplier, _: plan(x, q, scale, words, multiplier)
-
-        def with_views(x: Any, q: Any, scale: Any, words: Any, multiplier: Any, transposed: Any) -> None:
-            plan(x, q.view(torch.int8), scale, words, multiplier)
-            if transposed is not None:
-                transpose_bytes(q, transposed)
-
-        return with_views
-
-
-def signature(x: torch.Tensor | None) -> Any:
-    """All of a tensor that decides how it is treated, except its address."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.device)
-
-
-def build_quantize(granularity: Granularity, rounding: Rounding, config: QuantizeConfig) -> Quantize:
-    """The kernel described at :class:`Quantize`."""
-    return Quantize(granularity, rounding, config)
-
-
-def _rows_follow_each_other(x: torch.Tensor, granularity: Granularity) -> bool:
-    """Whether memory can be taken row by row without gaps."""
-    if x.is_contiguous():
-        return True
-    if granularity is Granularity.PER_ROW or not torch.ops.aten.is_non_overlapping_and_dense(x):
-        return False
-    return granularity is Granularity.PER_TENSOR or x.shape[0] <= 1 or x.stride(0) == x.numel() // x.shape[0]
-
-
-def check_operands(x: torch.Tensor, q_out: torch.Tensor, scale_out: torch.Tensor, granularity: Granularity, rows: int) -> None:
-    """Refuse operands of another type or size than the kernels take.
-
-    Raises:
-        BackendError: naming each of them.
-    """
-    problems = []
-    if x.dtype not in SOURCES:
-        problems.append(f"x must be float32, float16 or bfloat16, got {x.dtype}")
-    if not _rows_follow_each_other(x, granularity):
-        problems.append(f"x must be dense, one {granularity} after another, got shape {tuple(x.shape)} with strides {x.stride()}")
-    if q_out.dtype not in FORMAT_CODE or q_out.shape != x.shape or q_out.stride() != x.stride():
-        problems.append(
-            f"q_out must be int8, float8_e4m3fn or float8_e5m2 of shape {tuple(x.shape)} and x's strides, "
-            f"got {q_out.dtype} {tuple(q_out.shape)}"
+        copies = as_bytes(q), as_bytes(transposed)
+        self._round(
+            self._grid, None, (x, *copies, scale, partial, partial if multiplier is None else multiplier), (*self._numbers, *words)
         )
-    if scale_out.dtype is not torch.float32 or scale_out.numel() != rows or not scale_out.is_contiguous():
-        problems.append(f"scale_out must be {rows} contiguous float32, got {scale_out.dtype} {tuple(scale_out.shape)}")
-    if problems:
-        raise BackendError("backend triton can not quantize: " + "; ".join(problems))
-
-
-def _check_extras(
-    x: torch.Tensor, q_out: torch.Tensor, multiplier: torch.Tensor | None, transposed_out: torch.Tensor | None
-) -> None:
-    problems = []
-    if multiplier is not None:
-        if x.ndim not in (2, 4):
-            problems.append(f"a multiplier goes with a 2-d or 4-d tensor, and x has shape {tuple(x.shape)}")
-        else:
-            channels = x.shape[-1] if x.ndim == 2 else x.shape[1]
-            if multiplier.dtype is not torch.float32 or multiplier.shape != (channels,) or not multiplier.is_contiguous():
-                found = f"{multiplier.dtype} {tuple(multiplier.shape)}"
-                problems.append(f"multiplier must be {channels} contiguous float32, one for each channel of x, got {found}")
-            if x.ndim == 2 and not x.is_contiguous():
-                problems.append(f"a matrix with a multiplier must be contiguous, and x has strides {x.stride()}")
-    if transposed_out is not None:
-        wanted = (x.shape[-1], x.shape[0])
-        if x.ndim != 2 or not x.is_contiguous():
-            problems.append(f"a transposed result needs a contiguous matrix, got shape {tuple(x.shape)} with strides {x.stride()}")
-        elif transposed_out.shape != wanted or transposed_out.dtype is not q_out.dtype or not transposed_out.is_contiguous():
-            found = f"{transposed_out.dtype} {tuple(transposed_out.shape)}"
-            problems.append(f"transposed_out must be {q_out.dtype} of shape {wanted}, contiguous, got {found}")
-    if problems:
-        raise BackendError("backend triton can not quantize: " + "; ".join(problems))

@@ -8,6 +8,8 @@ Pass one walks forward and asks the cache to keep what it reads last; pass two w
 cache.  A maximum does not depend on the order of its arguments, so neither does the result.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
 from __future__ import annotations
 
 import triton
