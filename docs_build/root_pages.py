@@ -21,7 +21,7 @@ def page_text(name: str) -> str:
             return match[0]
         if target == "docs/decisions":
             return f"[{text}](decisions/index.md)"
-        if target.startswith("docs/") and target.endswith(".md"):
+        if target.startswith("docs/") and target.split("#")[0].endswith(".md"):
             return f"[{text}]({target.removeprefix('docs/')})"
         if target in PAGES:
             return f"[{text}]({PAGES[target]})"
