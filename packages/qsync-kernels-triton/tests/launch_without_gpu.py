@@ -12,6 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import ProductConfig, QuantizeConfig
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
@@ -89,7 +90,7 @@ def cases():
     image, filters, out = (
         torch.zeros(s).to(memory_format=torch.channels_last) for s in ((2, 64, 8, 8), (32, 64, 3, 3), (2, 32, 6, 6))
     )
-    convolution = build_conv2d_output(ProductConfig(), (1, 1), (0, 0), (1, 1), 1)
+    convolution = build_conv2d_output(ProductConfig(), Geometry())
     yield convolution, (image.to(torch.int8), one, filters.to(torch.int8), torch.ones(32), None, out)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import LINEAR, QUANTIZATIONS
+from qsync_core.kernels.support import LINEAR, QUANTIZATIONS, product_format
 from qsync_kernels_triton.config import ProductConfig, QuantizeConfig, UnknownConfigError, ranked
 from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
 
@@ -58,7 +58,7 @@ class TritonBackend:
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             return (KernelConfig(),)
         m, n, k = _product_shape(request)
-        a_bytes = 1 if _is_eight_bit(request) else 2
+        a_bytes = 1 if product_format(request).needs_scale else 2
         b_bytes = 1 if request.op in LINEAR else a_bytes
         tma = request.op in LINEAR and a_bytes == 1 and request.compute_capability.startswith("9.")
         float8 = not request.variant.compute.is_fixed_point
@@ -85,9 +85,13 @@ class TritonBackend:
 
             return QuantizeMany(variant.x_granularity, variant.rounding, knobs)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
-            return _build_conv2d_grad_weight(request, config)
+            if config.text:
+                raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
+            from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight
+
+            return build_conv2d_grad_weight(request.geometry)
         cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
-        eight_bit = _is_eight_bit(request)
+        eight_bit = product_format(request).needs_scale
         if request.op in LINEAR:
             from qsync_kernels_triton.products import linear
 
@@ -98,29 +102,9 @@ class TritonBackend:
             return linear.build_linear_grad_weight(cut, eight_bit)
         from qsync_kernels_triton.products import conv2d
 
-        padding, dilation = _pair(request.attributes, "padding", "0,0"), _pair(request.attributes, "dilation", "1,1")
         if request.op == Op.CONV2D_GRAD_INPUT:
-            return conv2d.build_conv2d_grad_input(cut, padding, dilation, eight_bit)
-        groups = int(request.attributes.get("groups", "1"))
-        return conv2d.build_conv2d_output(cut, _pair(request.attributes, "stride", "1,1"), padding, dilation, groups)
-
-
-def _build_conv2d_grad_weight(request: KernelRequest, config: KernelConfig) -> Kernel:
-    if config.text:
-        raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
-    from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight
-
-    attributes = request.attributes
-    stride, padding = _pair(attributes, "stride", "1,1"), _pair(attributes, "padding", "0,0")
-    return build_conv2d_grad_weight(stride, padding, _pair(attributes, "dilation", "1,1"), int(attributes.get("groups", "1")))
-
-
-def _is_eight_bit(request: KernelRequest) -> bool:
-    """Whether both operands of the product are 8-bit."""
-    variant = request.variant
-    if request.op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
-        return variant.grad_input.nbytes == 1
-    return request.op != Op.LINEAR_GRAD_WEIGHT or variant.grad_weight.nbytes == 1
+            return conv2d.build_conv2d_grad_input(cut, request.geometry, eight_bit)
+        return conv2d.build_conv2d_output(cut, request.geometry)
 
 
 def _product_shape(request: KernelRequest) -> tuple[int, int, int]:
@@ -135,13 +119,8 @@ def _product_shape(request: KernelRequest) -> tuple[int, int, int]:
     if request.op == Op.LINEAR_GRAD_WEIGHT:
         return first[-1], second[-1], math.prod(first[:-1])
     outputs, inputs, height, width = second
-    stride = _pair(request.attributes, "stride", "1,1")
+    stride = request.geometry.stride
     positions = max(1, first[0] * first[2] * first[3] // (stride[0] * stride[1]))
     if request.op == Op.CONV2D_GRAD_INPUT:
         return positions, inputs, outputs * height * width
     return positions, outputs, inputs * height * width
-
-
-def _pair(attributes: Mapping[str, str], name: str, default: str) -> tuple[int, int]:
-    first, second = attributes.get(name, default).split(",")
-    return int(first), int(second)

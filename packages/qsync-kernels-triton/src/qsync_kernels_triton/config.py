@@ -5,9 +5,13 @@ Their text is what a plan or a tuning record writes as ``config``.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import attrs
 
 from qsync_core.errors import BackendError
+
+_Config = TypeVar("_Config", bound=attrs.AttrsInstance)
 
 MAX_BLOCK = 1 << 16
 """Triton refuses tensors of more than 2**20 elements in one program; beyond 2**16 nothing was ever gained."""
@@ -16,6 +20,9 @@ LARGE = 128 << 20
 held than with none, and (64, 64, 56, 56) 4% less with 40 MiB."""
 MAX_PROGRAMS = 4096
 """Every program of the second pass reads all partial maxima of its row."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program may use on compute capability 9.0; less elsewhere, and Triton then says so when it compiles."""
+MULTIPROCESSORS = 132
 
 
 @attrs.frozen
@@ -52,9 +59,7 @@ class QuantizeConfig:
             raise ValueError(f"hold must be 0 or 1, got {self.hold}")
 
     def __str__(self) -> str:
-        return (
-            f"block={self.block};warps={self.warps};programs={self.programs};keep={self.keep};sweep={self.sweep};hold={self.hold}"
-        )
+        return _text(self)
 
     def kept_of(self, tensor_bytes: int) -> int:
         """How much of a tensor of that size the cache is asked to keep."""
@@ -67,46 +72,7 @@ class QuantizeConfig:
         Raises:
             BackendError: when the text is not of that form.
         """
-        try:
-            return cls(**read_knobs(text, ("block", "warps", "programs", "keep", "sweep", "hold")))
-        except ValueError as error:
-            raise unreadable(text, error, cls()) from None
-
-
-def read_knobs(text: str, known: tuple[str, ...]) -> dict[str, int]:
-    """The knobs of ``name=value;name=value``, each at most once.
-
-    Raises:
-        ValueError: when a name is not known or repeated, or a value is not an integer.
-    """
-    knobs: dict[str, int] = {}
-    for part in text.split(";") if text else ():
-        name, separator, value = part.partition("=")
-        if not separator or name not in known:
-            raise ValueError(f"it has {part!r}, and the knobs are {', '.join(known)}")
-        if name in knobs:
-            raise ValueError(f"it has {name} twice")
-        knobs[name] = int(value)
-    return knobs
-
-
-class UnknownConfigError(BackendError):
-    """A configuration that this backend does not have, whatever the shapes, so that ``apply_`` refuses it before a first step."""
-
-    for_any_sizes = True
-
-
-def unreadable(text: str, error: ValueError, example: object) -> UnknownConfigError:
-    """The error for a configuration that cannot be read."""
-    return UnknownConfigError(
-        f"backend triton cannot read the configuration {text!r} ({error}); "
-        f"one is written like '{example}', and the empty text is the default"
-    )
-
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a program may use on compute capability 9.0; less elsewhere, and Triton then says so when it compiles."""
-MULTIPROCESSORS = 132
+        return _parsed(cls, text)
 
 
 @attrs.frozen
@@ -144,7 +110,7 @@ class ProductConfig:
             raise ValueError(f"tma must be 0 or 1, got {self.tma}")
 
     def __str__(self) -> str:
-        return f"m={self.m};n={self.n};k={self.k};warps={self.warps};stages={self.stages};group={self.group};tma={self.tma}"
+        return _text(self)
 
     @classmethod
     def parse(cls, text: str) -> ProductConfig:
@@ -153,10 +119,7 @@ class ProductConfig:
         Raises:
             BackendError: when the text is not of that form.
         """
-        try:
-            return cls(**read_knobs(text, ("m", "n", "k", "warps", "stages", "group", "tma")))
-        except ValueError as error:
-            raise unreadable(text, error, cls()) from None
+        return _parsed(cls, text)
 
     def shared_bytes(self, a_bytes: int, b_bytes: int) -> int:
         """Shared memory of the operands' tiles in flight, given the bytes of an element of each."""
@@ -236,3 +199,32 @@ def ranked(
     if not tma:
         return tuple(ordered)
     return tuple(choice for config in ordered for choice in (attrs.evolve(config, tma=1), config))
+
+
+class UnknownConfigError(BackendError):
+    """A configuration that this backend does not have, whatever the shapes, so that ``apply_`` refuses it before a first step."""
+
+    for_any_sizes = True
+
+
+def _text(config: attrs.AttrsInstance) -> str:
+    return ";".join(f"{name}={value}" for name, value in attrs.asdict(config).items())
+
+
+def _parsed(cls: type[_Config], text: str) -> _Config:
+    """The configuration ``name=value;name=value``, each knob at most once; knobs that are left out have their default."""
+    known, knobs = attrs.fields_dict(cls), dict[str, int]()
+    try:
+        for part in text.split(";") if text else ():
+            name, separator, value = part.partition("=")
+            if not separator or name not in known:
+                raise ValueError(f"it has {part!r}, and the knobs are {', '.join(known)}")
+            if name in knobs:
+                raise ValueError(f"it has {name} twice")
+            knobs[name] = int(value)
+        return cls(**knobs)
+    except ValueError as error:
+        raise UnknownConfigError(
+            f"backend triton cannot read the configuration {text!r} ({error}); "
+            f"one is written like '{cls()}', and the empty text is the default"
+        ) from None

@@ -34,7 +34,7 @@ def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.format_reasons(request, EIGHT_BIT)
     yield from support.layout_reasons(request)
     yield from support.quantization_reasons(request)
-    if request.attributes.get("multiplier") and any(len(shape) not in (2, 4) for shape in request.shapes):
+    if request.multiplied and any(len(shape) not in (2, 4) for shape in request.shapes):
         yield f"channels to multiply are those of 2-d and 4-d tensors, and this one has the shape {request.shapes[0]}"
 
 
@@ -57,5 +57,5 @@ def _product_reasons(request: KernelRequest) -> Iterator[str]:
     if op in CONVOLUTIONS:
         yield from support.layout_reasons(request)
         yield from support.forward_convolution_reasons(request)
-        if op == Op.CONV2D_GRAD_INPUT and (groups := request.attributes.get("groups", "1")) != "1":
-            yield f"it computes grad_input of one group only, not of {groups}"
+        if op == Op.CONV2D_GRAD_INPUT and request.geometry.groups != 1:
+            yield f"it computes grad_input of one group only, not of {request.geometry.groups}"

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from qsync_core.geometry import Geometry, IntPair
 from qsync_kernels_triton.config import ProductConfig
 from qsync_kernels_triton.elementwise import dequantized
 from qsync_kernels_triton.launching import Grid, Launch, Planned, refuse
 from qsync_kernels_triton.products.fitting import (
     EIGHT_BITS,
     FLOATS,
-    Pair,
     bias_problems,
     convolution_problems,
     device_problems,
@@ -99,7 +99,7 @@ class Convolution:
     8-bit operands (int8 summed exactly, in int32), or both in the same float format (summed in float32).
     """
 
-    def __init__(self, config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> None:
+    def __init__(self, config: ProductConfig, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int = 1) -> None:
         self._config, self._groups = config, groups
         self._geometry = (*stride, *padding, *dilation)
         self._launches: dict[Any, tuple[Launch, Grid, tuple[int, ...]]] = {}
@@ -170,15 +170,16 @@ def dense_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.permute(0, 2, 3, 1).is_contiguous() else x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Planned:
+def build_conv2d_output(config: ProductConfig, geometry: Geometry) -> Planned:
     """``kernel(x, x_scale, w, w_scale, bias, out)``."""
-    convolution, op = Convolution(config, stride, padding, dilation, groups), "conv2d.output"
+    g, op = geometry, "conv2d.output"
+    convolution = Convolution(config, g.stride, g.padding, g.dilation, g.groups)
 
     def plan(x: Any, x_scale: Any, w: Any, w_scale: Any, bias: Any, out: Any) -> Any:
         operands = (x, x_scale, w, w_scale, bias, out)
         refuse(op, rank_problems(4, x=x, w=w, out=out))
         problems = (*format_problems(x, w, EIGHT_BITS, "filters"), *image_problems(out), *device_problems(*operands))
-        fit = convolution_problems(x, w, out, stride, padding, dilation, groups)
+        fit = convolution_problems(x, w, out, geometry)
         scales = (*scale_problems("x_scale", x_scale, 1), *scale_problems("w_scale", w_scale, w.shape[0]))
         refuse(op, (*problems, *fit, *scales, *bias_problems(bias, w.shape[0])))
         return on_dense(convolution, operands, (1, 3, 4))
@@ -186,13 +187,12 @@ def build_conv2d_output(config: ProductConfig, stride: Pair, padding: Pair, dila
     return Planned(plan)
 
 
-def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair, eight_bit: bool) -> Planned:
-    """``kernel(grad, w, scale, out)`` for stride 1 and one group.
+def build_conv2d_grad_input(config: ProductConfig, geometry: Geometry, eight_bit: bool) -> Planned:
+    """``kernel(grad, w, scale, out)``; ``geometry`` has stride 1 and one group.
 
     The gradient is the convolution of ``grad`` with the filters turned around and transposed, padded by what the forward left out.
     8-bit ``grad``: one scale of the product.  Otherwise w's scales are applied to the filters, in grad's format.
     """
-
     op = "conv2d.grad_input"
 
     def plan(grad: Any, w: Any, scale: Any, out: Any) -> Any:
@@ -200,10 +200,11 @@ def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair
         refuse(op, rank_problems(4, grad=grad, w=w, out=out))
         formats = format_problems(grad, w, EIGHT_BITS if eight_bit else FLOATS, "filters")
         problems = (*formats, *image_problems(out), *device_problems(*operands))
-        fit = convolution_problems(out, w, grad, (1, 1), padding, dilation, 1)
+        fit = convolution_problems(out, w, grad, geometry)
         refuse(op, (*problems, *fit, *scale_problems("scale", scale, 1 if eight_bit else w.shape[0])))
+        padding, dilation = geometry.padding, geometry.dilation
         around = (dilation[0] * (w.shape[2] - 1) - padding[0], dilation[1] * (w.shape[3] - 1) - padding[1])
-        convolution = Convolution(config, (1, 1), around, dilation, 1)
+        convolution = Convolution(config, (1, 1), around, dilation)
 
         def run_eight_bit(grad: Any, w: Any, scale: Any, out: Any) -> None:
             turned = w.view(torch.int8).flip(2, 3).transpose(0, 1)
@@ -218,15 +219,15 @@ def build_conv2d_grad_input(config: ProductConfig, padding: Pair, dilation: Pair
     return Planned(plan)
 
 
-def build_conv2d_grad_weight(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Planned:
+def build_conv2d_grad_weight(geometry: Geometry) -> Planned:
     """``kernel(grad, x, x_scale, out)``: x is dequantized to grad's format, the product is cuDNN's.
 
     Shapes: grad (B, O, OH, OW) in a 16- or 32-bit float; x (B, C, H, W), 8-bit; x_scale one float32; out (O, C / groups, KH, KW),
     float32.
     """
+    g, op = geometry, "conv2d.grad_weight"
 
     def plan(grad: Any, x: Any, x_scale: Any, out: Any) -> Any:
-        op = "conv2d.grad_weight"
         refuse(op, rank_problems(4, grad=grad, x=x, out=out))
         problems = []
         if grad.dtype not in FLOATS:
@@ -235,7 +236,7 @@ def build_conv2d_grad_weight(stride: Pair, padding: Pair, dilation: Pair, groups
             problems.append(f"x must be 8-bit and dense, got {x.dtype} of shape {tuple(x.shape)} with strides {x.stride()}")
         if out.dtype is not torch.float32:
             problems.append(f"out must be float32, got {out.dtype}")
-        fit = convolution_problems(x, out, grad, stride, padding, dilation, groups)
+        fit = convolution_problems(x, out, grad, geometry)
         refuse(op, (*problems, *fit, *scale_problems("x_scale", x_scale, 1), *device_problems(grad, x, x_scale, out)))
         return run
 
@@ -246,7 +247,7 @@ def build_conv2d_grad_weight(stride: Pair, padding: Pair, dilation: Pair, groups
         # Only shape, dtype and layout of the weight are looked at.
         like_w = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
         values = dequantized(x, x_scale, grad.dtype)
-        geometry = (list(stride), list(padding), list(dilation), False, [0, 0], groups)
-        out.copy_(torch.ops.aten.convolution_backward(grad, values, like_w, None, *geometry, [False, True, False])[1])
+        options = (g.stride, g.padding, g.dilation, False, [0, 0], g.groups, [False, True, False])
+        out.copy_(torch.ops.aten.convolution_backward(grad, values, like_w, None, *options)[1])
 
     return Planned(plan)

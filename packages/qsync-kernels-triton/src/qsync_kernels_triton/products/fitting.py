@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from qsync_core.geometry import Geometry
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-Pair = tuple[int, int]
 
 
 def rank_problems(ndim: int, **operands: Any) -> Iterator[str]:
@@ -38,7 +39,7 @@ def format_problems(left: torch.Tensor, right: torch.Tensor, dtypes: tuple[torch
         yield f"the {second} must be 8-bit of the first one's kind, got {right.dtype} beside {left.dtype}"
 
 
-def matrix_problems(out: torch.Tensor, shape: Pair) -> Iterator[str]:
+def matrix_problems(out: torch.Tensor, shape: tuple[int, int]) -> Iterator[str]:
     """A result of another shape or format, or whose rows are not contiguous or overlap."""
     rows, columns = out.shape
     is_laid_out = not out.numel() or ((columns == 1 or out.stride(1) == 1) and (rows == 1 or out.stride(0) >= columns))
@@ -62,20 +63,16 @@ def bias_problems(bias: Any, outputs: int) -> Iterator[str]:
         yield f"bias must be None or float32, float16 or bfloat16 of shape ({outputs},), got {_shape(bias)}"
 
 
-def convolution_problems(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
-) -> Iterator[str]:
+def convolution_problems(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, geometry: Geometry) -> Iterator[str]:
     """Where image (B, C, H, W), filters (O, C / groups, KH, KW) and result (B, O, OH, OW) are not those of one convolution."""
     outputs, group_channels, *kernel = w.shape
-    fitting = group_channels * groups
-    if x.shape[1] != fitting or outputs % groups:
+    groups = geometry.groups
+    if x.shape[1] != group_channels * groups or outputs % groups:
         of_groups = f" in {groups} groups" if groups != 1 else ""
         yield f"filters of shape {tuple(w.shape)}{of_groups} do not fit an image of shape {tuple(x.shape)}"
         return
-    sides = [
-        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 if kernel[i] else 0 for i in (0, 1)
-    ]
-    if min(sides) < 1:
+    sides = geometry.output_size(x.shape[2:], kernel)
+    if min(*kernel, *sides) < 1:
         yield f"filters of shape {tuple(w.shape)} are larger than the padded image of shape {tuple(x.shape)}"
         return
     expected = (x.shape[0], outputs, *sides)

@@ -52,14 +52,14 @@ def test_weight_gradient_is_that_of_the_dequantized_activation(stride, padding, 
     grad = torch.randn(y.shape, generator=generator).contiguous(memory_format=torch.channels_last)
     (expected,) = torch.autograd.grad(y, w, grad.to(torch.float64))
     out = torch.full(w.shape, float("nan"))
-    build_conv2d_grad_weight(stride, padding, dilation, groups)(grad, q, scale, out)
+    build_conv2d_grad_weight(Geometry(stride, padding, dilation, groups))(grad, q, scale, out)
     assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_an_empty_batch_has_a_gradient_of_zeros():
     out = torch.full((2, 3, 1, 1), float("nan"))
     x, grad = torch.empty((0, 3, 4, 4), dtype=torch.int8), torch.empty((0, 2, 4, 4))
-    build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)(grad, x, torch.ones(1), out)
+    build_conv2d_grad_weight(Geometry())(grad, x, torch.ones(1), out)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -78,7 +78,7 @@ def test_the_backend_offers_it_for_float_gradients_only():
 
 
 def test_operands_of_other_types_are_refused():
-    kernel = build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)
+    kernel = build_conv2d_grad_weight(Geometry())
     x, grad, out = (
         torch.zeros((1, 3, 4, 4)),
         torch.zeros((1, 2, 4, 4), dtype=torch.int8),
@@ -92,7 +92,7 @@ def test_operands_of_other_types_are_refused():
 
 @pytest.mark.parametrize("shape", [(2, 4, 1, 1), (3, 3, 1, 1), (2, 3, 2, 1)])
 def test_a_weight_of_another_shape_is_refused(shape):
-    kernel = build_conv2d_grad_weight((1, 1), (0, 0), (1, 1), 1)
+    kernel = build_conv2d_grad_weight(Geometry())
     grad, x = torch.zeros((1, 2, 4, 4)), torch.zeros((1, 3, 4, 4), dtype=torch.int8)
     with pytest.raises(BackendError, match=r"cannot run conv2d.grad_weight: .*filters of shape"):
         kernel(grad, x, torch.ones(1), torch.zeros(shape))
