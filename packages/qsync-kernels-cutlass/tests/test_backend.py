@@ -65,28 +65,31 @@ ACCEPTED = [
 REFUSED = [
     (
         KernelRequest(Op.QUANTIZE, INT8, ((8, 8),), device_kind="cuda", compute_capability="9.0"),
-        "it has products only, not quantize",
+        "it offers linear.output, .*, not quantize",
     ),
-    (conv2d(Op.CONV2D_GRAD_WEIGHT), "no kernel for the gradient of a convolution's weight"),
+    (conv2d(Op.CONV2D_GRAD_WEIGHT), "it offers linear.output, .*, not conv2d.grad_weight"),
     (attrs.evolve(linear(), device_kind="cpu"), "runs on CUDA devices, and this request is for cpu"),
     (linear(capability=""), "this device has an unknown compute capability"),
     (linear(capability="6.1"), "compiles for sm_70, sm_75, .*, and this device has compute capability 6.1"),
     (linear(capability="10.0"), "this device has compute capability 10.0"),
     (linear(capability="9.x"), "this device has compute capability 9.x"),
-    (conv2d(capability="7.0"), "int8 tensor cores came with compute capability 7.5, and this device's is 7.0"),
-    (linear(variant=FLOAT8, capability="8.6"), "float8 tensor cores came with compute capability 8.9, and this device's is 8.6"),
-    (linear(Op.LINEAR_GRAD_INPUT, capability="7.5"), "bfloat16 tensor cores came with compute capability 8.0"),
-    (linear(variant=FLOAT16), "computes outputs from int8 and float8; float16 products are cuBLAS's and cuDNN's"),
-    (linear(variant=Variant.of(Precision.FLOAT32)), "multiplies 8- and 16-bit formats, not float32"),
+    (conv2d(capability="7.0"), "int8 products need compute capability 7.5, and this device's is 7.0"),
+    (linear(variant=FLOAT8, capability="8.6"), "float8 products need compute capability 8.9, and this device's is 8.6"),
+    (linear(Op.LINEAR_GRAD_INPUT, capability="7.5"), "bfloat16 products need compute capability 8.0"),
+    (linear(variant=FLOAT16), "it runs linear.output in int8, float8_e4m3fn, not in float16; choose one of those as compute"),
+    (linear(variant=Variant.of(Precision.FLOAT32)), "it runs linear.output in int8, float8_e4m3fn, not in float32"),
     (linear(variant=variant(symmetric=False)), "quantizes symmetrically only; zero points are in the reference alone"),
-    (conv2d(variant=FLOAT8), "convolves int8 only, not float8"),
-    (conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56)), "computes a convolution's gradient in int8 only; cuDNN has 16 bit"),
+    (conv2d(variant=FLOAT8), "it runs conv2d.output in int8, not in float8_e4m3fn"),
+    (
+        conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56)),
+        "it runs conv2d.grad_input of int8 operands in int8, not in bfloat16; choose one of those as grad_input",
+    ),
     (linear(variant=variant(x_granularity=Granularity.PER_CHANNEL)), "scales per input channel do not factor out of a product"),
     (linear(variant=variant(w_granularity=Granularity.PER_ROW)), "a weight has scales per tensor or per output channel"),
     (conv2d(variant=variant(x_granularity=Granularity.PER_ROW)), "rows of a convolution's patches overlap"),
     (
         linear(Op.LINEAR_GRAD_WEIGHT, variant=attrs.evolve(INT8_THROUGHOUT, x_granularity=Granularity.PER_ROW)),
-        "scales per row lie along the sums of an int8 grad_weight",
+        "an int8 grad_weight sums over the activation's rows; quantize the activation per tensor",
     ),
     (
         linear(Op.LINEAR_GRAD_INPUT, variant=attrs.evolve(FLOAT16, grad_input=Precision.INT8)),
@@ -95,7 +98,7 @@ REFUSED = [
     (linear(k=133_153), "an int32 sum over 133153 products could overflow; the longest exact one is 133144"),
     (linear(Op.LINEAR_GRAD_WEIGHT, m=200_000, variant=INT8_THROUGHOUT), "an int32 sum over 200000 products"),
     (linear(Op.LINEAR_GRAD_INPUT, n=200_000, variant=INT8_THROUGHOUT), "an int32 sum over 200000 products"),
-    (conv2d(w=(128, 32, 3, 3), groups="4"), r"operands of shapes \(32, 64, 56, 56\) and \(128, 32, 3, 3\) do not belong together"),
+    (conv2d(w=(128, 32, 3, 3), groups="4"), r"operands of shapes \(32, 64, 56, 56\) and \(128, 32, 3, 3\) do not fit each other"),
     (conv2d(w=(64, 1, 3, 3), groups="64"), "a depthwise convolution does not fill tensor cores"),
     (conv2d(w=(64, 8, 3, 3), groups="8"), "a group of 8 input and 8 output channels does not fill tensor cores"),
     (conv2d(w=(128, 64, 0, 3)), "a filter has taps, not 0x3"),
@@ -107,18 +110,24 @@ REFUSED = [
     (linear(Op.LINEAR_GRAD_WEIGHT, m=2**31), "2147483648 terms of a sum are 2\\^31 or more"),
     (conv2d(x=(2**19, 64, 64, 64), w=(128, 64, 1, 1), padding="0,0"), "2147483648 rows are 2\\^31 or more"),
     (conv2d(x=(1, 64, 2**16, 2**15)), "2147483648 pixels of an image are 2\\^31 or more"),
-    (attrs.evolve(conv2d(), contiguous=False), "a convolution's operands are channels-last"),
+    (attrs.evolve(conv2d(), contiguous=False), "it needs dense channels-last operands, and these are not; copy them first"),
     (
         conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT, stride="2,2"),
-        "a forward convolution at stride 1 only, not at stride 2x2",
+        "needs stride 1, got \\[2, 2\\]; keep grad_input in 16 bit",
     ),
     (
         conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT, padding="3,3"),
-        "padding by 3 is beyond the filter's reach of 2",
+        "needs a padding within the filter's reach \\[2, 2\\], got \\[3, 3\\]",
     ),
-    (attrs.evolve(linear(), shapes=((8, 8),)), r"linear.output takes two operands with 2 dimensions, not \[2\]"),
-    (attrs.evolve(linear(), shapes=((8, 8, 8), (8, 8))), r"takes two operands with 2 dimensions, not \[3, 2\]"),
-    (attrs.evolve(linear(), shapes=((8, 8), (8, 9))), r"operands of shapes \(8, 8\) and \(8, 9\) do not belong together"),
+    (
+        attrs.evolve(linear(), shapes=((8, 8),)),
+        r"linear.output takes two operands of 2 dimensions each, and these have the shapes \(8, 8\)",
+    ),
+    (
+        attrs.evolve(linear(), shapes=((8, 8, 8), (8, 8))),
+        r"takes two operands of 2 dimensions each, and these have the shapes \(8, 8, 8\) and \(8, 8\)",
+    ),
+    (attrs.evolve(linear(), shapes=((8, 8), (8, 9))), r"operands of shapes \(8, 8\) and \(8, 9\) do not fit each other"),
 ]
 
 
@@ -389,7 +398,7 @@ def test_later_chips_of_a_generation_run_the_earlier_ones_code():
 def test_what_it_offers_is_data():
     assert isinstance(BACKEND, KernelBackend)
     offered = {spec.op: spec for spec in BACKEND.kernel_specs()}
-    assert set(offered) == set(support.OPS)
+    assert set(offered) == set(support.FORMATS)
     assert offered[Op.LINEAR_OUTPUT].compute == ("int8", "float8_e4m3fn")
     assert offered[Op.CONV2D_OUTPUT].layouts == ("channels_last",)
 

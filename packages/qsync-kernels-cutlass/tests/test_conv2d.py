@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from conv_interpreter import Interpreter  # noqa: E402
 
 from qsync_core.errors import BackendError  # noqa: E402
+from qsync_core.geometry import Geometry  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import Op  # noqa: E402
@@ -20,7 +21,7 @@ from qsync_kernels_cutlass.architectures import SM_80, SM_90A  # noqa: E402
 from qsync_kernels_cutlass.compiling.library import RASTER, Arguments  # noqa: E402
 from qsync_kernels_cutlass.configs import candidates, validity  # noqa: E402
 from qsync_kernels_cutlass.configs.config import ConvConfig, Family, GemmConfig  # noqa: E402
-from qsync_kernels_cutlass.configs.problem import Geometry, folds, problem_of  # noqa: E402
+from qsync_kernels_cutlass.configs.problem import folds, problem_of  # noqa: E402
 from qsync_kernels_cutlass.kernels import conv2d, conv2d_launch  # noqa: E402
 from qsync_kernels_cutlass.sources import conv_source  # noqa: E402
 

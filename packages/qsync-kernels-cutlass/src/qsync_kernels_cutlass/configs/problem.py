@@ -8,10 +8,9 @@ stride 1 and no padding, and filters of fewer taps.  Then the taps of a filter's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import attrs
 
+from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import KernelRequest, Op
 
@@ -26,30 +25,6 @@ CHANNEL_ALIGNMENT = 16
 
 LONGEST_STRIDE = 8
 """Pixels that TMA steps over at most; convolutions with longer strides fold."""
-
-
-@attrs.frozen
-class Geometry:
-    """Stride, padding, dilation (vertical, horizontal) and groups of a convolution."""
-
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-    @classmethod
-    def of(cls, attributes: Mapping[str, str]) -> Geometry:
-        """Read a request's attributes (``stride="1,1"``, ``groups="1"``).
-
-        Raises:
-            ValueError: when a value is not one or two whole numbers.
-        """
-
-        def pair(name: str, default: str) -> tuple[int, int]:
-            first, second = (int(part) for part in attributes.get(name, default).split(","))
-            return first, second
-
-        return cls(pair("stride", "1,1"), pair("padding", "0,0"), pair("dilation", "1,1"), int(attributes.get("groups", "1")))
 
 
 @attrs.frozen
@@ -92,19 +67,15 @@ class ConvProblem:
     out_format: str
 
     @property
-    def out_h(self) -> int:
-        """Rows of the output."""
-        return out_size(self.in_h, self.filter_h, self.geometry, 0)
-
-    @property
-    def out_w(self) -> int:
-        """Columns of the output."""
-        return out_size(self.in_w, self.filter_w, self.geometry, 1)
+    def out_pixels(self) -> int:
+        """Pixels of an output image; 0 where the filter does not fit into the padded image."""
+        height, width = self.geometry.output_size((self.in_h, self.in_w), self.taps)
+        return max(0, height) * max(0, width)
 
     @property
     def m(self) -> int:
         """Rows of the equivalent product: output pixels."""
-        return self.images * self.out_h * self.out_w
+        return self.images * self.out_pixels
 
     @property
     def n(self) -> int:
@@ -133,12 +104,6 @@ class ConvProblem:
 
 
 Problem = GemmProblem | ConvProblem
-
-
-def out_size(size: int, taps: int, geometry: Geometry, axis: int) -> int:
-    """Rows (axis 0) or columns (axis 1) of a convolution's output; 0 where the filter does not fit into the padded image."""
-    reach = geometry.dilation[axis] * (taps - 1) + 1
-    return max(0, (size + 2 * geometry.padding[axis] - reach) // geometry.stride[axis] + 1)
 
 
 def problem_of(request: KernelRequest) -> Problem:
@@ -171,7 +136,7 @@ def _linear(request: KernelRequest) -> GemmProblem:
 
 def _convolution(request: KernelRequest) -> ConvProblem:
     variant, ((images, channels, height, width), filters) = request.variant, request.shapes
-    geometry = Geometry.of(request.attributes)
+    geometry = request.geometry
     out_c, group_channels, filter_h, filter_w = filters
     if request.op == Op.CONV2D_OUTPUT:
         formats = str(variant.compute), str(variant.compute), str(variant.output)

@@ -6,6 +6,7 @@ import math
 
 import attrs
 
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.configs.config import (
     AddressIterator,
@@ -19,7 +20,7 @@ from qsync_kernels_cutlass.configs.config import (
     Shape3,
     shape_text,
 )
-from qsync_kernels_cutlass.configs.problem import BYTES, LONGEST_STRIDE, ConvProblem, Geometry, Problem, folded_taps
+from qsync_kernels_cutlass.configs.problem import BYTES, LONGEST_STRIDE, ConvProblem, Problem, folded_taps
 
 MAX_SWIZZLE = 8
 MAX_SPLITS = 32
@@ -330,5 +331,5 @@ def mask_reasons(problem: ConvProblem) -> list[str]:
 def _run_as(problem: ConvProblem) -> tuple[tuple[int, int], Geometry]:
     """Filter size and geometry of the convolution that the kernel sees."""
     if problem.folds:
-        return (folded_taps(problem.taps, problem.geometry)[0], 1), Geometry()
+        return (folded_taps(problem.taps, problem.geometry)[0], 1), NEUTRAL
     return problem.taps, problem.geometry

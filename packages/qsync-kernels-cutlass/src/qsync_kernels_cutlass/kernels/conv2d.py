@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compiling.compile import compiled
@@ -25,7 +26,6 @@ from qsync_kernels_cutlass.configs.problem import (
     LONGEST_STRIDE,
     ConvProblem,
     GemmProblem,
-    Geometry,
     folds,
     problem_of,
 )
@@ -57,7 +57,7 @@ def build(
         if not isinstance(problem, GemmProblem):
             raise BackendError(f"{request.op} on {list(request.shapes)} is not a matrix product; {config.text} is for one")
         return _pointwise(Product(config, arch, problem))
-    geometry = Geometry.of(request.attributes) if isinstance(problem, GemmProblem) else problem.geometry
+    geometry = request.geometry if isinstance(problem, GemmProblem) else problem.geometry
     library = compile(conv_source(config, arch, problem.out_format))
     if request.op == Op.CONV2D_GRAD_INPUT:
         turn = compile(turn_source(arch))
@@ -79,7 +79,7 @@ class Convolution:
         self._out_alignment = CONV_OUT_ALIGNMENT[out_format]
         self._fold, self._geometry = fold, geometry
         self._folds_all = fold is not None and max(geometry.stride) > LONGEST_STRIDE
-        self._launch_folded = ConvLaunch(op, library, config, Geometry(), out_format)
+        self._launch_folded = ConvLaunch(op, library, config, NEUTRAL, out_format)
 
     def __call__(
         self,

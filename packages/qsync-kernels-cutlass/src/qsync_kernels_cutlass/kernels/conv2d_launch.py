@@ -9,9 +9,10 @@ import attrs
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_core.geometry import Geometry
 from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext, Library
 from qsync_kernels_cutlass.configs.config import ConvConfig, Family
-from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, Geometry, folded_channels, folded_taps, out_size
+from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, folded_channels, folded_taps
 from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, round_up, sm_count
 
 INT32_MAX = 2**31 - 1
@@ -229,7 +230,7 @@ class ConvLaunch:
         out_c, group_c, filter_h, filter_w = w.shape
         if in_c != group_c * geometry.groups:
             refuse("w", f"of {in_c // geometry.groups} input channels a group", group_c)
-        pixels = out_size(in_h, filter_h, geometry, 0), out_size(in_w, filter_w, geometry, 1)
+        pixels = geometry.output_size((in_h, in_w), (filter_h, filter_w))
         if tuple(out.shape) != (images, out_c, *pixels):
             refuse("out", f"of shape {(images, out_c, *pixels)}", tuple(out.shape))
         for name, tensor, sizes in (("x_scale", x_scale, (1,)), ("w_scale", w_scale, (1, out_c)), ("bias", bias, (out_c,))):
