@@ -15,7 +15,7 @@ from qsync_core.geometry import Geometry
 
 IMAGE = 224
 BATCH = {"resnet50": 128, "vgg16": 64}
-"""Samples a step of the image models; the table of ANCHORS and the paper use 128 and 64 to 128."""
+"""Samples per step of the image models; the paper uses 64 to 128."""
 
 
 @attrs.frozen
