@@ -154,7 +154,7 @@ def hopeless(job: Job) -> str:
             continue
         possible = [group.base] if group.group.role is Role.TRAIN else group.assignments()
         if not any(group.fits(variants) for variants in possible):
-            return f"{name} can not do with {budget} bytes"
+            return f"{name} cannot do with {budget} bytes"
     return ""
 
 
@@ -189,7 +189,7 @@ def optimum_of_all_together(job: Job, pace_ns: int) -> float | None:
 def draw(seed: int, number: int) -> Job:
     """The instance of that number in the series of a seed, with whole steps in part of the profiles, and with memory budgets.
 
-    Of these part bind, part leave no single rung, and a few can not be met.
+    Of these part bind, part leave no single rung, and a few cannot be met.
     """
     instance = measure_whole_steps(random_instance(seed, number))
     rng = random.Random(f"budgets of {instance.name}")

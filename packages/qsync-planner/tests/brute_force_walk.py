@@ -24,7 +24,7 @@ class Walked:
     """One operator as it runs.
 
     Attributes:
-        variant: of an adjustable operator (of those that a plan can not address, too), else None.
+        variant: of an adjustable operator (of those that a plan cannot address, too), else None.
         arriving: formats of its inputs; ``leaving``: of its output.
         cost: as measured in the format or variant in which it runs.
         wanted: every cast it needs.

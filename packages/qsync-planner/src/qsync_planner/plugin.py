@@ -25,7 +25,7 @@ def qsync_register_commands(cli: click.Group) -> None:
 
 @hookimpl
 def qsync_doctor() -> list[DoctorLine]:
-    """Indicators that plugins offer and that can not be used."""
+    """Indicators that plugins offer and that cannot be used."""
     from qsync_core.plugins.doctor import problem_lines
     from qsync_planner.indicators import available_indicators
 

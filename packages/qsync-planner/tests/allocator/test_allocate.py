@@ -271,7 +271,7 @@ def test_a_rung_that_nothing_was_measured_at_is_said() -> None:
     index = {op_id: {v: i for v, i in by.items() if v != BFLOAT16_RUNG} for op_id, by in profile.cost_index.items()}
     case = attrs.evolve(case, profiles={**case.profiles, "infer0": attrs.evolve(profile, cost_index=index)})
     plan = allocate(*case.arguments, solver="uniform")
-    assert any("no operator was measured at bfloat16, so the plan can not use that rung" in note for note in plan.notes)
+    assert any("no operator was measured at bfloat16, so the plan cannot use that rung" in note for note in plan.notes)
     count = len({operator.variant_group for operator in case.dag.adjustable})
     assert f"uniform precision of group infer0 is bfloat16; {count} of {count} operators were not measured so and run higher" in (
         plan.notes

@@ -232,7 +232,7 @@ def test_agreement_counts_and_names_what_disagrees(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(importlib.util.find_spec("highspy") is None, reason="HiGHS is not installed")
 @pytest.mark.parametrize("number", [17, 20, 29, 59])
 def test_no_proof_is_wrong_where_sensitivities_differ_by_many_orders_of_magnitude(number: int) -> None:
-    """Ω from 1e-20 to 1e3 in one model: a solver that scales by the largest can not tell the best plans apart."""
+    """Ω from 1e-20 to 1e3 in one model: a solver that scales by the largest cannot tell the best plans apart."""
     job = draw(77, number)
     chosen = random.Random(f"rungs77/{number}")
     chosen.uniform(-30, 12)

@@ -93,7 +93,7 @@ def test_without_highs_auto_is_greedy_and_says_so(monkeypatch: pytest.MonkeyPatc
         PlanError, match=r"the exact solver needs HiGHS; install it with: pip install 'qsync-planner\[exact\]', or use"
     ):
         allocate(*case.arguments, solver="exact")
-    for objective in ("memory", "time"):  # greedy can not do these either
+    for objective in ("memory", "time"):  # greedy cannot do these either
         with pytest.raises(PlanError, match=rf"the objective {objective} needs HiGHS; install it with: pip install \S+$"):
             allocate(*case.arguments, objective=objective)
 

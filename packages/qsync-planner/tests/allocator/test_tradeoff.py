@@ -360,7 +360,7 @@ def test_command_prints_and_writes_the_page(tmp_path: Path) -> None:
 
 @needs_highs
 def test_a_page_that_can_not_be_written(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"can not write .*nowhere.*No such file"):
+    with pytest.raises(PlanError, match=r"cannot write .*nowhere.*No such file"):
         shown(random_case(0, blocks=1), tmp_path / "nowhere" / "curve.html", json_flag=False)
 
 

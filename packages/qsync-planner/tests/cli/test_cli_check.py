@@ -138,9 +138,9 @@ def test_one_sentence_for_what_does_not_fit(folder: Path, arguments: tuple[str, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--truth", "no/t.qsync"), "can not write no/t.qsync: there is no folder {folder}/no; make it, or name another"),
-        (("--truth", "new.qsync", "--page", "no/p.html"), "can not write no/p.html: there is no folder {folder}/no; make it, or"),
-        (("--page", "p.html"), "can not write p.html: it is a folder; name a file in it"),
+        (("--truth", "no/t.qsync"), "write no/t.qsync: there is no folder {folder}/no; make it, or name another"),
+        (("--truth", "new.qsync", "--page", "no/p.html"), "write no/p.html: there is no folder {folder}/no; make it, or"),
+        (("--page", "p.html"), "write p.html: it is a folder; name a file in it"),
     ],
 )
 def test_what_can_not_be_written_is_refused_before_anything_is_measured(
@@ -150,7 +150,7 @@ def test_what_can_not_be_written_is_refused_before_anything_is_measured(
     monkeypatch.setattr(Registry, "measure_truth", lambda *_: pytest.fail("it was measured"))
     error = check("--job", "mine", *arguments).exception
     assert isinstance(error, ArtifactError)
-    assert str(error).startswith(message.format(folder=folder))
+    assert message.format(folder=folder) in str(error)
 
 
 @pytest.mark.parametrize(

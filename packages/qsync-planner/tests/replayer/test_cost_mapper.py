@@ -112,13 +112,13 @@ def test_dependents_follow_the_widest_input_and_float16_with_bfloat16_gives_floa
     dag = g.build()
     built = mapper(dag, {op("a"): BF16, op("b"): BF16, op("c"): BF16})
     positions = [dag.index[op(name)] for name in ("sum", "relu")]
-    assert [built.settled[i].output for i in positions] == [BFLOAT16, BFLOAT16]
+    assert [built.states[i].evaluation.output for i in positions] == [BFLOAT16, BFLOAT16]
     change = built.update({op("b"): FP16})
-    assert [built.settled[i].output for i in positions] == [FLOAT32, FLOAT32]
-    # b, sum, relu and c are settled again; a and the loss are not: nothing about them follows from b.
-    assert change.settled == [dag.index[op(name)] for name in ("b", "sum", "relu", "c")]
+    assert [built.states[i].evaluation.output for i in positions] == [FLOAT32, FLOAT32]
+    # b, sum, relu and c are evaluated again; a and the loss are not: nothing about them follows from b.
+    assert change.evaluated == [dag.index[op(name)] for name in ("b", "sum", "relu", "c")]
     built.rollback()
-    assert [built.settled[i].output for i in positions] == [BFLOAT16, BFLOAT16]
+    assert [built.states[i].evaluation.output for i in positions] == [BFLOAT16, BFLOAT16]
 
 
 def test_an_input_without_gradient_has_none_to_cast() -> None:
@@ -132,7 +132,7 @@ def test_an_operator_that_can_not_be_lowered_stays_as_traced() -> None:
     g.loss(g.linear("tied", g.input("x", (4, 8)), 8, not_applicable="its weight is tied to the embedding"))
     dag = g.build()
     assert charges(mapper(dag, {})) == {}
-    with pytest.raises(PlanError, match=r"variant of operator tied#0 can not be chosen: its weight is tied to the embedding"):
+    with pytest.raises(PlanError, match=r"variant of operator tied#0 cannot be chosen: its weight is tied to the embedding"):
         mapper(dag, {op("tied"): BF16})
 
 
@@ -141,17 +141,17 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
     x = g.unary("relu", "relu", g.input("x", (4, 8)))
     g.loss(g.linear("fc", x, 8))
     built = mapper(g.build(), {op("fc"): FP32})
-    before = (list(built.settled), list(built.forward), built.variants())
+    before = (list(built.states), list(built.forward), built.variants())
     with pytest.raises(PlanError, match=r"model 'm' has no operator gone#0; is the plan for another model\?"):
         built.update({op("fc"): BF16, op("gone"): BF16})
-    with pytest.raises(PlanError, match=r"relu#0 can not be chosen: a relu is dependent, it follows its inputs"):
+    with pytest.raises(PlanError, match=r"relu#0 cannot be chosen: a relu is dependent, it follows its inputs"):
         built.update({op("fc"): BF16, op("relu"): BF16})
     float8 = Variant.of(Precision.FLOAT8_E4M3FN)
     with pytest.raises(
         PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>bfloat16, only in: bfloat16, float16"
     ):
         built.update({op("fc"): float8})
-    assert (built.settled, built.forward, built.variants()) == before
+    assert (built.states, built.forward, built.variants()) == before
     built.update({op("fc"): BF16})
     with pytest.raises(RuntimeError, match="pending"):
         built.update({op("fc"): FP32})
@@ -166,7 +166,7 @@ def test_operators_that_are_alike_share_what_was_worked_out_for_them() -> None:
     cost = OpCost(0, 5, 0, 7, saves_inputs=(0,))
     costs = {"first": cost, "alike": cost, "wider": cost, "slower": OpCost(0, 6, 0, 7, saves_inputs=(0,))}
     built = mapper(dag, dict.fromkeys((o.op_id for o in dag.adjustable), FP32), costs)
-    first, same, wide, slow = (built.settled[dag.index[op(name)]] for name in ("first", "alike", "wider", "slower"))
+    first, same, wide, slow = (built.states[dag.index[op(name)]].evaluation for name in ("first", "alike", "wider", "slower"))
     assert first is same
     assert (wide.output_bytes, wide.forward_compute_ns) == (4 * 16 * 4, 5)
     assert (slow.output_bytes, slow.forward_compute_ns) == (4 * 8 * 4, 6)
@@ -180,7 +180,7 @@ def test_every_adjustable_operator_needs_a_variant() -> None:
 
 
 def state(built: CostMapper) -> tuple[object, ...]:
-    return built.settled, built.charged, built.forward, built.backward, built.variants()
+    return [state.evaluation for state in built.states], built.charged, built.forward, built.backward, built.variants()
 
 
 @settings(max_examples=150, deadline=None)

@@ -191,7 +191,7 @@ def test_a_ledger_kept_up_to_date_equals_one_made_anew_at_every_moment(data: st.
     ledger = MemoryLedger(mapper)
     for change, keep in data.draw(st.lists(st.tuples(changes(dag), st.booleans()), max_size=5)):
         touched = mapper.update(change)
-        before = ledger.refresh(touched.settled, touched.producers)
+        before = ledger.refresh(touched.evaluated, touched.producers)
         assert state(ledger) == state(MemoryLedger(CostMapper(dag, model, {**variants, **change})))
         if keep:
             mapper.commit()

@@ -225,7 +225,7 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
 def _unmeasured_notes(problem: Problem) -> list[str]:
     """Rungs that a ladder offers and no operator was measured at, which no plan can use."""
     return [
-        f"group {group.name}: no operator was measured at {rung.label}, so the plan can not use that rung; "
+        f"group {group.name}: no operator was measured at {rung.label}, so the plan cannot use that rung; "
         "profile it with 'qsync profile --rungs' or take it off the ladder"
         for group in problem.groups
         for rung in group.group.ladder

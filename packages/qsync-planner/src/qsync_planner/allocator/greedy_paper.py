@@ -16,7 +16,6 @@ import attrs
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks, members
@@ -89,7 +88,7 @@ def _full_peak_bytes(state: SearchState, problem: GroupProblem) -> int:
 def _subgraphs(state: SearchState, problem: GroupProblem) -> dict[Block, _Subgraph]:
     dag, model = state.problem.dag, state.replayer.model(problem.name)
     base = CostMapper(dag, model, state.replayer.base_variants(problem.name))
-    outside = [settled.output for settled in base.settled]
+    outside = [state.evaluation.output for state in base.states]
     blocks = find_blocks(problem)
     positions = members(dag, problem, blocks)
     return {block: _Subgraph(dag, model, problem, block, inside, outside) for block, inside in zip(blocks, positions, strict=True)}
@@ -105,10 +104,6 @@ class _Cost(NamedTuple):
     busy_ns: int
     compute_ns: int
     nbytes: int
-
-
-_PLAIN = Variant.of(Precision.FLOAT32)
-"""Under which dependent operators are settled; they follow their inputs."""
 
 
 class _Subgraph:
@@ -127,7 +122,6 @@ class _Subgraph:
         self._units = [group.units[index] for index in block.units]
         unit_of = {dag.index[op_id]: i for i, unit in enumerate(self._units) for op_id in unit.operators}
         self._numbers = [[model.intern(variant) for variant in unit.rungs] for unit in self._units]
-        self._plain = model.intern(_PLAIN)
         self._outside = outside
         # Per operator: its position, its unit (-1: it has none), and the positions of its producers.
         self._rows = [
@@ -142,14 +136,14 @@ class _Subgraph:
         formats: dict[int, Precision] = {}
         dispatch = compute = nbytes = 0
         for position, unit, producers in self._rows:
-            number = self._numbers[unit][rungs[unit]] if unit >= 0 else self._plain
+            number = self._numbers[unit][rungs[unit]] if unit >= 0 else self._model.follows_inputs
             inputs = tuple([formats.get(producer, self._outside[producer]) for producer in producers])
-            settled = self._model.settle(position, number, inputs)
-            formats[position] = settled.output
-            dispatch += settled.forward_dispatch_ns + settled.backward_dispatch_ns
-            compute += settled.forward_compute_ns + settled.backward_compute_ns
-            nbytes += settled.saved_own_bytes + sum(saved.nbytes for saved in settled.saved_inputs)
-            nbytes += settled.output_bytes if settled.saves_output else 0
+            found = self._model.evaluate(position, number, inputs)
+            formats[position] = found.output
+            dispatch += found.forward_dispatch_ns + found.backward_dispatch_ns
+            compute += found.forward_compute_ns + found.backward_compute_ns
+            nbytes += found.saved_own_bytes + sum(saved.nbytes for saved in found.saved_inputs)
+            nbytes += found.output_bytes if found.saves_output else 0
         return _Cost(max(dispatch, compute), compute, nbytes)
 
     def fastest(self, budget_bytes: int | None) -> tuple[int, ...]:

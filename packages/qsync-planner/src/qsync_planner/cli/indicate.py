@@ -54,9 +54,9 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
 
     Raises:
         UsageError: when there is neither a truth nor a job to measure it of.
-        ObservationError: when the truth is of another graph or lacks a variant, an indicator can not be computed, the budget is no
+        ObservationError: when the truth is of another graph or lacks a variant, an indicator cannot be computed, the budget is no
             finite number or too small, or nobody can measure the job.
-        ArtifactError: when truth or page can not be written; before anything is measured.
+        ArtifactError: when truth or page cannot be written; before anything is measured.
         PluginError: naming an indicator that was asked for and fails.
     """
     from qsync_core.artifacts.atomic_file import check_writable, write_atomically
@@ -84,7 +84,7 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         try:
             write_atomically(request.page, render_page(check).encode())
         except OSError as error:
-            raise ObservationError(f"can not write {request.page}: {error.strerror or error}") from None
+            raise ObservationError(f"cannot write {request.page}: {error.strerror or error}") from None
     return check
 
 

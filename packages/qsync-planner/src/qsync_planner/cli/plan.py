@@ -40,7 +40,7 @@ def show_tradeoff(
     """Find the trade-off curve and print it; with ``output`` also write it as an HTML page.
 
     Raises:
-        PlanError: without a sensitivity or HiGHS, or when the page can not be written or has another name than a page's.
+        PlanError: without a sensitivity or HiGHS, or when the page cannot be written or has another name than a page's.
     """
     from qsync_core.artifacts.atomic_file import write_atomically
     from qsync_core.errors import PlanError
@@ -55,7 +55,7 @@ def show_tradeoff(
         try:
             write_atomically(output, render_page(found).encode())
         except OSError as error:
-            raise PlanError(f"can not write {output}: {error.strerror or error}") from None
+            raise PlanError(f"cannot write {output}: {error.strerror or error}") from None
     data = {"output": None if output is None else str(output), **found.as_dict()}
     emit(json_flag, data, lambda console: _render(console, found, output))
 

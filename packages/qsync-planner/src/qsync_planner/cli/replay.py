@@ -78,7 +78,7 @@ def replay(
             try:
                 write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
             except OSError as error:
-                raise PlanError(f"can not write {perfetto}: {error.strerror or error}") from None
+                raise PlanError(f"cannot write {perfetto}: {error.strerror or error}") from None
     data = {**prediction.as_dict(), "local_batches": batches}
     emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
 

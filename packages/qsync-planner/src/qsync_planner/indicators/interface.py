@@ -37,7 +37,7 @@ class Indicator(Protocol):
             observations: finite numbers over the first updates; None only where ``collectors`` is empty.
 
         Raises:
-            ObservationError: when a term it needs is missing or can not be used.
+            ObservationError: when a term it needs is missing or cannot be used.
         """
         ...
 

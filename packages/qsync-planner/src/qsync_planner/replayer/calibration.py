@@ -24,7 +24,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.cost_mapper import FORWARD_SITES, CostMapper
+from qsync_planner.replayer.cost_mapper import BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, Scale
 from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.memory import MemoryLedger
@@ -164,7 +164,7 @@ def _cast_times(mapper: CostMapper) -> _Phases:
     times = [0, 0, 0, 0]
     for charged in mapper.charged:
         for priced in charged:
-            first = 0 if priced.cast.site in FORWARD_SITES else 2
+            first = 0 if priced.cast.site in BEFORE_FORWARD else 2
             times[first] += priced.dispatch_ns
             times[first + 1] += priced.compute_ns
     return _Phases(*times)
@@ -176,19 +176,19 @@ def _fit_rung(
     model = CostModel(dag, profile, calibration)
     try:
         mapper = _uniform(dag, model, step.variant)
-    except PlanError:  # an operator can not run in this rung, so the step was not uniform and says nothing about the model's sum
+    except PlanError:  # an operator cannot run in this rung, so the step was not uniform and says nothing about the model's sum
         return {}
     modelled = _modelled(mapper)
     target = _target(step, profile.device.is_synchronous, calibration.optimizer_compute_ns, modelled)
     positions = [i for i, operator in enumerate(dag.operators) if operator.is_adjustable]
-    settled = [mapper.settled[i] for i in positions]
+    evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
     columns: list[list[int]] = []
     kernels = [
-        [s.forward_dispatch_ns for s in settled],
-        [s.forward_compute_ns for s in settled],
-        [s.backward_dispatch_ns for s in settled],
-        [s.backward_compute_ns for s in settled],
+        [e.forward_dispatch_ns for e in evaluations],
+        [e.forward_compute_ns for e in evaluations],
+        [e.backward_dispatch_ns for e in evaluations],
+        [e.backward_compute_ns for e in evaluations],
     ]
     for column, (want, have) in enumerate(zip(target.values(), modelled.values(), strict=True)):
         dispatch = column % 2 == 0

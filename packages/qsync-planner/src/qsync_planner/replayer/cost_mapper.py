@@ -22,27 +22,21 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.cost_model import CostModel, PricedCast, Settled
-from qsync_planner.replayer.max_plus import Work, kernel, sequence
+from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
+from qsync_planner.replayer.max_plus import Work, sequence
 
-# ---- merged from qsync_planner.replayer.cost_mapper
-# A setting: an operator in one variant with inputs of given formats, and what of it matters to others that read the same tensors.
-#
-# Operators that are alike (layers repeat) have equal settings, and one object for them.  Whether an operator pays for a cast
-# depends
-# on earlier readers of the same tensor; everything else about it does not change.
+BEFORE_FORWARD = (CastSite.INPUT, CastSite.WEIGHT)
+BEFORE_BACKWARD = (CastSite.GRAD_OUTPUT,)
+AFTER_BACKWARD = (CastSite.GRAD_INPUT,)
+"""When casts happen, beside an operator's kernels."""
+ALL_ELSEWHERE = -1
+"""Every shared cast is made by an earlier reader; see :meth:`OpState.charge`."""
 
-FORWARD_SITES = (CastSite.INPUT, CastSite.WEIGHT)
-"""Casts that happen before an operator's forward kernel; the others belong to its backward."""
-
-FORMATS = len(Precision) + 1
+_FORMATS = len(Precision) + 1
 _NUMBER = {precision: number for number, precision in enumerate(Precision, 1)}
 
-SlotCast = tuple[int, int]
-"""Where an operator reads a tensor (its first input that does), and the number under which the tensor's readers share the cast."""
 
-
-class Charge(NamedTuple):
+class ChargedCost(NamedTuple):
     """What an operator takes: the casts charged to it, in the order in which they happen, and its work including them."""
 
     casts: tuple[PricedCast, ...]
@@ -50,15 +44,20 @@ class Charge(NamedTuple):
     backward: Work
 
 
+SlotCast = tuple[int, int]
+"""Where an operator reads a tensor (its first input that does), and the number under which the tensor's readers share the cast."""
 Reading = tuple[int, int, bool]
 """One use of a tensor: the number and the bytes of the cast copy that is read (-1: none is made), whether autograd keeps it."""
 
 
-class Setting:
-    """An operator in one variant with inputs of given formats.
+class OpState:
+    """An operator in one variant with inputs of given formats, and what of it matters to other readers of the same tensors.
+
+    Equal operators (layers repeat) share one object.  Whether an operator pays for a cast depends on earlier readers of the same
+    tensor; everything else about it does not change.
 
     Attributes:
-        settled: its formats and costs.
+        evaluation: its formats and costs.
         format: a number for the format of its output.
         shared: the casts that it shares with other readers of its inputs, each with a bit of its own.
         readings: by slot (the first input that reads a tensor), how the tensor is used.
@@ -67,71 +66,63 @@ class Setting:
         slots: per input its slot.
     """
 
-    __slots__ = ("_charges", "_slots", "format", "readings", "settled", "shared")
+    __slots__ = ("_charges", "_slots", "evaluation", "format", "readings", "shared")
 
-    def __init__(self, settled: Settled, slots: Sequence[int]) -> None:
-        self.settled = settled
+    def __init__(self, evaluation: Evaluation, slots: Sequence[int]) -> None:
+        self.evaluation = evaluation
         self._slots = slots
-        self.format = _NUMBER[settled.output]
+        self.format = _NUMBER[evaluation.output]
         self.shared: dict[SlotCast, int] = {}
         self.readings: dict[int, tuple[Reading, ...]] = {}
-        kept = {saved.input_index for saved in settled.saved_inputs}
-        for priced in settled.casts:
+        kept = {saved.input_index for saved in evaluation.saved_inputs}
+        for priced in evaluation.casts:
             if priced.share >= 0:
-                cast = priced.cast
-                slot = slots[cast.input_index]
+                slot = slots[priced.cast.input_index]
                 self.shared.setdefault((slot, priced.share), 1 << len(self.shared))
-                if cast.site is CastSite.INPUT:
-                    reading = (priced.share, cast.numel * cast.key.target.nbytes, cast.input_index in kept)
+                if priced.cast.site is CastSite.INPUT:
+                    reading = (priced.share, priced.nbytes, priced.cast.input_index in kept)
                     self.readings[slot] = (*self.readings.get(slot, ()), reading)
-        for saved in settled.saved_inputs:
+        for saved in evaluation.saved_inputs:
             if saved.share < 0:
                 slot = slots[saved.input_index]
                 self.readings[slot] = (*self.readings.get(slot, ()), (-1, 0, True))
-        self._charges: dict[int, Charge] = {}
+        self._charges: dict[int, ChargedCost] = {}
 
-    def charge(self, elsewhere: int) -> Charge:
+    def charge(self, elsewhere: int) -> ChargedCost:
         """What it takes where earlier readers make the shared casts of these bits; of its own equal casts it pays the first."""
         found = self._charges.get(elsewhere)
         if found is None:
             found = self._charges[elsewhere] = self._charge(elsewhere)
         return found
 
-    def _charge(self, done: int) -> Charge:
-        casts = []
-        for priced in self.settled.casts:
+    def _charge(self, done: int) -> ChargedCost:
+        charged = []
+        for priced in self.evaluation.casts:
             bit = self.shared[self._slots[priced.cast.input_index], priced.share] if priced.share >= 0 else 0
             if not bit & done:
-                casts.append(priced)
+                charged.append(priced)
                 done |= bit
-        settled = self.settled
-        forward = kernel(settled.forward_dispatch_ns, settled.forward_compute_ns)
-        backward = kernel(settled.backward_dispatch_ns, settled.backward_compute_ns)
-        if not casts:
-            return Charge((), forward, backward)
-        before = [kernel(p.dispatch_ns, p.compute_ns) for p in casts if p.cast.site in FORWARD_SITES]
-        gradient_in = [kernel(p.dispatch_ns, p.compute_ns) for p in casts if p.cast.site is CastSite.GRAD_OUTPUT]
-        gradient_out = [kernel(p.dispatch_ns, p.compute_ns) for p in casts if p.cast.site is CastSite.GRAD_INPUT]
-        return Charge(tuple(casts), sequence([*before, forward]), sequence([*gradient_in, backward, *gradient_out]))
 
+        def work(sites: tuple[CastSite, ...]) -> list[Work]:
+            return [priced.work for priced in charged if priced.cast.site in sites]
 
-# ---- from here on: qsync_planner.replayer.cost_mapper
-
-__all__ = ["FORWARD_SITES", "Change", "CostMapper"]
-
-_PLAIN = Variant.of(Precision.FLOAT32)
+        forward, backward = self.evaluation.forward, self.evaluation.backward
+        if charged:
+            forward = sequence([*work(BEFORE_FORWARD), forward])
+            backward = sequence([*work(BEFORE_BACKWARD), backward, *work(AFTER_BACKWARD)])
+        return ChargedCost(tuple(charged), forward, backward)
 
 
 class Change(NamedTuple):
     """What an update touched; operators are positions in ``dag.operators``.
 
     Attributes:
-        settled: those whose variant or formats may differ, ascending.
-        recosted: those whose charge differs.
+        evaluated: those whose variant or formats may differ, ascending.
+        recosted: those whose charged cost differs.
         producers: those whose output may be kept or read in another way than before.
     """
 
-    settled: list[int]
+    evaluated: list[int]
     recosted: list[int]
     producers: list[int]
 
@@ -140,51 +131,38 @@ class CostMapper:
     """The state of one device group's operators under some assignment of variants.
 
     Attributes:
-        settings: per operator how it now runs; ``settled``: its formats and costs.
+        states: per operator how it now runs.
         charged: per operator the casts charged to it, in the order in which they happen.
         forward, backward: per operator its work including the charged casts.
-        inputs: per operator the positions of its producers.
-        readers: per operator the positions of its consumers, each once, ascending; ``reads``: the same, each with its slot, the
-            first of its inputs that reads the operator.
+        wiring: which operator reads which.
     """
 
     def __init__(self, dag: PrecisionDag, model: CostModel, variants: Mapping[OpId, Variant]) -> None:
         self.dag = dag
         self.model = model
-        index = dag.index
-        self.inputs: list[tuple[int, ...]] = [tuple(index[p] for p in operator.inputs) for operator in dag.operators]
-        self.readers: list[tuple[int, ...]] = [tuple(dict.fromkeys(entry)) for entry in dag.consumers]
+        self.wiring = model.wiring
         self._adjustable = {operator.op_id: i for i, operator in enumerate(dag.operators) if operator.is_adjustable}
-        # Non-adjustable operators are settled under one number: their variant plays no part.
-        plain = model.intern(_PLAIN)
-        own = [operator.op_class is OpClass.ADJUSTABLE for operator in dag.operators]
-        self._variant = [n if has_own else plain for n, has_own in zip(self._initial_variants(variants), own, strict=True)]
-        self._slots = [tuple(map(inputs.index, inputs)) for inputs in self.inputs]
-        self.reads: list[tuple[tuple[int, int], ...]] = [
-            tuple((reader, self.inputs[reader].index(position)) for reader in readers)
-            for position, readers in enumerate(self.readers)
-        ]
-        self._known: list[dict[int, Setting]] = [{} for _ in dag.operators]
-        self._equal: dict[tuple[int, tuple[int, ...]], Setting] = {}
-        self.settings: list[Setting] = []
+        self._variant = self._initial_variants(variants)
+        self._known: list[dict[int, OpState]] = [{} for _ in dag.operators]
+        self._equal: dict[tuple[int, tuple[int, ...]], OpState] = {}
+        self.states: list[OpState] = []
         for position in range(len(dag.operators)):
-            self.settings.append(self._setting(position))
-        self.settled: list[Settled] = [setting.settled for setting in self.settings]
-        self._charges = [self._charge(position) for position in range(len(dag.operators))]
-        self.charged: list[tuple[PricedCast, ...]] = [charge.casts for charge in self._charges]
-        self.forward: list[Work] = [charge.forward for charge in self._charges]
-        self.backward: list[Work] = [charge.backward for charge in self._charges]
+            self.states.append(self._state(position))
+        self._costs = [self._charge(position) for position in range(len(dag.operators))]
+        self.charged: list[tuple[PricedCast, ...]] = [cost.casts for cost in self._costs]
+        self.forward: list[Work] = [cost.forward for cost in self._costs]
+        self.backward: list[Work] = [cost.backward for cost in self._costs]
         self._undo: _Undo | None = None
 
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
         numbers = []
         for operator in self.dag.operators:
-            variant = operator.variant
-            if operator.is_adjustable:
-                if operator.op_id not in variants:
-                    raise PlanError(f"no variant is given for operator {operator.op_id}; a plan names every adjustable operator")
-                variant = variants[operator.op_id]
-            numbers.append(self.model.intern(variant))
+            if operator.is_adjustable and operator.op_id not in variants:
+                raise PlanError(f"no variant is given for operator {operator.op_id}; a plan names every adjustable operator")
+            if operator.op_class is OpClass.ADJUSTABLE:
+                numbers.append(self.model.intern(variants.get(operator.op_id, operator.variant)))
+            else:
+                numbers.append(self.model.follows_inputs)
         unknown = [op_id for op_id in variants if op_id not in self.dag.index or not self.dag[op_id].is_adjustable]
         if unknown:
             raise self._not_adjustable(unknown[0])
@@ -195,7 +173,7 @@ class CostMapper:
             return PlanError(f"model {self.dag.model!r} has no operator {op_id}; is the plan for another model?")
         operator = self.dag[op_id]
         reason = operator.not_applicable or f"a {operator.kind} is {operator.op_class}, it follows its inputs"
-        return PlanError(f"the variant of operator {op_id} can not be chosen: {reason}")
+        return PlanError(f"the variant of operator {op_id} cannot be chosen: {reason}")
 
     def variants(self) -> dict[OpId, Variant]:
         """The variant of every adjustable operator."""
@@ -232,49 +210,46 @@ class CostMapper:
                 self._variant[position] = number
                 changed.append(position)
         heapq.heapify(changed)
-        settled = self._sweep(changed, undo)
-        producers, recosted = set(settled), set(settled)
-        for position, before in undo.setting:
-            producers.update(self.inputs[position])
-            after = self.settings[position]
-            if before.shared is not after.shared and before.shared.keys() != after.shared.keys():
-                for slot, _ in before.shared.keys() ^ after.shared.keys():
-                    recosted.update(self.readers[self.inputs[position][slot]])
-        return Change(settled, self._recost(recosted, undo), list(producers))
+        evaluated = self._sweep(changed, undo)
+        producers, recosted = set(evaluated), set(evaluated)
+        for position, before in undo.state:
+            producers.update(self.wiring.inputs[position])
+            for slot, _ in before.shared.keys() ^ self.states[position].shared.keys():
+                recosted.update(self.wiring.readers[self.wiring.inputs[position][slot]])
+        return Change(evaluated, self._recost(recosted, undo), list(producers))
 
     def _sweep(self, heap: list[int], undo: _Undo) -> list[int]:
-        """Settle the closure of the positions on the heap, in order of execution."""
+        """Evaluate the closure of the positions on the heap, in order of execution."""
         visited: list[int] = []
         while heap:
             position = heapq.heappop(heap)
             if visited and visited[-1] == position:
                 continue
             visited.append(position)
-            before, after = self.settings[position], self._setting(position)
+            before, after = self.states[position], self._state(position)
             if before is after:
                 continue
-            undo.setting.append((position, before))
-            self.settings[position] = after
-            self.settled[position] = after.settled
+            undo.state.append((position, before))
+            self.states[position] = after
             if after.format != before.format:
-                for reader in self.readers[position]:
+                for reader in self.wiring.readers[position]:
                     heapq.heappush(heap, reader)
         return visited
 
     def _recost(self, positions: Iterable[int], undo: _Undo) -> list[int]:
-        """Charge operators anew; returns those whose charge differs."""
+        """Charge operators anew; returns those whose cost differs."""
         differ = []
         for position in positions:
-            before, after = self._charges[position], self._charge(position)
+            before, after = self._costs[position], self._charge(position)
             if before is not after:
-                undo.charge.append((position, before))
-                self._set_charge(position, after)
+                undo.cost.append((position, before))
+                self._set_cost(position, after)
                 differ.append(position)
         return differ
 
-    def _set_charge(self, position: int, charge: Charge) -> None:
-        self._charges[position] = charge
-        self.charged[position], self.forward[position], self.backward[position] = charge
+    def _set_cost(self, position: int, cost: ChargedCost) -> None:
+        self._costs[position] = cost
+        self.charged[position], self.forward[position], self.backward[position] = cost
 
     def commit(self) -> None:
         """Keep the pending update."""
@@ -287,41 +262,40 @@ class CostMapper:
             return
         for position, number in undo.variant:
             self._variant[position] = number
-        for position, setting in undo.setting:
-            self.settings[position] = setting
-            self.settled[position] = setting.settled
-        for position, charge in undo.charge:
-            self._set_charge(position, charge)
+        for position, state in undo.state:
+            self.states[position] = state
+        for position, cost in undo.cost:
+            self._set_cost(position, cost)
 
-    def _setting(self, position: int) -> Setting:
+    def _state(self, position: int) -> OpState:
         """How an operator now runs, given its variant and the formats of its inputs."""
-        inputs, settings = self.inputs[position], self.settings
+        inputs, states = self.wiring.inputs[position], self.states
         key = self._variant[position]
         for producer in inputs:
-            key = key * FORMATS + settings[producer].format
+            key = key * _FORMATS + states[producer].format
         found = self._known[position].get(key)
         if found is None:
-            formats = tuple([settings[producer].settled.output for producer in inputs])
-            settled, slots = self.model.settle(position, self._variant[position], formats), self._slots[position]
-            # The model keeps what it settled, so that its identity stands for it.
-            found = self._equal.get((id(settled), slots))
+            formats = tuple([states[producer].evaluation.output for producer in inputs])
+            evaluation, slots = self.model.evaluate(position, self._variant[position], formats), self.wiring.slots[position]
+            # The model keeps its evaluations, so that an evaluation's identity stands for it.
+            found = self._equal.get((id(evaluation), slots))
             if found is None:
-                found = self._equal[id(settled), slots] = Setting(settled, slots)
+                found = self._equal[id(evaluation), slots] = OpState(evaluation, slots)
             self._known[position][key] = found
         return found
 
-    def _charge(self, position: int) -> Charge:
+    def _charge(self, position: int) -> ChargedCost:
         """What an operator takes, without the casts that an earlier reader of the same tensor already makes."""
-        setting = self.settings[position]
+        state = self.states[position]
         elsewhere = 0
-        for (slot, share), bit in setting.shared.items():
-            for reader, its_slot in self.reads[self.inputs[position][slot]]:
+        for (slot, share), bit in state.shared.items():
+            for reader, its_slot in self.wiring.reads[self.wiring.inputs[position][slot]]:
                 if reader >= position:
                     break
-                if (its_slot, share) in self.settings[reader].shared:
+                if (its_slot, share) in self.states[reader].shared:
                     elsewhere |= bit
                     break
-        return setting.charge(elsewhere)
+        return state.charge(elsewhere)
 
 
 class _Undo:
@@ -329,5 +303,5 @@ class _Undo:
 
     def __init__(self) -> None:
         self.variant: list[tuple[int, int]] = []
-        self.setting: list[tuple[int, Setting]] = []
-        self.charge: list[tuple[int, Charge]] = []
+        self.state: list[tuple[int, OpState]] = []
+        self.cost: list[tuple[int, ChargedCost]] = []

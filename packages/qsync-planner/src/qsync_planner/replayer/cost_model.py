@@ -1,11 +1,12 @@
 """The cost model: what one operator costs on one device, given its variant and the formats of its inputs.
 
-``CostModel.settle`` is a pure function, cached; everything above it only adds integers up.  That is why an incremental update and a
-rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental-equals-full).
+``CostModel.evaluate`` is a pure function, cached; everything above it only adds integers up.  That is why an incremental update and
+a rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental-equals-full).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,13 +14,20 @@ import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
-from qsync_core.ir.semantics import Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
+from qsync_core.ir.semantics import Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.max_plus import Work, kernel
 
 _FREE = OpCost(0, 0, 0, 0)
+_SHARE = {
+    (site, CastKey(source, target, granularity, rounding)): number
+    for number, (site, source, target, granularity, rounding) in enumerate(
+        itertools.product(CastSite, Precision, Precision, Granularity, Rounding)
+    )
+}
+"""Shared casts of one tensor are one cast if their sites and keys are equal: a number for each."""
 _PLAIN = {precision: Variant.plain(precision) for precision in Precision if not precision.needs_scale}
 
 
@@ -31,6 +39,16 @@ class PricedCast(NamedTuple):
     compute_ns: int
     share: int
 
+    @property
+    def work(self) -> Work:
+        """The cast's kernel."""
+        return kernel(self.dispatch_ns, self.compute_ns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy that it makes."""
+        return self.cast.numel * self.cast.key.target.nbytes
+
 
 class SavedInput(NamedTuple):
     """An input kept for backward: the operator's input position, and the share number of the cast copy (-1: uncast)."""
@@ -40,7 +58,7 @@ class SavedInput(NamedTuple):
     nbytes: int
 
 
-class Settled(NamedTuple):
+class Evaluation(NamedTuple):
     """Everything about one operator that follows from its variant and the formats of its inputs.
 
     Kernel times are calibrated and do not include casts; on a synchronous device dispatch is merged into compute.
@@ -62,22 +80,15 @@ class Settled(NamedTuple):
     """The incoming gradient's copies in the gradient formats, alive during this operator's backward."""
     memory_correction_bytes: int
 
+    @property
+    def forward(self) -> Work:
+        """The forward kernel."""
+        return kernel(self.forward_dispatch_ns, self.forward_compute_ns)
 
-_SITES, _FORMATS, _GRANULARITIES, _ROUNDINGS = list(CastSite), list(Precision), list(Granularity), list(Rounding)
-
-
-def _share_number(cast: Cast) -> int:
-    """A number that two shared casts of one tensor have in common if and only if they are one cast: same site, same key."""
-    key = cast.key
-    number = _SITES.index(cast.site)
-    for value, values in (
-        (key.source, _FORMATS),
-        (key.target, _FORMATS),
-        (key.granularity, _GRANULARITIES),
-        (key.rounding, _ROUNDINGS),
-    ):
-        number = number * len(values) + values.index(value)  # type: ignore[arg-type]
-    return number
+    @property
+    def backward(self) -> Work:
+        """The backward kernel."""
+        return kernel(self.backward_dispatch_ns, self.backward_compute_ns)
 
 
 @attrs.frozen
@@ -133,8 +144,37 @@ class Calibration:
     memory_floor_bytes: int = 0
 
 
+@attrs.frozen
+class Wiring:
+    """Which operator reads which, as positions in ``dag.operators``.
+
+    Attributes:
+        inputs: per operator its producers.
+        slots: per operator and input the first of its inputs that reads the same tensor.
+        readers: per operator its consumers, each once, ascending.
+        reads: the same, each with the slot that reads the operator.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+    readers: tuple[tuple[int, ...], ...]
+    reads: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, dag: PrecisionDag) -> Wiring:
+        """The wiring of a model."""
+        inputs = tuple(tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators)
+        readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)
+        reads = tuple(tuple((r, inputs[r].index(position)) for r in row) for position, row in enumerate(readers))
+        return cls(inputs, tuple(tuple(map(row.index, row)) for row in inputs), readers, reads)
+
+
 class CostModel:
     """Costs of a model's operators on one device type.
+
+    Attributes:
+        wiring: which operator reads which.
+        follows_inputs: the variant number of operators that have no variant of their own.
 
     Args:
         dag: the model.
@@ -155,13 +195,15 @@ class CostModel:
         self.profile = profile
         self.synchronous = profile.device.is_synchronous
         self.calibration = calibration or self._plain_calibration()
+        self.wiring = Wiring.of(dag)
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant, int] = {}
         self._variant_of: list[Variant] = []
-        self._settled: dict[tuple[int, int, tuple[Precision, ...]], Settled] = {}
+        self.follows_inputs = self.intern(_PLAIN[Precision.FLOAT32])
+        self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
-        self._equal: dict[tuple[object, ...], Settled] = {}
+        self._equal: dict[tuple[object, ...], Evaluation] = {}
 
     def _plain_calibration(self) -> Calibration:
         dispatch, compute = self.profile.optimizer_dispatch_ns, self.profile.optimizer_compute_ns
@@ -178,28 +220,24 @@ class CostModel:
         """The variant of a number given by :meth:`intern`."""
         return self._variant_of[number]
 
-    def has_cost(self, op_id: OpId, variant: Variant) -> bool:
-        """True where that pair was measured."""
-        return variant in self.profile.cost_index.get(op_id, {})
-
-    def settle(self, position: int, variant: int, inputs: tuple[Precision, ...]) -> Settled:
+    def evaluate(self, position: int, variant: int, inputs: tuple[Precision, ...]) -> Evaluation:
         """Costs and formats of the operator at ``position``.
 
         Args:
             position: in ``dag.operators``.
-            variant: number of its variant; ignored unless it is adjustable.
+            variant: number of its variant, or ``follows_inputs`` where it has none.
             inputs: formats of its activations.
 
         Raises:
             PlanError: when the profile lacks the operator in the variant it would run in, or a cast it needs.
         """
         key = (position, variant, inputs)
-        found = self._settled.get(key)
+        found = self._evaluated.get(key)
         if found is None:
-            found = self._settled[key] = self._settle(position, self._variant_of[variant], inputs)
+            found = self._evaluated[key] = self._evaluate(position, self._variant_of[variant], inputs)
         return found
 
-    def _settle(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Settled:
+    def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
         operator = self.dag.operators[position]
         adjustable = operator.op_class is OpClass.ADJUSTABLE
         run = variant if adjustable else _PLAIN[run_precision(operator, inputs)]
@@ -216,8 +254,7 @@ class CostModel:
         output = output_precision(operator, run, inputs)
         priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs))
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
-        gradients = gradient_precisions(run, 0 not in operator.no_grad_inputs) if adjustable else ()
-        self._equal[key] = found = Settled(
+        self._equal[key] = found = Evaluation(
             run,
             output,
             priced,
@@ -227,7 +264,7 @@ class CostModel:
             saves_output=cost.saves_output,
             saved_own_bytes=cost.saved_own_bytes,
             workspace_bytes=cost.workspace_bytes,
-            gradient_copy_bytes=operator.output_numel * sum(copy.nbytes for copy in gradients if copy is not output),
+            gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
         )
         return found
@@ -280,7 +317,7 @@ class CostModel:
                 f"({key.granularity}, {key.rounding}) that operator {operator.op_id} needs; profile again with this ladder"
             )
         compute = model.cost_ns(cast.numel)
-        share = _share_number(cast) if cast.shared else -1
+        share = _SHARE[cast.site, cast.key] if cast.shared else -1
         if self.synchronous:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
         return PricedCast(cast, model.dispatch_ns, compute, share)
@@ -311,4 +348,4 @@ class CostModel:
         producer = self.dag[operator.inputs[index]]
         if copy is None:
             return SavedInput(index, -1, producer.output_numel * inputs[index].nbytes)
-        return SavedInput(index, copy.share, operator.input_numel(index) * copy.cast.key.target.nbytes)
+        return SavedInput(index, copy.share, copy.nbytes)

@@ -31,7 +31,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import CostModel, Settled
+from qsync_planner.replayer.cost_model import CostModel, Evaluation
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 
@@ -180,7 +180,7 @@ class MemoryLedger:
             for start, end, nbytes in intervals:
                 self._delta[start] += nbytes
                 self._delta[end] -= nbytes
-        self._own: list[OwnBytes] = [_own_bytes(settled) for settled in mapper.settled]
+        self._own: list[OwnBytes] = [_own_bytes(state.evaluation) for state in mapper.states]
         for position, (saved, workspace, gradient_copy, correction) in enumerate(self._own):
             backward = self._backward_of[position]
             self._delta[position] += saved
@@ -191,9 +191,9 @@ class MemoryLedger:
         self._tree = SequenceTree(count, self._fold, _join)
 
     def _intervals_of(self, position: int) -> Intervals:
-        """As :meth:`_tensor_intervals`, which depends on nothing but the settings of the producer and of its readers."""
-        settings = self._mapper.settings
-        key = (position, settings[position], *[settings[reader] for reader in self._mapper.readers[position]])
+        """As :meth:`_tensor_intervals`, which depends on nothing but the states of the producer and of its readers."""
+        states = self._mapper.states
+        key = (position, states[position], *[states[reader] for reader in self._mapper.wiring.readers[position]])
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._tensor_intervals(position)
@@ -202,13 +202,13 @@ class MemoryLedger:
     def _tensor_intervals(self, position: int) -> Intervals:
         """(first moment, moment after the last, bytes) of an operator's output, of its cast copies, and of its gradient."""
         mapper = self._mapper
-        settled = mapper.settled[position]
-        readers = mapper.readers[position]
+        evaluation = mapper.states[position].evaluation
+        readers = mapper.wiring.readers[position]
         intervals: Intervals = []
-        kept_until = self._backward_of[position] if settled.saves_output else -1
+        kept_until = self._backward_of[position] if evaluation.saves_output else -1
         copies: dict[int, tuple[int, int, int]] = {}
-        for reader, slot in mapper.reads[position]:
-            for share, nbytes, keeps in mapper.settings[reader].readings.get(slot, ()):
+        for reader, slot in mapper.wiring.reads[position]:
+            for share, nbytes, keeps in mapper.states[reader].readings.get(slot, ()):
                 end = self._backward_of[reader] if keeps else reader
                 if share < 0:
                     kept_until = max(kept_until, end)
@@ -216,10 +216,10 @@ class MemoryLedger:
                     first, last, _ = copies.get(share, (reader, 0, 0))
                     copies[share] = (first, max(last, end), nbytes)
         if mapper.dag.operators[position].kind != "input":
-            intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, settled.output_bytes))
+            intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, evaluation.output_bytes))
             gradient_start = self._layout.first_gradient[position]
             if gradient_start is not None:
-                intervals.append((gradient_start, self._backward_of[position] + 1, settled.output_bytes))
+                intervals.append((gradient_start, self._backward_of[position] + 1, evaluation.output_bytes))
         intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
         return intervals
 
@@ -242,7 +242,7 @@ class MemoryLedger:
                 back_peak = back_added + more
         return (None, None, added, peak, back_added, back_peak)
 
-    def refresh(self, settled: Iterable[int], producers: Iterable[int]) -> MemoryBefore:
+    def refresh(self, evaluated: Iterable[int], producers: Iterable[int]) -> MemoryBefore:
         """Account for changed operators, and for producers whose output may be kept in another way.
 
         Returns what was there, for :meth:`restore`.
@@ -261,8 +261,8 @@ class MemoryLedger:
                         intervals.append(added)
                     if nbytes:
                         intervals.append((start, end, -nbytes))
-        for position in settled:
-            was, now = self._own[position], _own_bytes(self._mapper.settled[position])
+        for position in evaluated:
+            was, now = self._own[position], _own_bytes(self._mapper.states[position].evaluation)
             if was != now:
                 owned.append((position, was))
                 self._own[position] = now
@@ -323,8 +323,8 @@ class MemoryLedger:
         return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak)
 
 
-def _own_bytes(settled: Settled) -> OwnBytes:
-    return settled.saved_own_bytes, settled.workspace_bytes, settled.gradient_copy_bytes, settled.memory_correction_bytes
+def _own_bytes(entry: Evaluation) -> OwnBytes:
+    return entry.saved_own_bytes, entry.workspace_bytes, entry.gradient_copy_bytes, entry.memory_correction_bytes
 
 
 def _join(left: Node, right: Node) -> Node:

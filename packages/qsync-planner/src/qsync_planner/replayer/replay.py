@@ -164,7 +164,7 @@ class _GroupState:
         change = self.mapper.update(variants)
         self._before = (
             self.timing.refresh(change.recosted),
-            self.memory.refresh(change.settled, change.producers),
+            self.memory.refresh(change.evaluated, change.producers),
             self.times,
             self.peak_bytes,
         )
@@ -245,8 +245,8 @@ class Replayer:
 
     def available(self, group: str, op_id: OpId) -> tuple[Variant, ...]:
         """The rungs of a group's ladder in which an operator was profiled, lowest first."""
-        model = self.model(group)
-        return tuple(variant for variant in self.cluster.group(group).ladder if model.has_cost(op_id, variant))
+        measured = self.profiles[group].cost_index.get(op_id, {})
+        return tuple(variant for variant in self.cluster.group(group).ladder if variant in measured)
 
     def _check_names(self, variants: Mapping[str, Variants]) -> None:
         unknown = sorted(set(variants) - {group.name for group in self.cluster.groups})

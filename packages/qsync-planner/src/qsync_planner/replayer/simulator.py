@@ -5,6 +5,8 @@ collectives that they start together: ``start_n = max(max over groups of ready, 
 duration`` (paper, eq. comm_cross).  A step maps the moments at which the resources become free to those of the next step by sums
 and maxima only, so it is a matrix of the max-plus algebra, and the period is that matrix's greatest cycle mean: exact, with no
 need to run until things settle.
+
+The graph itself is built here from each group's cost mapper, and run once more for the predicted timeline.
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.timeline import Interval, Timeline
-from qsync_planner.replayer.cost_mapper import FORWARD_SITES, CostMapper
-from qsync_planner.replayer.cost_model import PricedCast
-from qsync_planner.replayer.max_plus import NEVER
+from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
+from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work
 from qsync_planner.replayer.step_timing import StepShape
 
 _HALF_NEVER = NEVER // 2
@@ -160,18 +161,14 @@ def max_cycle_mean(matrix: Times) -> Fraction:
     return best
 
 
-# ---- merged from qsync_planner.replayer.simulator
-# Building data-flow graphs: one group's training step as timed nodes, from its cost mapper and the shape of its step.
-#
-# Nodes stand in the order in which the rank issues them.  Every kernel is a dispatch node and a compute node that waits for it; a
-# synchronous device has compute nodes only (the cost model merged dispatch into them).  Data dependencies between kernels of one
-# rank need no edges: the compute resource is serial and runs them in this order.  The optimizer waits for the last bucket.
-
-
 def build_local_dfg(
     group: str, mapper: CostMapper, shape: StepShape, collective_ns: Sequence[int], *, sync_per_step: bool
 ) -> LocalDfg:
-    """One rank's step.
+    """One group's training step as timed nodes, in the order in which a rank issues them.
+
+    Every kernel is a dispatch node and a compute node that waits for it; a synchronous device has compute nodes only (the cost
+    model merged dispatch into them).  Data dependencies between kernels of one rank need no edges: the compute resource is serial
+    and runs them in this order.  The optimizer's computation waits for the last bucket.
 
     Args:
         group: the device group's name.
@@ -180,19 +177,26 @@ def build_local_dfg(
         collective_ns: duration of this group's node of each bucket's collective.
         sync_per_step: the step ends with a synchronisation.
     """
-    build = _Builder(mapper)
-    for position in range(len(mapper.dag.operators)):
-        build.forward(position)
+    dag, build = mapper.dag, _Builder(mapper)
+    for position in range(len(dag.operators)):
+        build.kernels(position, Phase.FORWARD)
     gradients: dict[int, tuple[int, ...]] = {}
-    for position in reversed(range(len(mapper.dag.operators))):
-        build.backward(position)
+    for position in reversed(range(len(dag.operators))):
+        build.kernels(position, Phase.BACKWARD)
         gradients[position] = build.last_compute
         host = shape.host_work_after(position)
         if host:
             build.compute("collective on this device", None, Phase.BACKWARD, host)
+    last_bucket: tuple[int, ...] = ()
     for bucket, (ready_after, duration) in enumerate(zip(shape.ready_after, collective_ns, strict=True)):
-        build.collective(bucket, duration, gradients[ready_after])
-    build.optimizer(shape.optimizer.dispatch_ns, shape.optimizer.compute_ns)
+        ready = gradients[ready_after]
+        last_bucket = build.add(
+            f"bucket {bucket}", None, Phase.COMMUNICATION, Resource.COMMUNICATION, duration, ready, bucket=bucket
+        )
+    dispatch, compute, _ = shape.optimizer
+    if dispatch:
+        last_bucket += build.add("optimizer", None, Phase.OPTIMIZER, Resource.DISPATCH, dispatch)
+    build.compute("optimizer", None, Phase.OPTIMIZER, compute, last_bucket)
     return LocalDfg(group, tuple(build.nodes), mapper.model.synchronous, sync_per_step)
 
 
@@ -202,87 +206,60 @@ class _Builder:
     def __init__(self, mapper: CostMapper) -> None:
         self.nodes: list[DfgNode] = []
         self.last_compute: tuple[int, ...] = ()
-        self._last_collective: tuple[int, ...] = ()
         self._mapper = mapper
 
-    def forward(self, position: int) -> None:
-        """Casts and kernel of an operator's forward."""
-        operator, settled = self._mapper.dag.operators[position], self._mapper.settled[position]
-        self._casts(position, FORWARD_SITES, Phase.FORWARD)
-        name = f"{operator.op_id} {settled.run.label}"
-        self._kernel(name, operator.op_id, Phase.FORWARD, settled.forward_dispatch_ns, settled.forward_compute_ns)
-
-    def backward(self, position: int) -> None:
-        """Casts and kernel of an operator's backward."""
-        operator, settled = self._mapper.dag.operators[position], self._mapper.settled[position]
-        self._casts(position, (CastSite.GRAD_OUTPUT,), Phase.BACKWARD)
-        name = f"{operator.op_id} {settled.run.label}"
-        self._kernel(name, operator.op_id, Phase.BACKWARD, settled.backward_dispatch_ns, settled.backward_compute_ns)
-        self._casts(position, (CastSite.GRAD_INPUT,), Phase.BACKWARD)
-
-    def compute(self, name: str, op_id: OpId | None, phase: Phase, duration_ns: int, deps: tuple[int, ...] = ()) -> None:
-        """A compute node."""
-        self._add(name, op_id, phase, Resource.COMPUTE, duration_ns, deps)
-        self.last_compute = (len(self.nodes) - 1,)
-
-    def collective(self, bucket: int, duration_ns: int, deps: tuple[int, ...]) -> None:
-        """The all-reduce of a bucket."""
-        self._add(f"bucket {bucket}", None, Phase.COMMUNICATION, Resource.COMMUNICATION, duration_ns, deps, bucket)
-        self._last_collective = (len(self.nodes) - 1,)
-
-    def optimizer(self, dispatch_ns: int, compute_ns: int) -> None:
-        """The optimizer step, after the last bucket."""
-        deps = self._last_collective
-        if dispatch_ns:
-            self._add("optimizer", None, Phase.OPTIMIZER, Resource.DISPATCH, dispatch_ns, ())
-            deps = (*deps, len(self.nodes) - 1)
-        self.compute("optimizer", None, Phase.OPTIMIZER, compute_ns, deps)
-
-    def _casts(self, position: int, sites: Sequence[CastSite], phase: Phase) -> None:
-        for priced in self._mapper.charged[position]:
-            if priced.cast.site in sites:
-                self._kernel(
-                    _cast_name(priced), self._mapper.dag.operators[position].op_id, phase, priced.dispatch_ns, priced.compute_ns
-                )
-
-    def _kernel(self, name: str, op_id: OpId, phase: Phase, dispatch_ns: int, compute_ns: int) -> None:
-        if not dispatch_ns and not compute_ns:
-            return
-        deps: tuple[int, ...] = ()
-        if dispatch_ns or not self._mapper.model.synchronous:
-            self._add(name, op_id, phase, Resource.DISPATCH, dispatch_ns, ())
-            deps = (len(self.nodes) - 1,)
-        self.compute(name, op_id, phase, compute_ns, deps)
-
-    def _add(
+    def add(
         self,
         name: str,
         op_id: OpId | None,
         phase: Phase,
         resource: Resource,
         duration_ns: int,
-        deps: tuple[int, ...],
+        deps: tuple[int, ...] = (),
+        *,
         bucket: int | None = None,
-    ) -> None:
+    ) -> tuple[int, ...]:
+        """Add a node; returns its index, as the dependency of another."""
         self.nodes.append(DfgNode(len(self.nodes), name, op_id, phase, resource, duration_ns, deps, bucket))
+        return (len(self.nodes) - 1,)
 
+    def compute(self, name: str, op_id: OpId | None, phase: Phase, duration_ns: int, deps: tuple[int, ...] = ()) -> None:
+        """Add a compute node."""
+        self.last_compute = self.add(name, op_id, phase, Resource.COMPUTE, duration_ns, deps)
 
-def _cast_name(priced: PricedCast) -> str:
-    return f"cast {priced.cast.key.source}→{priced.cast.key.target} ({priced.cast.site})"
+    def kernels(self, position: int, phase: Phase) -> None:
+        """Add the charged casts and the kernel of an operator's forward or backward."""
+        op_id, entry = self._mapper.dag.operators[position].op_id, self._mapper.states[position].evaluation
+        forward = phase is Phase.FORWARD
+        before, after = (BEFORE_FORWARD, ()) if forward else (BEFORE_BACKWARD, AFTER_BACKWARD)
+        charged = self._mapper.charged[position]
 
+        def run(name: str, work: Work) -> None:
+            if work != NOTHING:
+                deps: tuple[int, ...] = ()
+                if work.dispatch_ns or not self._mapper.model.synchronous:
+                    deps = self.add(name, op_id, phase, Resource.DISPATCH, work.dispatch_ns)
+                self.compute(name, op_id, phase, work.compute_ns, deps)
 
-# ---- merged from qsync_planner.replayer.simulator
-# The predicted Timeline: when every node of one steady step runs, one rank shown per group.
-#
-# The step is shown from the moment at which the first group's device begins it.  A CPU that runs ahead dispatches a later step
-# meanwhile; its dispatch is drawn from the start of the picture.
+        def run_casts(sites: Sequence[CastSite]) -> None:
+            for priced in charged:
+                if priced.cast.site in sites:
+                    run(f"cast {priced.cast.key.source}→{priced.cast.key.target} ({priced.cast.site})", priced.work)
+
+        run_casts(before)
+        run(f"{op_id} {entry.run.label}", entry.forward if forward else entry.backward)
+        run_casts(after)
+
 
 _SETTLE_STEPS = 64
 """Steps simulated at most until compute and communication repeat with the period; two or three are usual."""
 
 
 def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes: Mapping[str, int]) -> Timeline:
-    """Intervals of one steady step of a job.
+    """When every node of one steady step runs, one rank shown per group.
+
+    The step is shown from the moment at which the first group's device begins it.  A CPU that runs ahead dispatches a later step
+    meanwhile; its dispatch is drawn from the start of the picture.
 
     Args:
         model: a name for people.
@@ -298,8 +275,7 @@ def predicted_timeline(model: str, dfg: GlobalDfg, iteration_ns: int, peak_bytes
         before = state
         seen.clear()
         state = step.run(before)
-        settled = {i for i in range(step.resources) if i not in ahead}
-        if all(state[i] - before[i] == iteration_ns for i in settled):
+        if all(state[i] - before[i] == iteration_ns for i in range(step.resources) if i not in ahead):
             break
     return Timeline(
         source="predicted",

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.exact.program import ALWAYS, Indicator, Program, total
 from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.replayer.cost_model import CostModel, Settled
+from qsync_planner.replayer.cost_mapper import OpState
+from qsync_planner.replayer.cost_model import CostModel, Evaluation
 
 MAX_COMBINATIONS = 1024
 """Combinations of formats and rungs of one operator; a concatenation of a dozen free tensors has more than a program should."""
@@ -31,10 +31,15 @@ class TooManyCombinations(PlanError):
 class Choice(NamedTuple):
     """What an operator costs in one combination, and the indicator of that combination."""
 
-    settled: Settled
+    state: OpState
     chosen: Indicator
     reads: tuple[Precision, ...]
     """Formats of its inputs."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Its formats and costs."""
+        return self.state.evaluation
 
 
 class _Formats:
@@ -56,7 +61,7 @@ class Choices:
     Attributes:
         columns: per unit the column of each rung.
         of: per operator its choices; exactly one is chosen.
-        inputs: per operator the positions of its producers; ``readers``: of its consumers, each once, ascending.
+        wiring: which operator reads which.
 
     Raises:
         TooManyCombinations: naming the operator.
@@ -71,11 +76,10 @@ class Choices:
         self._unit_of = {dag.index[op_id]: index for index, unit in enumerate(group.units) for op_id in unit.operators}
         self._rungs = [_Rungs(row) for row in self.columns]
         self._variants = [tuple(model.intern(variant) for variant in unit.rungs) for unit in group.units]
-        self._plain = model.intern(Variant.of(Precision.FLOAT32))
+        self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}
         self._joint: dict[tuple[int, ...], dict[tuple[int, ...], Indicator]] = {}
         self._known: dict[tuple[object, ...], _Formats] = {}
-        self.inputs = [tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators]
-        self.readers = [tuple(dict.fromkeys(entry)) for entry in dag.consumers]
+        self.wiring = model.wiring
         self.of: list[list[Choice]] = []
         self._formats: list[_Formats] = []
         for position in range(len(dag.operators)):
@@ -93,8 +97,8 @@ class Choices:
         elif operator.op_class is OpClass.ADJUSTABLE:
             numbers = (self._model.intern(operator.variant),)
         else:
-            numbers = (self._plain,)
-        read = [self._formats[producer] for producer in self.inputs[position]]
+            numbers = (self._model.follows_inputs,)
+        read = [self._formats[producer] for producer in self.wiring.inputs[position]]
         free = list({id(entry): entry for entry in read if len(entry.indicators) > 1}.values())
         rungs = [self._rungs[unit]] if unit is not None and len(numbers) > 1 else []
         sizes = [len(entry.indicators) for entry in free] + [len(numbers) for _ in rungs]
@@ -114,15 +118,18 @@ class Choices:
             formats = tuple(at.get(id(entry)) or next(iter(entry.indicators)) for entry in read)
             number = numbers[combination[-1]] if rungs else numbers[0]
             try:
-                settled = self._model.settle(position, number, formats)
+                evaluation = self._model.evaluate(position, number, formats)
             except PlanError:
                 if len(indicators) == 1:
                     raise
                 forbidden.append(chosen)
                 outputs.append(None)
                 continue
-            choices.append(Choice(settled, chosen, formats))
-            outputs.append(settled.output)
+            slots = self.wiring.slots[position]
+            key = (id(evaluation), slots)
+            state = self._states.get(key) or self._states.setdefault(key, OpState(evaluation, slots))
+            choices.append(Choice(state, chosen, formats))
+            outputs.append(evaluation.output)
         if not choices:
             raise PlanError(f"no variant of operator {operator.op_id} was measured with the formats that it may get")
         for chosen in forbidden:
@@ -158,7 +165,7 @@ class Choices:
     def _output(self, choices: Sequence[Choice], sources: tuple[object, ...], free: Sequence[_Formats]) -> _Formats:
         by_format: dict[Precision, list[Indicator]] = {}
         for choice in choices:
-            by_format.setdefault(choice.settled.output, []).append(choice.chosen)
+            by_format.setdefault(choice.evaluation.output, []).append(choice.chosen)
         if len(by_format) == 1:
             return self._known.setdefault((next(iter(by_format)),), _Formats({next(iter(by_format)): ALWAYS}))
         if len(free) == 1 and list(by_format) == list(free[0].indicators):

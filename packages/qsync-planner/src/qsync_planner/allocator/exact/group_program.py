@@ -16,7 +16,7 @@ import numpy as np
 from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, Program, Solved, Told
-from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, shared_charges, time_after, unit_ns
+from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.memory import MemoryLayout, MemoryLedger
@@ -79,7 +79,7 @@ class GroupProgram:
         shape = replayer.shape(group.name)
         self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
         self._unit_ns = unit_ns(self._slowest_ns)
-        steps = StepExpressions(self.choices, list(shared_charges(self.choices, self.program)))
+        steps = StepExpressions(self.choices, list(charged_casts(self.choices, self.program)))
         rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns), self._unit_ns)
         if group.group.sync_per_step and not model.synchronous:
             rows.add_synchronising(steps)
@@ -178,7 +178,7 @@ def _longest_ns(choices: Sequence[Choice]) -> int:
     return max(
         sum((s.forward_dispatch_ns, s.forward_compute_ns, s.backward_dispatch_ns, s.backward_compute_ns))
         + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
-        for s in (choice.settled for choice in choices)
+        for s in (choice.evaluation for choice in choices)
     )
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
 from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, total
-from qsync_planner.replayer.cost_model import Settled
 from qsync_planner.replayer.memory import MemoryLayout
 
 _UNIT = 2**20
@@ -69,23 +67,24 @@ class MemoryRows:
     def _add_own(self, found: Expression, position: int, moment: int) -> None:
         """What an operator alone keeps, its workspace, and its gradient's copies."""
         backward = self._layout.backward_of(position)
-        for settled, chosen, _ in self._choices.of[position]:
-            nbytes = settled.memory_correction_bytes
+        for choice in self._choices.of[position]:
+            entry = choice.evaluation
+            nbytes = entry.memory_correction_bytes
             if position <= moment <= backward:
-                nbytes += settled.saved_own_bytes
+                nbytes += entry.saved_own_bytes
             if moment == position:
-                nbytes += settled.workspace_bytes
+                nbytes += entry.workspace_bytes
             if moment == backward:
-                nbytes += settled.workspace_bytes + settled.gradient_copy_bytes
-            add(found, chosen, nbytes)
+                nbytes += entry.workspace_bytes + entry.gradient_copy_bytes
+            add(found, choice.chosen, nbytes)
 
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
-        """The output, until its last reader has run or for as long as somebody saved it; and its gradient."""
+        """The output, until its last reader has run or for as long as an operator keeps it; and its gradient."""
         first = self._layout.first_gradient[position]
         gradient = first is not None and first <= moment <= self._layout.backward_of(position)
-        readers = self._choices.readers[position]
+        readers = self._choices.wiring.readers[position]
         last = readers[-1] if readers else position
-        nbytes = {choice.settled.output: choice.settled.output_bytes for choice in self._choices.of[position]}
+        nbytes = {choice.evaluation.output: choice.evaluation.output_bytes for choice in self._choices.of[position]}
         for precision, chosen in self._choices.formats(position).items():
             add(found, chosen, nbytes[precision] * (gradient + (position <= moment <= last)))
             if moment > last:
@@ -95,16 +94,15 @@ class MemoryRows:
         """That the output has this format and is kept for backward by an operator before ``until``."""
         whole = self._choices.formats(position)[precision]
         savers: dict[int, Indicator] = {}
-        for saver in (position, *self._choices.readers[position]):
+        for saver, slot in ((position, -1), *self._choices.wiring.reads[position]):
             if saver >= until:
                 break
             terms, all_do = [], True
-            for settled, chosen, reads in self._choices.of[saver]:
+            for state, chosen, reads in self._choices.of[saver]:
                 if saver == position:
-                    concerned, saves = settled.output is precision, settled.saves_output
+                    concerned, saves = state.evaluation.output is precision, state.evaluation.saves_output
                 else:
-                    read = reads[self._choices.inputs[saver].index(position)]
-                    concerned, saves = read is precision, self._saves(saver, position, settled)
+                    concerned, saves = reads[slot] is precision, any(share < 0 for share, _, _ in state.readings.get(slot, ()))
                 if concerned and saves:
                     terms.append(chosen)
                 all_do &= saves or not concerned
@@ -114,30 +112,23 @@ class MemoryRows:
                 savers[saver] = total(terms)
         return self._any_of(position, precision, savers)
 
-    def _saves(self, reader: int, producer: int, settled: Settled) -> bool:
-        """Whether the reader keeps the producer's output as it is, not a cast copy."""
-        inputs = self._choices.inputs[reader]
-        return any(saved.share < 0 and inputs[saved.input_index] == producer for saved in settled.saved_inputs)
-
     def _add_copies(self, found: Expression, producer: int, moment: int) -> None:
         """Cast copies of the producer's output, each shared by its users."""
         users: dict[int, dict[int, list[Indicator]]] = {}
         savers: dict[int, dict[int, list[Indicator]]] = {}
-        nbytes: dict[int, int] = {}
-        for reader in self._choices.readers[producer]:
-            inputs = self._choices.inputs[reader]
-            for settled, chosen, _ in self._choices.of[reader]:
-                casts = [c for c in settled.casts if c.cast.site is CastSite.INPUT and inputs[c.cast.input_index] == producer]
-                for priced in casts:
-                    nbytes[priced.share] = priced.cast.numel * priced.cast.key.target.nbytes
-                for share in {priced.share for priced in casts}:
+        size: dict[int, int] = {}
+        for reader, slot in self._choices.wiring.reads[producer]:
+            for state, chosen, _ in self._choices.of[reader]:
+                copies = [reading for reading in state.readings.get(slot, ()) if reading[0] >= 0]
+                size.update((share, nbytes) for share, nbytes, _ in copies)
+                for share in {share for share, _, _ in copies}:
                     users.setdefault(share, {}).setdefault(reader, []).append(chosen)
-                for share in {s.share for s in settled.saved_inputs if s.share >= 0 and inputs[s.input_index] == producer}:
+                for share in {share for share, _, keeps in copies if keeps}:
                     savers.setdefault(share, {}).setdefault(reader, []).append(chosen)
         for share, entries in users.items():
             using = {reader: total(terms) for reader, terms in entries.items()}
             holding = {reader: total(terms) for reader, terms in savers.get(share, {}).items()}
-            add(found, self._copy_alive(producer, share, using, holding, moment), nbytes[share])
+            add(found, self._copy_alive(producer, share, using, holding, moment), size[share])
 
     def _copy_alive(self, producer: int, share: int, using: Terms, holding: Terms, moment: int) -> Indicator:
         """From the first user's forward to the last user's, or to the first holder's backward."""

@@ -250,7 +250,7 @@ def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tu
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
 _ROUNDING = 1e-9
-"""Part of a Σ Ω that a solver can not tell from nothing, and that depends on the order in which it is added up."""
+"""Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
 
 
 def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort) -> Solution:

@@ -15,15 +15,16 @@ from typing import NamedTuple
 from qsync_core.ir.semantics import CastSite
 from qsync_planner.allocator.exact.choices import Choices
 from qsync_planner.allocator.exact.program import ALWAYS, CONSTANT, Expression, Indicator, Program, add, total
-from qsync_planner.replayer.cost_model import PricedCast, Settled
-from qsync_planner.replayer.max_plus import NOTHING, Work, device_only, kernel, sequence
+from qsync_planner.replayer.cost_mapper import ALL_ELSEWHERE
+from qsync_planner.replayer.cost_model import PricedCast
+from qsync_planner.replayer.max_plus import NOTHING, Work, device_only
 from qsync_planner.replayer.step_timing import StepShape
 
-# ---- merged from qsync_planner.allocator.exact.time_rows
-# Casts of one tensor that several consumers share: charged to the first that needs it, as the cost mapper does.
+_UNIT_NS = 1000
+_MOST_UNITS = 10**6
 
 
-class Charge(NamedTuple):
+class ChargedCast(NamedTuple):
     """A shared cast at one operator, and the indicator that it is charged there."""
 
     position: int
@@ -31,30 +32,32 @@ class Charge(NamedTuple):
     charged: Indicator
 
 
-def shared_charges(choices: Choices, program: Program) -> Iterator[Charge]:
-    """Every shared cast at every operator that may be the first to need it."""
-    for producer, readers in enumerate(choices.readers):
+def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
+    """Every shared cast at every operator that may be the first to need it, which pays for it as in the cost mapper."""
+    for reads in choices.wiring.reads:
         users: dict[int, list[tuple[int, PricedCast, Indicator]]] = {}
-        for reader in readers:
-            for share, (cast, terms) in _uses(choices, producer, reader).items():
+        for reader, slot in reads:
+            for share, (cast, terms) in _uses(choices, reader, slot).items():
                 users.setdefault(share, []).append((reader, cast, total(terms)))
         for entries in users.values():
             yield from _first_of(entries, program)
 
 
-def _uses(choices: Choices, producer: int, reader: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
-    inputs = choices.inputs[reader]
+def _uses(choices: Choices, reader: int, slot: int) -> dict[int, tuple[PricedCast, list[Indicator]]]:
+    """Per share number the cast of the tensor at ``slot``, and the choices of the reader that need it."""
+    slots = choices.wiring.slots[reader]
     found: dict[int, tuple[PricedCast, list[Indicator]]] = {}
-    for choice in choices.of[reader]:
-        seen = set()
-        for cast in choice.settled.casts:
-            if cast.share >= 0 and inputs[cast.cast.input_index] == producer and cast.share not in seen:
-                seen.add(cast.share)
-                found.setdefault(cast.share, (cast, []))[1].append(choice.chosen)
+    for state, chosen, _ in choices.of[reader]:
+        needed: dict[int, PricedCast] = {}
+        for cast in state.evaluation.casts:
+            if cast.share >= 0 and slots[cast.cast.input_index] == slot:
+                needed.setdefault(cast.share, cast)
+        for share, cast in needed.items():
+            found.setdefault(share, (cast, []))[1].append(chosen)
     return found
 
 
-def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program) -> Iterator[Charge]:
+def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program) -> Iterator[ChargedCast]:
     earlier: list[Indicator] = []
     charges: list[Indicator] = []
     for position, cast, used in entries:
@@ -76,13 +79,7 @@ def _first_of(entries: list[tuple[int, PricedCast, Indicator]], program: Program
             program.row(row, upper=0)
         earlier.append(used)
         charges.append(charged)
-        yield Charge(position, cast, charged)
-
-
-# ---- from here on: qsync_planner.allocator.exact.time_rows
-
-_UNIT_NS = 1000
-_MOST_UNITS = 10**6
+        yield ChargedCast(position, cast, charged)
 
 
 def unit_ns(slowest_ns: int) -> int:
@@ -130,45 +127,26 @@ class Step:
         return all(column == CONSTANT for entry in (self.dispatch, self.compute, self.chain) for column in entry)
 
 
-def _cast_work(cast: PricedCast) -> Work:
-    return kernel(cast.dispatch_ns, cast.compute_ns)
-
-
-def _forward(settled: Settled) -> Work:
-    own = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site in (CastSite.INPUT, CastSite.WEIGHT)]
-    return sequence([*own, kernel(settled.forward_dispatch_ns, settled.forward_compute_ns)])
-
-
-def _backward(settled: Settled) -> Work:
-    before = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site is CastSite.GRAD_OUTPUT]
-    after = [_cast_work(c) for c in settled.casts if c.share < 0 and c.cast.site is CastSite.GRAD_INPUT]
-    return sequence([*before, kernel(settled.backward_dispatch_ns, settled.backward_compute_ns), *after])
-
-
 class StepExpressions:
     """Forward and backward of every operator, in the order in which they run: per operator one or more steps."""
 
-    def __init__(self, choices: Choices, charges: Sequence[Charge]) -> None:
-        count = len(choices.of)
+    def __init__(self, choices: Choices, charges: Sequence[ChargedCast]) -> None:
+        before: list[list[Step]] = [[] for _ in choices.of]
+        after: list[list[Step]] = [[] for _ in choices.of]
+        for position, cast, charged in charges:
+            step = Step()
+            step.add(charged, cast.work)
+            (before if cast.cast.site is CastSite.INPUT else after)[position].append(step)
         self.forward: list[list[Step]] = []
         self.backward: list[list[Step]] = []
-        before: list[list[Charge]] = [[] for _ in range(count)]
-        after: list[list[Charge]] = [[] for _ in range(count)]
-        for charge in charges:
-            (before if charge.cast.cast.site is CastSite.INPUT else after)[charge.position].append(charge)
         for position, options in enumerate(choices.of):
             forward, backward = Step(), Step()
-            for settled, chosen, _ in options:
-                forward.add(chosen, _forward(settled))
-                backward.add(chosen, _backward(settled))
-            self.forward.append([*map(_charged, before[position]), forward])
-            self.backward.append([backward, *map(_charged, after[position])])
-
-
-def _charged(charge: Charge) -> Step:
-    step = Step()
-    step.add(charge.charged, _cast_work(charge.cast))
-    return step
+            for state, chosen, _ in options:
+                own = state.charge(ALL_ELSEWHERE)
+                forward.add(chosen, own.forward)
+                backward.add(chosen, own.backward)
+            self.forward.append([*before[position], forward])
+            self.backward.append([backward, *after[position]])
 
 
 class TimeRows:
@@ -258,7 +236,7 @@ class _Clock:
                 self._pending = self._pending.then(Work(*fixed))
 
     def delay_device(self, compute_ns: int) -> None:
-        """Work that nobody dispatches."""
+        """Device work that no dispatch precedes."""
         self._pending = self._pending.then(device_only(compute_ns)) if compute_ns else self._pending
 
     def device(self) -> int | None:
