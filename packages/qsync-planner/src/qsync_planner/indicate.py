@@ -18,41 +18,6 @@ from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
 
-# ---- merged from qsync_planner.indicate
-# Operators that no gradient came back to: what their rounding does to others' gradients is not known, and may be much.
-#
-# An operator under ``no_grad``, or whose output is detached, still feeds what comes after it.
-
-
-def unreached(observations: Observations | None, dag: PrecisionDag, collectors: Sequence[str]) -> list[OpId]:
-    """Operators of which these collectors wrote nothing, though of others; zeros are something."""
-    if observations is None:
-        return []
-    written = {series.op_id for series in observations.series if series.collector in collectors}
-    return [operator.op_id for operator in dag.adjustable if operator.op_id not in written] if written - {None} else []
-
-
-def lowered_last(omega: Omega, operators: Sequence[OpId]) -> Omega:
-    """Ω with these operators as sensitive as the most sensitive of the others."""
-    known = [by_variant for op_id, by_variant in omega.items() if op_id not in operators]
-    if not known:
-        return omega
-    return {
-        op_id: {v: max(by[v] for by in known) for v in by_variant} if op_id in operators else by_variant
-        for op_id, by_variant in omega.items()
-    }
-
-
-def unreached_note(operators: Sequence[OpId]) -> tuple[str, ...]:
-    """What a reader must know of them."""
-    if not operators:
-        return ()
-    names = ", ".join(map(str, operators))
-    return (f"no gradient came back to {names}: what rounding there does is not known, and Ω is set to the largest of the model",)
-
-
-# ---- from here on: qsync_planner.indicate
-
 
 def indicate(
     observations: Observations | None,
@@ -129,3 +94,30 @@ def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: 
                 raise ObservationError(
                     f"indicator {name!r} gave {got} for {operator.op_id} at {variant.label}; Ω must be a finite number ≥ 0"
                 )
+
+
+def unreached(observations: Observations | None, dag: PrecisionDag, collectors: Sequence[str]) -> list[OpId]:
+    """Operators of which these collectors wrote nothing, though of others; zeros are something."""
+    if observations is None:
+        return []
+    written = {series.op_id for series in observations.series if series.collector in collectors}
+    return [operator.op_id for operator in dag.adjustable if operator.op_id not in written] if written - {None} else []
+
+
+def lowered_last(omega: Omega, operators: Sequence[OpId]) -> Omega:
+    """Ω with these operators as sensitive as the most sensitive of the others."""
+    known = [by_variant for op_id, by_variant in omega.items() if op_id not in operators]
+    if not known:
+        return omega
+    return {
+        op_id: {v: max(by[v] for by in known) for v in by_variant} if op_id in operators else by_variant
+        for op_id, by_variant in omega.items()
+    }
+
+
+def unreached_note(operators: Sequence[OpId]) -> tuple[str, ...]:
+    """What a reader must know of them."""
+    if not operators:
+        return ()
+    names = ", ".join(map(str, operators))
+    return (f"no gradient came back to {names}: what rounding there does is not known, and Ω is set to the largest of the model",)

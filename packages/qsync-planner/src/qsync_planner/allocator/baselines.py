@@ -16,8 +16,16 @@ from qsync_planner.allocator.problem import Problem, SearchState
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution
 
-# ---- merged from qsync_planner.allocator.baselines
-# What to say when a plan does not fit a memory budget.
+MAX_TOLERANCE = 1000.0
+"""Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
+
+
+@attrs.frozen
+class UniformStart:
+    """UP of one group: the rung of every unit, and the ladder index they came from (None: no single rung fits the memory)."""
+
+    rungs: tuple[int, ...]
+    ladder_index: int | None
 
 
 def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
@@ -28,9 +36,6 @@ def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precisio
         f"({smallest_bytes:,} bytes), {format_bytes(smallest_bytes - group.memory_bytes)} more; "
         "raise the group's 'memory' to that, use a smaller batch, or leave the group out"
     )
-
-
-# ---- from here on: qsync_planner.allocator.baselines
 
 
 def solve_full(problem: Problem, full: Solution) -> Solution:
@@ -44,22 +49,6 @@ def solve_full(problem: Problem, full: Solution) -> Solution:
         if not group.fits(peak):
             raise infeasible(group.group, peak, what="full precision does not fit")
     return full.with_one_reason(problem, "full precision was asked for")
-
-
-# ---- merged from qsync_planner.allocator.baselines
-# Uniform precision (UP), the baseline whose period is the time limit T (paper, section Predictor;
-# docs/design/allocator.md#the-time-limit).
-
-MAX_TOLERANCE = 1000.0
-"""Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
-
-
-@attrs.frozen
-class UniformStart:
-    """UP of one group: the rung of every unit, and the ladder index they came from (None: no single rung fits the memory)."""
-
-    rungs: tuple[int, ...]
-    ladder_index: int | None
 
 
 def move_to_uniform(state: SearchState, group: str) -> UniformStart:

@@ -1,8 +1,10 @@
-"""``greedy``: the paper's way with its errors mended (docs/design/allocator.md#greedy).
+"""``greedy``: the paper's allocator with its errors mended.
 
-Start from the fastest plan (casts counted, memory repaired globally) and from the uniform one, recover each in the paper's order
-and by density, keep the best, and raise neighbouring pairs in it: the paper's way alone ends far from the best plan where memory
-binds.
+See docs/design/allocator.md.
+
+The search starts from the fastest plan (casts counted, memory repaired globally) and from the uniform one, recovers each in the
+paper's order and by density, keeps the best, and raises neighbouring pairs in it: the paper's way alone ends far from the best plan
+where memory binds.
 """
 
 from __future__ import annotations
@@ -14,21 +16,80 @@ import attrs
 
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks
-from qsync_planner.allocator.problem import SearchState
-from qsync_planner.allocator.recovery import History, move_to_fitting, raise_pairs, recover, recover_by_density
+from qsync_planner.allocator.problem import SearchState, Unit
+from qsync_planner.allocator.recovery import (
+    History,
+    Step,
+    move_to_fitting,
+    new_history,
+    recover,
+    slack_ns,
+    sweep_until_stable,
+    try_step,
+)
 from qsync_planner.allocator.solution import Solution, reason
 from qsync_planner.replayer.incremental import Deferred
 from qsync_planner.replayer.replay import GroupPrediction
 
-# ---- merged from qsync_planner.allocator.greedy
-# The fastest start: brute force inside each class of isomorphic blocks, casts counted (paper, Allocator;
-# docs/design/allocator.md#greedy).
-#
-# Each combination is judged by replaying the model with it, so casts at the block's borders and the latch of dependent operators
-# count; memory does not yet (see :mod:`memory_repair`).
-
 MAX_PASSES = 4
 """Passes of single changes after the brute force; borders between blocks change while blocks do."""
+MAX_DENSITY_ROUNDS = 4
+"""Rounds of pricing: what a step costs depends on the steps taken before it."""
+MAX_PAIR_ROUNDS = 3
+"""Rounds over all pairs; each makes room for others."""
+
+
+@attrs.frozen
+class _Candidate:
+    """A recovered plan, how it came about, and the history of every unit."""
+
+    way: str
+    history: Mapping[str, Sequence[History]]
+    solution: Solution
+
+
+def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
+    """Find a plan that keeps ``limit_ns`` and every memory budget.
+
+    Expects ``state`` at the uniform plan, which keeps both, so that a plan is always found.
+    """
+    problem = state.problem
+    for group in problem.groups:
+        move_to_fastest(state, group.name)
+        if not move_to_fitting(state, group.name):
+            state.move_to(group.name, uniform[group.name].rungs)
+    starts = {"fastest": state.all_rungs(), "uniform": {name: entry.rungs for name, entry in uniform.items()}}
+    if starts["fastest"] == starts["uniform"] or not _keeps_limits(state, limit_ns):
+        del starts["fastest"]
+    candidates = []
+    for start, rungs in starts.items():
+        for order, recover_in in (("gain", recover), ("density", recover_by_density)):
+            for name in rungs:
+                state.move_to(name, rungs[name])
+            history = recover_in(state, limit_ns)
+            candidates.append(_Candidate(f"{start} start in order of {order}", history, Solution.of(state)))
+    best = min(candidates, key=lambda candidate: problem.objective(candidate.solution.rungs))
+    for name, found in best.solution.rungs.items():
+        state.move_to(name, found)
+    raise_pairs(state, limit_ns, best.history)
+    return _with_reasons(state, attrs.evolve(best, solution=Solution.of(state)))
+
+
+def _keeps_limits(state: SearchState, limit_ns: int) -> bool:
+    return state.prediction.iteration_ns <= limit_ns and Solution.of(state).fits(state.problem)
+
+
+def _with_reasons(state: SearchState, candidate: _Candidate) -> Solution:
+    solution = candidate.solution
+    reasons = {
+        group.name: tuple(
+            reason(unit, rung, entry)
+            for unit, rung, entry in zip(group.units, solution.rungs[group.name], candidate.history[group.name], strict=True)
+        )
+        for group in state.problem.groups
+    }
+    note = f"greedy recovery from the {candidate.way}, {state.trials:,} replayed trials"
+    return attrs.evolve(solution, reasons=reasons, notes=(note,))
 
 
 def move_to_fastest(state: SearchState, group: str) -> None:
@@ -103,13 +164,6 @@ def _walk(sizes: Sequence[int], start: Sequence[int]) -> Iterator[tuple[int, int
             return
 
 
-def _omega_after(state: SearchState, group: str, index: int, rung: int) -> float:
-    """Σ Ω of the accepted plan with one unit at another rung."""
-    rungs = list(state.rungs(group))
-    rungs[index] = rung
-    return state.problem.by_name[group].omega(rungs)
-
-
 def _improve_units(state: SearchState, group: str) -> bool:
     """Single changes that make the plan faster, over all units once: catches what borders between blocks hide."""
     problem = state.problem.by_name[group]
@@ -128,57 +182,107 @@ def _improve_units(state: SearchState, group: str) -> bool:
     return improved
 
 
-# ---- from here on: qsync_planner.allocator.greedy
-
-
-def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
-    """Find a plan that keeps ``limit_ns`` and every memory budget.
-
-    Expects ``state`` at the uniform plan, which keeps both, so that a plan is always found.
-    """
-    problem = state.problem
-    for group in problem.groups:
-        move_to_fastest(state, group.name)
-        if not move_to_fitting(state, group.name):
-            state.move_to(group.name, uniform[group.name].rungs)
-    starts = {"fastest": state.all_rungs(), "uniform": {name: entry.rungs for name, entry in uniform.items()}}
-    if starts["fastest"] == starts["uniform"] or not _keeps_limits(state, limit_ns):
-        del starts["fastest"]
-    candidates = []
-    for start, rungs in starts.items():
-        for order, recover_in in (("gain", recover), ("density", recover_by_density)):
-            for name in rungs:
-                state.move_to(name, rungs[name])
-            history = recover_in(state, limit_ns)
-            candidates.append(_Candidate(f"{start} start in order of {order}", history, Solution.of(state)))
-    best = min(candidates, key=lambda candidate: problem.objective(candidate.solution.rungs))
-    for name, found in best.solution.rungs.items():
-        state.move_to(name, found)
-    raise_pairs(state, limit_ns, best.history)
-    return _with_reasons(state, attrs.evolve(best, solution=Solution.of(state)))
+def _omega_after(state: SearchState, group: str, index: int, rung: int) -> float:
+    """Σ Ω of the accepted plan with one unit at another rung."""
+    rungs = list(state.rungs(group))
+    rungs[index] = rung
+    return state.problem.by_name[group].omega(rungs)
 
 
 @attrs.frozen
-class _Candidate:
-    """A recovered plan, how it came about, and the history of every unit."""
+class _Offer:
+    """A step up: its gain in Ω over the share of the group's remaining time and memory that it takes."""
 
-    way: str
-    history: Mapping[str, Sequence[History]]
-    solution: Solution
-
-
-def _keeps_limits(state: SearchState, limit_ns: int) -> bool:
-    return state.prediction.iteration_ns <= limit_ns and Solution.of(state).fits(state.problem)
+    density: float
+    unit: int
+    rung: int
 
 
-def _with_reasons(state: SearchState, candidate: _Candidate) -> Solution:
-    solution = candidate.solution
-    reasons = {
-        group.name: tuple(
-            reason(unit, rung, entry)
-            for unit, rung, entry in zip(group.units, solution.rungs[group.name], candidate.history[group.name], strict=True)
-        )
-        for group in state.problem.groups
-    }
-    note = f"greedy recovery from the {candidate.way}, {state.trials:,} replayed trials"
-    return attrs.evolve(solution, reasons=reasons, notes=(note,))
+def recover_by_density(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
+    """As :func:`recovery.recover`, in the order of density."""
+    history = new_history(state)
+    for group in state.problem.groups:
+        for _ in range(MAX_DENSITY_ROUNDS):
+            if not _round(state, group.name, limit_ns, history[group.name]):
+                break
+    sweep_until_stable(state, limit_ns, history)
+    return history
+
+
+def _round(state: SearchState, group: str, limit_ns: int, history: tuple[History, ...]) -> bool:
+    """Price every step, then take those that fit; returns whether any was kept."""
+    units = state.problem.by_name[group].units
+    kept = False
+    for offer in sorted(_offers(state, group, limit_ns), key=lambda entry: (-entry.density, entry.unit, entry.rung)):
+        present = state.rung(group, offer.unit)
+        if offer.rung > present:
+            gain = units[offer.unit].omega[present] - units[offer.unit].omega[offer.rung]
+            kept |= try_step(state, group, offer.unit, offer.rung, gain, limit_ns, history[offer.unit])
+    return kept
+
+
+def _offers(state: SearchState, group: str, limit_ns: int) -> list[_Offer]:
+    problem = state.problem.by_name[group]
+    before = state.prediction.groups[group]
+    time_left = max(1, limit_ns - before.period_ns)
+    memory_left = max(1, problem.group.memory_bytes - before.peak_bytes)
+    found = []
+    for index, unit in enumerate(problem.units):
+        present = state.rung(group, index)
+        for rung in range(present + 1, len(unit.rungs)):
+            gain = unit.omega[present] - unit.omega[rung]
+            if gain <= 0:
+                continue
+            after = state.try_moves(group, {index: rung}).groups[group]
+            state.reject()
+            share = max(0, after.period_ns - before.period_ns) / time_left
+            if problem.group.memory_bytes:
+                share += max(0, after.peak_bytes - before.peak_bytes) / memory_left
+            found.append(_Offer(gain / share if share else float("inf"), index, rung))
+    return found
+
+
+def raise_pairs(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
+    """Raise neighbouring pairs of a recovered plan to a common higher variant while both limits hold.
+
+    Ends, as recovery does, with sweeps that change nothing, so that ``history`` holds the refusals of the final plan.
+    """
+    for group in state.problem.groups:
+        for _ in range(MAX_PAIR_ROUNDS):
+            raised = [_raise(state, group.name, index, limit_ns, history[group.name]) for index in range(len(group.units) - 1)]
+            if not any(raised):
+                break
+            sweep_until_stable(state, limit_ns, history)
+
+
+def _raise(state: SearchState, group: str, index: int, limit_ns: int, history: Sequence[History]) -> bool:
+    """Try to raise units ``index`` and ``index + 1``, the higher variants first; returns whether it was done."""
+    problem = state.problem.by_name[group]
+    pair = problem.units[index : index + 2]
+    present = [state.rung(group, index), state.rung(group, index + 1)]
+    before = state.prediction.groups[group].busy_ns
+    for rungs in _common_rungs(pair, present):
+        prediction = state.try_moves(group, {index: rungs[0], index + 1: rungs[1]})
+        if prediction.iteration_ns > limit_ns or not problem.fits(prediction.groups[group].peak_bytes):
+            state.reject()
+            continue
+        state.accept()
+        added, slack = prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)
+        for offset in (0, 1):
+            history[index + offset].steps.append(Step(rungs[offset], added, slack, together_with=pair[1 - offset].name))
+        return True
+    return False
+
+
+def _common_rungs(pair: Sequence[Unit], present: Sequence[int]) -> list[tuple[int, int]]:
+    """Rungs of one variant, above where both now are, that lower the pair's Ω; the highest first."""
+    a, b = pair
+    found = []
+    for rung in range(a.top, present[0], -1):
+        variant = a.rungs[rung]
+        if variant not in b.rungs or b.rungs.index(variant) <= present[1]:
+            continue
+        other = b.rungs.index(variant)
+        if a.omega[present[0]] + b.omega[present[1]] > a.omega[rung] + b.omega[other]:
+            found.append((rung, other))
+    return found

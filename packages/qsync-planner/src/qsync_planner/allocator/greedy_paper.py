@@ -25,13 +25,88 @@ from qsync_planner.allocator.solution import Solution, reason, time_text
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
 
-# ---- merged from qsync_planner.allocator.greedy_paper
-# The initial plan as the paper prints it: brute force inside isomorphic subgraphs, each under a memory budget of its own (V).
-#
-# A subgraph is judged by itself: the kernels of its operators, adjustable and dependent, with everything outside at the base
-# precision.  Casts take no time there, and what an operator keeps is counted once for each operator that keeps it.  That is what
-# :mod:`fastest_start` and :mod:`memory_repair` mend; what is read into the paper's two sentences is in
-# ``docs/decisions/greedy-paper.md``.
+STARTS = ("fastest", "uniform")
+"""Where recovery may begin: the paper's initial plan, or uniform precision to compare it with."""
+
+
+def solve_greedy_paper(
+    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, *, start: str = "fastest"
+) -> Solution:
+    """Find a plan that keeps ``limit_ns`` and every memory budget.
+
+    Expects ``state`` at the uniform plan, which keeps both, so that a plan is always found.
+
+    Args:
+        state: the search.
+        uniform: per group the uniform plan, which stands in where the initial plan breaks a limit.
+        limit_ns: T.
+        start: one of :data:`STARTS`.
+
+    Raises:
+        PlanError: an unknown start.
+    """
+    if start not in STARTS:
+        raise PlanError(f"there is no start {start!r}; choose one of {', '.join(STARTS)}")
+    notes = []
+    if start == "fastest":
+        notes = [note for group in state.problem.groups if (note := _move_to_initial(state, group.name, uniform, limit_ns))]
+    history = recover_as_printed(state, limit_ns)
+    _judge_again(state, limit_ns, history)
+    solution = Solution.of(state)
+    reasons = {
+        group.name: tuple(
+            _reason(unit, rung, entry)
+            for unit, rung, entry in zip(group.units, solution.rungs[group.name], history[group.name], strict=True)
+        )
+        for group in state.problem.groups
+    }
+    way = f"greedy recovery as the paper prints it, from the {start} start, {state.trials:,} replayed trials"
+    return attrs.evolve(solution, reasons=reasons, notes=(way, *notes))
+
+
+def _move_to_initial(state: SearchState, group: str, uniform: Mapping[str, UniformStart], limit_ns: int) -> str:
+    """Move a group to its initial plan, or back to the uniform one where that breaks a limit; returns what a reader must know.
+
+    Neither limit depends on what other groups do: memory is the group's own, and the job keeps the time limit exactly where the
+    period that each group alone would impose keeps it.
+    """
+    problem = state.problem.by_name[group]
+    predicted = state.move_to(group, initial_plan(state, group)).groups[group]
+    limits = []
+    if not problem.fits(predicted.peak_bytes):
+        limits.append(f"the memory budget by {format_bytes(predicted.peak_bytes - problem.group.memory_bytes)}")
+    if predicted.period_ns > limit_ns:
+        limits.append(f"the time limit by {time_text(predicted.period_ns - limit_ns)}")
+    if not limits:
+        return ""
+    state.move_to(group, uniform[group].rungs)
+    return (
+        f"the initial plan of group {group} exceeds {' and '.join(limits)}: the paper's block search counts no casts, shared "
+        "tensors or workspace; recovery began at uniform precision instead"
+    )
+
+
+def _judge_again(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
+    """Judge the refusals against the final plan, so that each can be checked; nothing is kept of it."""
+    for group, entries in history.items():
+        for index, entry in enumerate(entries):
+            if entry.refusals:
+                rung = entry.refusals[0].rung
+                over_time, over_memory = overruns(state, group, state.try_moves(group, {index: rung}), limit_ns)
+                state.reject()
+                entry.refusals[:] = [Refusal(rung, over_time, over_memory, gains=True)]
+
+
+def _reason(unit: Unit, rung: int, history: History) -> str:
+    """As :func:`reasons.reason`; a step that would fit by now was refused before others made room for it."""
+    outdated = [refusal for refusal in history.refusals if not (refusal.over_time_ns or refusal.over_memory_bytes)]
+    if not outdated:
+        return reason(unit, rung, history)
+    label, refused = unit.rungs[rung].label, unit.rungs[outdated[0].rung].label
+    kept = f"kept {label}: {refused} did not fit when it was tried, and is not tried again"
+    if not history.steps:
+        return kept
+    return f"{reason(unit, rung, attrs.evolve(history, refusals=[]))}; {kept}"
 
 
 def initial_plan(state: SearchState, group: str) -> tuple[int, ...]:
@@ -155,89 +230,3 @@ class _Subgraph:
     def _combinations(self) -> Iterator[tuple[int, ...]]:
         """Every combination of rungs, the highest first."""
         return itertools.product(*(range(unit.top, -1, -1) for unit in self._units))
-
-
-# ---- from here on: qsync_planner.allocator.greedy_paper
-
-STARTS = ("fastest", "uniform")
-"""Where recovery may begin: the paper's initial plan, or uniform precision to compare it with."""
-
-
-def solve_greedy_paper(
-    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, *, start: str = "fastest"
-) -> Solution:
-    """Find a plan that keeps ``limit_ns`` and every memory budget.
-
-    Expects ``state`` at the uniform plan, which keeps both, so that a plan is always found.
-
-    Args:
-        state: the search.
-        uniform: per group the uniform plan, which stands in where the initial plan breaks a limit.
-        limit_ns: T.
-        start: one of :data:`STARTS`.
-
-    Raises:
-        PlanError: an unknown start.
-    """
-    if start not in STARTS:
-        raise PlanError(f"there is no start {start!r}; choose one of {', '.join(STARTS)}")
-    notes = []
-    if start == "fastest":
-        notes = [note for group in state.problem.groups if (note := _move_to_initial(state, group.name, uniform, limit_ns))]
-    history = recover_as_printed(state, limit_ns)
-    _judge_again(state, limit_ns, history)
-    solution = Solution.of(state)
-    reasons = {
-        group.name: tuple(
-            _reason(unit, rung, entry)
-            for unit, rung, entry in zip(group.units, solution.rungs[group.name], history[group.name], strict=True)
-        )
-        for group in state.problem.groups
-    }
-    way = f"greedy recovery as the paper prints it, from the {start} start, {state.trials:,} replayed trials"
-    return attrs.evolve(solution, reasons=reasons, notes=(way, *notes))
-
-
-def _move_to_initial(state: SearchState, group: str, uniform: Mapping[str, UniformStart], limit_ns: int) -> str:
-    """Move a group to its initial plan, or back to the uniform one where that breaks a limit; returns what a reader must know.
-
-    Neither limit depends on what other groups do: memory is the group's own, and the job keeps the time limit exactly where the
-    period that each group alone would impose keeps it.
-    """
-    problem = state.problem.by_name[group]
-    predicted = state.move_to(group, initial_plan(state, group)).groups[group]
-    limits = []
-    if not problem.fits(predicted.peak_bytes):
-        limits.append(f"the memory budget by {format_bytes(predicted.peak_bytes - problem.group.memory_bytes)}")
-    if predicted.period_ns > limit_ns:
-        limits.append(f"the time limit by {time_text(predicted.period_ns - limit_ns)}")
-    if not limits:
-        return ""
-    state.move_to(group, uniform[group].rungs)
-    return (
-        f"the initial plan of group {group} exceeds {' and '.join(limits)}: the paper's block search counts no casts, shared "
-        "tensors or workspace; recovery began at uniform precision instead"
-    )
-
-
-def _judge_again(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
-    """Judge the refusals against the final plan, so that each can be checked; nothing is kept of it."""
-    for group, entries in history.items():
-        for index, entry in enumerate(entries):
-            if entry.refusals:
-                rung = entry.refusals[0].rung
-                over_time, over_memory = overruns(state, group, state.try_moves(group, {index: rung}), limit_ns)
-                state.reject()
-                entry.refusals[:] = [Refusal(rung, over_time, over_memory, gains=True)]
-
-
-def _reason(unit: Unit, rung: int, history: History) -> str:
-    """As :func:`reasons.reason`; a step that would fit by now was refused before others made room for it."""
-    outdated = [refusal for refusal in history.refusals if not (refusal.over_time_ns or refusal.over_memory_bytes)]
-    if not outdated:
-        return reason(unit, rung, history)
-    label, refused = unit.rungs[rung].label, unit.rungs[outdated[0].rung].label
-    kept = f"kept {label}: {refused} did not fit when it was tried, and is not tried again"
-    if not history.steps:
-        return kept
-    return f"{reason(unit, rung, attrs.evolve(history, refusals=[]))}; {kept}"

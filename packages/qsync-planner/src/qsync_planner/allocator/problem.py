@@ -151,12 +151,6 @@ def _omega(sensitivity: Sensitivity | None, op_id: OpId, variant: Variant, group
     )
 
 
-# ---- merged from qsync_planner.allocator.problem
-# The plan under search: rungs per unit and group, with transactional trials through the replayer.
-#
-# A trial changes some units of one group and predicts; it is then either accepted, or rejected without a trace.
-
-
 class SearchState:
     """Current rungs and their prediction; begins at the base precision.  At most one trial is open at any time."""
 

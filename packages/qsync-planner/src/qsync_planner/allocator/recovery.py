@@ -14,8 +14,11 @@ from typing import Any
 
 import attrs
 
-from qsync_planner.allocator.problem import SearchState, Unit
+from qsync_planner.allocator.problem import SearchState
 from qsync_planner.replayer.replay import Prediction
+
+MAX_PASSES = 8
+"""Passes over all units; a pass ends the repair when it frees nothing."""
 
 
 @attrs.frozen
@@ -145,135 +148,6 @@ def overruns(state: SearchState, group: str, prediction: Prediction, limit_ns: i
 def slack_ns(prediction: Prediction, group: str, limit_ns: int) -> int:
     """Time that a rank of the group has left: how far the period it alone would impose is below the limit."""
     return limit_ns - prediction.groups[group].period_ns
-
-
-# ---- merged from qsync_planner.allocator.recovery
-# Recovery by density: the largest drop of Ω per share of what is left of time and memory first.
-#
-# The paper's heap takes the largest drop of Ω whatever it costs, so a few expensive steps can keep many cheap ones out.  As in a
-# knapsack, the order by gain per cost is near the best where steps are small against the room; the sweeps of :mod:`recovery`, in
-# the
-# paper's order, then fill what is left.
-
-MAX_DENSITY_ROUNDS = 4
-"""Rounds of pricing: what a step costs depends on the steps taken before it."""
-
-
-@attrs.frozen
-class _Offer:
-    """A step up: its gain in Ω over the share of the group's remaining time and memory that it takes."""
-
-    density: float
-    unit: int
-    rung: int
-
-
-def recover_by_density(state: SearchState, limit_ns: int) -> dict[str, tuple[History, ...]]:
-    """As :func:`recovery.recover`, in the order of density."""
-    history = new_history(state)
-    for group in state.problem.groups:
-        for _ in range(MAX_DENSITY_ROUNDS):
-            if not _round(state, group.name, limit_ns, history[group.name]):
-                break
-    sweep_until_stable(state, limit_ns, history)
-    return history
-
-
-def _round(state: SearchState, group: str, limit_ns: int, history: tuple[History, ...]) -> bool:
-    """Price every step, then take those that fit; returns whether any was kept."""
-    units = state.problem.by_name[group].units
-    kept = False
-    for offer in sorted(_offers(state, group, limit_ns), key=lambda entry: (-entry.density, entry.unit, entry.rung)):
-        present = state.rung(group, offer.unit)
-        if offer.rung > present:
-            gain = units[offer.unit].omega[present] - units[offer.unit].omega[offer.rung]
-            kept |= try_step(state, group, offer.unit, offer.rung, gain, limit_ns, history[offer.unit])
-    return kept
-
-
-def _offers(state: SearchState, group: str, limit_ns: int) -> list[_Offer]:
-    problem = state.problem.by_name[group]
-    before = state.prediction.groups[group]
-    time_left = max(1, limit_ns - before.period_ns)
-    memory_left = max(1, problem.group.memory_bytes - before.peak_bytes)
-    found = []
-    for index, unit in enumerate(problem.units):
-        present = state.rung(group, index)
-        for rung in range(present + 1, len(unit.rungs)):
-            gain = unit.omega[present] - unit.omega[rung]
-            if gain <= 0:
-                continue
-            after = state.try_moves(group, {index: rung}).groups[group]
-            state.reject()
-            share = max(0, after.period_ns - before.period_ns) / time_left
-            if problem.group.memory_bytes:
-                share += max(0, after.peak_bytes - before.peak_bytes) / memory_left
-            found.append(_Offer(gain / share if share else float("inf"), index, rung))
-    return found
-
-
-# ---- merged from qsync_planner.allocator.recovery
-# Raising two neighbours at once, where neither can be raised alone.
-#
-# Between two operators of one format there is no cast and one kept tensor; between two of different formats there are both.  So a
-# single step up may exceed the time or the memory that the step of both together keeps.
-
-MAX_PAIR_ROUNDS = 3
-"""Rounds over all pairs; each makes room for others."""
-
-
-def raise_pairs(state: SearchState, limit_ns: int, history: Mapping[str, Sequence[History]]) -> None:
-    """Raise neighbouring pairs of a recovered plan to a common higher variant while both limits hold.
-
-    Ends, as recovery does, with sweeps that change nothing, so that ``history`` holds the refusals of the final plan.
-    """
-    for group in state.problem.groups:
-        for _ in range(MAX_PAIR_ROUNDS):
-            raised = [_raise(state, group.name, index, limit_ns, history[group.name]) for index in range(len(group.units) - 1)]
-            if not any(raised):
-                break
-            sweep_until_stable(state, limit_ns, history)
-
-
-def _raise(state: SearchState, group: str, index: int, limit_ns: int, history: Sequence[History]) -> bool:
-    """Try to raise units ``index`` and ``index + 1``, the higher variants first; returns whether it was done."""
-    problem = state.problem.by_name[group]
-    pair = problem.units[index : index + 2]
-    present = [state.rung(group, index), state.rung(group, index + 1)]
-    before = state.prediction.groups[group].busy_ns
-    for rungs in _common_rungs(pair, present):
-        prediction = state.try_moves(group, {index: rungs[0], index + 1: rungs[1]})
-        if prediction.iteration_ns > limit_ns or not problem.fits(prediction.groups[group].peak_bytes):
-            state.reject()
-            continue
-        state.accept()
-        added, slack = prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)
-        for offset in (0, 1):
-            history[index + offset].steps.append(Step(rungs[offset], added, slack, together_with=pair[1 - offset].name))
-        return True
-    return False
-
-
-def _common_rungs(pair: Sequence[Unit], present: Sequence[int]) -> list[tuple[int, int]]:
-    """Rungs of one variant, above where both now are, that lower the pair's Ω; the highest first."""
-    a, b = pair
-    found = []
-    for rung in range(a.top, present[0], -1):
-        variant = a.rungs[rung]
-        if variant not in b.rungs or b.rungs.index(variant) <= present[1]:
-            continue
-        other = b.rungs.index(variant)
-        if a.omega[present[0]] + b.omega[present[1]] > a.omega[rung] + b.omega[other]:
-            found.append((rung, other))
-    return found
-
-
-# ---- merged from qsync_planner.allocator.recovery
-# Global memory repair: lower what a plan must give up to fit its budget, least Ω per byte first
-# (docs/design/allocator.md#greedy).
-
-MAX_PASSES = 8
-"""Passes over all units; a pass ends the repair when it frees nothing."""
 
 
 @attrs.frozen

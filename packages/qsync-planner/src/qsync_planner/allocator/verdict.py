@@ -23,9 +23,10 @@ from qsync_planner.replayer.replay import Replayer
 
 MAX_SUBSET_GROUPS = 4
 """Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
-
 WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
+FLIP_EXPONENT = 1.5
+"""Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
 @attrs.frozen
@@ -127,17 +128,6 @@ def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float)
         return f"use {who}: {100 * (speedup - 1):.1f}% more throughput, {rates}"
     loss = f"{100 * (1 - speedup):.1f}% less throughput" if speedup < 1 else "no more throughput"
     return f"leave {who} out: {loss}, {rates}"
-
-
-# ---- merged from qsync_planner.allocator.verdict
-# What a whole plan does to the gradients, from what its operators do one by one.
-#
-# The smooth parts of Ω add up.  Masks that flip are shared: noise flips a mask with a probability that goes with the noise's
-# standard deviation, and the noises of several operators at one mask add in squares.  Did all operators reach the same masks, their
-# parts would add in squares too; did no two reach the same one, they would add up.  The exponent is between the two.
-
-FLIP_EXPONENT = 1.5
-"""Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:

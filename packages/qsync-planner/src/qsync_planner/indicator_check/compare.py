@@ -16,25 +16,8 @@ from qsync_planner.indicator_check.agreement import Agreement, Ranks, split_half
 from qsync_planner.indicator_check.truth import Truth
 from qsync_planner.indicators.interface import Omega
 
-# ---- merged from qsync_planner.indicator_check.compare
-# Short names of variants that are told apart even where their labels are equal.
-
-
-def variant_names(variants: Iterable[Variant]) -> dict[Variant, str]:
-    """The label of each; where several have it, with the fields in which those differ (``int8 round=floor``)."""
-    listed = list(dict.fromkeys(variants))
-    labels = Counter(variant.label for variant in listed)
-    names = {}
-    for variant in listed:
-        alike = [str(other).split(";")[1:] for other in listed if other.label == variant.label]
-        fields = [field for field, *others in zip(str(variant).split(";")[1:], *alike, strict=True) if len(set(others)) > 1]
-        names[variant] = " ".join([variant.label, *fields]) if labels[variant.label] > 1 else variant.label
-    return names
-
-
-# ---- from here on: qsync_planner.indicator_check.compare
-
 _SIXTEEN_BIT = (Precision.BFLOAT16, Precision.FLOAT16)
+Columns = Mapping[str, Mapping[Variant, tuple[float, ...]]]
 
 
 @attrs.frozen
@@ -165,7 +148,16 @@ def compare(omegas: Mapping[str, Omega], truth: Truth, notes: Iterable[str] = ()
     )
 
 
-Columns = Mapping[str, Mapping[Variant, tuple[float, ...]]]
+def variant_names(variants: Iterable[Variant]) -> dict[Variant, str]:
+    """The label of each; where several have it, with the fields in which those differ (``int8 round=floor``)."""
+    listed = list(dict.fromkeys(variants))
+    labels = Counter(variant.label for variant in listed)
+    names = {}
+    for variant in listed:
+        alike = [str(other).split(";")[1:] for other in listed if other.label == variant.label]
+        fields = [field for field, *others in zip(str(variant).split(";")[1:], *alike, strict=True) if len(set(others)) > 1]
+        names[variant] = " ".join([variant.label, *fields]) if labels[variant.label] > 1 else variant.label
+    return names
 
 
 def _column(name: str, omega: Omega, truth: Truth, variant: Variant) -> tuple[float, ...]:

@@ -13,9 +13,6 @@ from qsync_planner.indicator_check.agreement import KEPT_PERCENT, Agreement, Ran
 from qsync_planner.indicator_check.compare import Check
 from qsync_planner.indicator_check.truth import DRAWS, ITERATIONS
 
-# ---- merged from qsync_planner.indicator_check.page
-# The comparison as rows of text, for the terminal and for the page.
-
 _T = TypeVar("_T", Agreement, Ranks)
 _SPLITS = {ITERATIONS: "truth (batches)", DRAWS: "truth (draws)"}
 """How the truth's own rows are called: one half of the measurement judged by the other."""
@@ -108,9 +105,6 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-# ---- merged from qsync_planner.indicator_check.page
-# Ω against the truth as inline SVG: one picture an indicator, one colour a variant, both axes logarithmic.
-
 WIDTH, HEIGHT = 460, 400
 COLOURS = ("#3f78b5", "#d9822b", "#2a9d8f", "#c8553d", "#7b5ea7", "#8a6d3b", "#5b6675")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 14, 46
@@ -191,8 +185,6 @@ def _diagonals(xs: Axis, ys: Axis) -> list[str]:
 def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
-
-# ---- from here on: qsync_planner.indicator_check.page
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -91,9 +91,6 @@ def arithmetic_mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-# ---- merged from qsync_planner.indicators.series
-# Which parts of a variant make which noise: variants that differ elsewhere need not be observed twice.
-
 Part = tuple[object, ...]
 """A part of a variant that one kind of noise depends on; equal parts make equal noise."""
 

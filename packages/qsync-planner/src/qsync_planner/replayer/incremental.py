@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 Node = tuple[Any, ...]
 """What a run of the sequence amounts to.  Above the leaves the first two entries are the nodes of its halves."""
+T = TypeVar("T")
 BITS = 3
 SIZE = 1 << BITS
 """How many entries a leaf sums up: summing up a few anew takes less than the nodes above them would."""
@@ -73,12 +74,6 @@ class SequenceTree:
             half = 2 * half or 1
             node = join(sibling, node) if first & half else join(node, sibling)
         return node
-
-
-# ---- merged from qsync_planner.replayer.incremental
-# A value that is worked out when it is first asked for.
-
-T = TypeVar("T")
 
 
 @total_ordering

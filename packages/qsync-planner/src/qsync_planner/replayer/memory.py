@@ -35,11 +35,55 @@ from qsync_planner.replayer.cost_model import CostModel, Evaluation
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 
-# ---- merged from qsync_planner.replayer.memory
-# What no plan changes about memory: static bytes, when parameters' gradients are made, when tensors' gradients begin to live.
-
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+Intervals = list[tuple[int, int, int]]
+"""(first moment, moment after the last, bytes)."""
+OwnBytes = tuple[int, int, int, int]
+"""Own saved bytes, workspace, gradient copy, calibration."""
+_EMPTY = (0, 0, 0)
+
+
+@attrs.frozen
+class MemoryEstimate:
+    """Predicted memory of one rank, in bytes.
+
+    Attributes:
+        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's bucket copies of all gradients.
+        saved_bytes: kept for backward when the forward pass ends.
+        transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
+            calibration's correction (which may make it negative).
+        peak_bytes: the sum of the three.
+    """
+
+    static_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    peak_bytes: int
+
+
+def estimate_memory(
+    dag: PrecisionDag,
+    profile: Profile,
+    variants: Mapping[OpId, Variant],
+    *,
+    model: CostModel | None = None,
+    distributed: bool = True,
+) -> MemoryEstimate:
+    """Predicted peak memory of one rank under an assignment of variants.
+
+    Args:
+        dag: the model.
+        profile: its measurements on the device.
+        variants: the variant of every adjustable operator.
+        model: a calibrated cost model of the same graph and profile; None for the plain sum of parts.
+        distributed: whether DDP keeps its bucket copies of the gradients.
+
+    Raises:
+        PlanError: when the variants do not fit the model or were not profiled.
+    """
+    mapper = CostMapper(dag, model or CostModel(dag, profile), variants)
+    return MemoryLedger(mapper, distributed=distributed).estimate()
 
 
 @attrs.frozen
@@ -116,34 +160,6 @@ class MemoryLayout:
             if any(source == producer and i not in skipped for i, source in enumerate(inputs[reader])):
                 return self.backward_of(reader)
         return None if readers else self.backward_of(producer)
-
-
-# ---- from here on: qsync_planner.replayer.memory
-
-
-@attrs.frozen
-class MemoryEstimate:
-    """Predicted memory of one rank, in bytes.
-
-    Attributes:
-        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's bucket copies of all gradients.
-        saved_bytes: kept for backward when the forward pass ends.
-        transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
-            calibration's correction (which may make it negative).
-        peak_bytes: the sum of the three.
-    """
-
-    static_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    peak_bytes: int
-
-
-Intervals = list[tuple[int, int, int]]
-"""(first moment, moment after the last, bytes)."""
-_EMPTY = (0, 0, 0)
-OwnBytes = tuple[int, int, int, int]
-"""Own saved bytes, workspace, gradient copy, calibration."""
 
 
 class MemoryBefore(NamedTuple):
@@ -341,27 +357,3 @@ def _join(left: Node, right: Node) -> Node:
         back_added + back_added2,
         back_peak if back_peak > back_peak2 else back_peak2,
     )
-
-
-def estimate_memory(
-    dag: PrecisionDag,
-    profile: Profile,
-    variants: Mapping[OpId, Variant],
-    *,
-    model: CostModel | None = None,
-    distributed: bool = True,
-) -> MemoryEstimate:
-    """Predicted peak memory of one rank under an assignment of variants.
-
-    Args:
-        dag: the model.
-        profile: its measurements on the device.
-        variants: the variant of every adjustable operator.
-        model: a calibrated cost model of the same graph and profile; None for the plain sum of parts.
-        distributed: whether DDP keeps its bucket copies of the gradients.
-
-    Raises:
-        PlanError: when the variants do not fit the model or were not profiled.
-    """
-    mapper = CostMapper(dag, model or CostModel(dag, profile), variants)
-    return MemoryLedger(mapper, distributed=distributed).estimate()

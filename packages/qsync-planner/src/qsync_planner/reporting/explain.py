@@ -85,10 +85,6 @@ def _group(plan: PrecisionPlan, group: GroupPlan, chosen: tuple[OpId, ...]) -> d
     }
 
 
-# ---- merged from qsync_planner.reporting.explain
-# ``diff_plans``: what changed between two plans for one model.
-
-
 def diff_plans(before: PrecisionPlan, after: PrecisionPlan) -> dict[str, Any]:
     """Differences as plain data: totals, inputs, groups and operators; equal things are left out of the lists.
 

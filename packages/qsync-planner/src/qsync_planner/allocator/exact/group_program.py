@@ -34,6 +34,8 @@ _COST = 1000.0
 """Of the plans that a program is scaled for, because solvers stop at absolute differences."""
 _MOST_COST = 1e10
 """Of anything; solvers fail at larger numbers, and a bound that takes something for cheaper than it is remains a bound."""
+_LIMITS = Limits(gap=1e-6, nodes=2000)
+_ROUNDS = 1000
 
 
 class Quantity(enum.Enum):
@@ -180,13 +182,6 @@ def _longest_ns(choices: Sequence[Choice]) -> int:
         + sum(cast.dispatch_ns + cast.compute_ns for cast in s.casts)
         for s in (choice.evaluation for choice in choices)
     )
-
-
-# ---- merged from qsync_planner.allocator.exact.group_program
-# The fastest plan of a group, and the one that takes the least memory.
-
-_LIMITS = Limits(gap=1e-6, nodes=2000)
-_ROUNDS = 1000
 
 
 def least_time(program: GroupProgram, budget_bytes: int = 0, start: Sequence[int] | None = None) -> Replayed | None:

@@ -18,16 +18,16 @@ import numpy as np
 
 from qsync_core.errors import PlanError
 
-# ---- merged from qsync_planner.allocator.exact.program
-# Linear expressions over the columns of a program: coefficients by column, and a constant.
-
+_FEASIBILITY = 1e-9
+_INTEGRALITY = 1e-7
+_INFEASIBLE = ("kInfeasible", "kUnboundedOrInfeasible")
+_STOPPED = ("kTimeLimit", "kIterationLimit", "kSolutionLimit", "kInterrupt")
+"""Names of HighsModelStatus that are an answer, beside ``kOptimal``.  No program is unbounded: no Ω, time or memory is below 0."""
 CONSTANT = -1
 """The key of an expression's constant."""
-
 Expression = dict[int, int]
 Indicator = Mapping[int, int]
 """An expression that is 1 where something is chosen and 0 where it is not."""
-
 ALWAYS: Indicator = {CONSTANT: 1}
 
 
@@ -48,12 +48,6 @@ def total(terms: list[Indicator]) -> Indicator:
     return {column: coefficient for column, coefficient in found.items() if coefficient}
 
 
-# ---- from here on: qsync_planner.allocator.exact.program
-
-_FEASIBILITY = 1e-9
-_INTEGRALITY = 1e-7
-
-
 def is_installed() -> bool:
     """Whether HiGHS is there (``qsync-planner[exact]``)."""
     return importlib.util.find_spec("highspy") is not None
@@ -63,11 +57,6 @@ def require_solver(who: str, instead: str = "") -> None:
     """Raise PlanError, naming who needs it and what does without, where HiGHS is not installed."""
     if not is_installed():
         raise PlanError(f"{who} needs HiGHS; install it with: pip install 'qsync-planner[exact]'{instead}")
-
-
-_INFEASIBLE = ("kInfeasible", "kUnboundedOrInfeasible")
-_STOPPED = ("kTimeLimit", "kIterationLimit", "kSolutionLimit", "kInterrupt")
-"""Names of HighsModelStatus that are an answer, beside ``kOptimal``.  No program is unbounded: no Ω, time or memory is below 0."""
 
 
 class SolverFailed(PlanError):

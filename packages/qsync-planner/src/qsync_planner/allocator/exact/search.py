@@ -28,8 +28,6 @@ _SLACK = 1e-6
 """Cost by which a solver's bound may be too high: it takes as much for nothing."""
 _REPAIRS = 8
 """Times that limits are tightened where a plan misses one by a rounding of the solver."""
-
-
 Progress = Callable[[str], None]
 """Is given a line that says how far the search is."""
 
@@ -229,10 +227,6 @@ class Search:
 
     def _is_late(self) -> bool:
         return self._left() == 0.0
-
-
-# ---- merged from qsync_planner.allocator.exact.search
-# Plans and bounds of one program that were found within several limits: each helps with the others.
 
 
 class KnownPlans:

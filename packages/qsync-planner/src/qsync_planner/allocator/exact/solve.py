@@ -22,36 +22,12 @@ from qsync_planner.allocator.recovery import History, new_history, sweep_until_s
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, time_text
 from qsync_planner.replayer.replay import Replayer
 
-# ---- merged from qsync_planner.allocator.exact.solve
-# Where the deadline form does not hold, the exact solver says so, and trials by replay take its place.
-#
-# The proof (docs/design/exact-allocator.md#deadlines) takes collectives for what the buckets of gradients are: started in backward,
-# of a
-# duration that no plan changes.  The replayer itself models optimizers and collectives of fixed duration, and steps that
-# synchronise.
-
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
 
 
 class NoDeadlineForm(PlanError):
     """The job's period is not a matter of deadlines of each group alone."""
 
-
-def check_deadline_form(dag: PrecisionDag) -> None:
-    """Refuse a model with a collective inside its forward pass.
-
-    Raises:
-        NoDeadlineForm: naming the operator.
-    """
-    for operator in dag.operators:
-        if any(name in operator.kind for name in _COLLECTIVES):
-            raise NoDeadlineForm(
-                f"operator {operator.op_id} ({operator.kind}) waits for other ranks in the middle of the forward pass, so that no "
-                "group's deadlines are its own"
-            )
-
-
-# ---- from here on: qsync_planner.allocator.exact.solve
 
 NO_PROGRAM = (NoDeadlineForm, TooManyCombinations, SolverFailed)
 """Why a problem may have no program, or none that can be solved; trials by replay do without."""
@@ -60,6 +36,10 @@ AUTO = Effort(work=800_000, columns=20_000)
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
 """Only a bound."""
+_TIME_STEPS = 10_000
+"""The shortest time is found to this part of itself."""
+_ROUNDING = 1e-9
+"""Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
 
 
 class Programs:
@@ -85,6 +65,20 @@ class Programs:
             and group.group.sync_per_step == other.group.sync_per_step
             and group.units == other.units
         )
+
+
+def check_deadline_form(dag: PrecisionDag) -> None:
+    """Refuse a model with a collective inside its forward pass.
+
+    Raises:
+        NoDeadlineForm: naming the operator.
+    """
+    for operator in dag.operators:
+        if any(name in operator.kind for name in _COLLECTIVES):
+            raise NoDeadlineForm(
+                f"operator {operator.op_id} ({operator.kind}) waits for other ranks in the middle of the forward pass, so that no "
+                "group's deadlines are its own"
+            )
 
 
 def solve_exactly(
@@ -242,15 +236,6 @@ def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tu
             added = added_time_text(before.busy_ns - after.busy_ns)
             found.append(f"raised to {label}: {added} over {lower}, slack {slack}")
     return tuple(found)
-
-
-# ---- merged from qsync_planner.allocator.exact.solve
-# Other questions to the same programs: the least memory at a given time, the shortest time at a given Σ Ω.
-
-_TIME_STEPS = 10_000
-"""The shortest time is found to this part of itself."""
-_ROUNDING = 1e-9
-"""Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
 
 
 def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort) -> Solution:

@@ -35,56 +35,13 @@ from qsync_planner.allocator.solution import Solution, rounded_up
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replayer.replay import Replayer
 
-# ---- merged from qsync_planner.allocator.exact.tradeoff
-# Memory budgets of a trade-off curve, as bytes and as lines of the cluster file, and the tolerances that time limits stand for.
-
-DECIMALS = 4
-"""Of tolerances, so that a person can type them."""
-
-
-@attrs.frozen
-class MemoryLevel:
-    """One memory budget for every inference group (0: none), its lines in the cluster file, and uniform precision within it."""
-
-    budgets: Mapping[str, int]
-    lines: Mapping[str, str]
-    uniform: Mapping[str, tuple[int, ...]]
-    uniform_ns: int
-
-    def snap(self, limit_ns: float, *, up: bool = False) -> int:
-        """The nearest time limit below (or above) that a tolerance of few digits stands for; faster than uniform: itself."""
-        if limit_ns < self.uniform_ns:
-            return int(limit_ns)
-        steps = (limit_ns / self.uniform_ns - 1) * 10**DECIMALS
-        whole = math.ceil(steps) if up else math.floor(steps)
-        return time_limit_ns(self.uniform_ns, whole / 10**DECIMALS)
-
-    def tolerance(self, limit_ns: int) -> float | None:
-        """The tolerance that stands for exactly this limit; None where none does."""
-        if limit_ns < self.uniform_ns:
-            return None
-        found = round((limit_ns / self.uniform_ns - 1) * 10**DECIMALS) / 10**DECIMALS
-        return found if found <= MAX_TOLERANCE and time_limit_ns(self.uniform_ns, found) == limit_ns else None
-
-
-def rounded_budget(least: int, most: int, share: float) -> tuple[int, str]:
-    """A budget part of the way from ``least`` to ``most``, rounded up to a unit that people type; and its cluster file line."""
-    nbytes = least + math.ceil(share * (most - least))
-    for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
-        if most - least >= 100 * unit:
-            units = -(-nbytes // unit)
-            return units * unit, f'memory = "{units} {name}"'
-    return nbytes, f"memory = {nbytes}"
-
-
-# ---- from here on: qsync_planner.allocator.exact.tradeoff
-
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
 """For one point; a fraction of a percent is less than a picture shows."""
 BUDGETS = 5
 LIMITS = 8
 """Time limits for each memory budget; fewer where the curve has no more bends."""
-
+DECIMALS = 4
+"""Of tolerances, so that a person can type them."""
 _EXTREME_COLUMNS = 5_000
 """Programs with more columns are not asked for their fastest plan; uniform precision's time is then the shortest limit."""
 _STRAIGHT = 2e-3
@@ -249,6 +206,41 @@ def tradeoff(
         points,
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
     )
+
+
+@attrs.frozen
+class MemoryLevel:
+    """One memory budget for every inference group (0: none), its lines in the cluster file, and uniform precision within it."""
+
+    budgets: Mapping[str, int]
+    lines: Mapping[str, str]
+    uniform: Mapping[str, tuple[int, ...]]
+    uniform_ns: int
+
+    def snap(self, limit_ns: float, *, up: bool = False) -> int:
+        """The nearest time limit below (or above) that a tolerance of few digits stands for; faster than uniform: itself."""
+        if limit_ns < self.uniform_ns:
+            return int(limit_ns)
+        steps = (limit_ns / self.uniform_ns - 1) * 10**DECIMALS
+        whole = math.ceil(steps) if up else math.floor(steps)
+        return time_limit_ns(self.uniform_ns, whole / 10**DECIMALS)
+
+    def tolerance(self, limit_ns: int) -> float | None:
+        """The tolerance that stands for exactly this limit; None where none does."""
+        if limit_ns < self.uniform_ns:
+            return None
+        found = round((limit_ns / self.uniform_ns - 1) * 10**DECIMALS) / 10**DECIMALS
+        return found if found <= MAX_TOLERANCE and time_limit_ns(self.uniform_ns, found) == limit_ns else None
+
+
+def rounded_budget(least: int, most: int, share: float) -> tuple[int, str]:
+    """A budget part of the way from ``least`` to ``most``, rounded up to a unit that people type; and its cluster file line."""
+    nbytes = least + math.ceil(share * (most - least))
+    for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
+        if most - least >= 100 * unit:
+            units = -(-nbytes // unit)
+            return units * unit, f'memory = "{units} {name}"'
+    return nbytes, f"memory = {nbytes}"
 
 
 class _Curve:
