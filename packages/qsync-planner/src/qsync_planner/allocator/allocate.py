@@ -17,7 +17,7 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import (
     MAX_TOLERANCE,
     UniformStart,
-    infeasible,
+    check_training_memory,
     move_to_uniform,
     solve_full,
     solve_uniform,
@@ -91,7 +91,7 @@ def allocate(
     state = SearchState(problem, Replayer(dag, cluster, profiles))
     full = Solution.of(state)
     if solver != "dynamic-batch":
-        _check_training_memory(cluster, full)
+        check_training_memory(cluster, full)
     balanced = balance_batches(problem, state.replayer, full, batch_profiles or {})
     solution = None
     if solver == "full":
@@ -183,14 +183,6 @@ def _check_objective(objective: str, omega_limit: float | None, solver: str, sec
         raise PlanError(f"a limit of Σ Ω goes with the objective time, not with {objective}")
     if omega_limit is not None and not 0 <= omega_limit < float("inf"):
         raise PlanError(f"the limit of Σ Ω must be a finite number ≥ 0, got {omega_limit!r}")
-
-
-def _check_training_memory(cluster: Cluster, full: Solution) -> None:
-    """A training group keeps its base precision, so its memory fits or it does not."""
-    for group in cluster.groups:
-        peak = full.prediction.groups[group.name].peak_bytes
-        if group.role is Role.TRAIN and 0 < group.memory_bytes < peak:
-            raise infeasible(group, peak, what="the base precision of a training group does not fit")
 
 
 def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:

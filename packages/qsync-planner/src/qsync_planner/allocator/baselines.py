@@ -1,4 +1,4 @@
-"""Full precision: the baseline that lowers nothing."""
+"""The baselines: full precision, and uniform precision (UP), whose period is the time limit T (paper, section Predictor)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.errors import InfeasibleError
-from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.plan import Role
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram, least_memory
@@ -49,6 +50,18 @@ def solve_full(problem: Problem, full: Solution) -> Solution:
         if not group.fits(peak):
             raise infeasible(group.group, peak, what="full precision does not fit")
     return full.with_one_reason(problem, "full precision was asked for")
+
+
+def check_training_memory(cluster: Cluster, full: Solution) -> None:
+    """A training group keeps its base precision, so its memory fits or it does not.
+
+    Raises:
+        InfeasibleError: naming the group and the budget that would do.
+    """
+    for group in cluster.groups:
+        peak = full.prediction.groups[group.name].peak_bytes
+        if group.role is Role.TRAIN and 0 < group.memory_bytes < peak:
+            raise infeasible(group, peak, what="the base precision of a training group does not fit")
 
 
 def move_to_uniform(state: SearchState, group: str) -> UniformStart:

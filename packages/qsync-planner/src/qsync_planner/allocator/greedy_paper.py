@@ -1,8 +1,10 @@
 """``greedy-paper``: the paper's allocator to the letter, to measure the others by (paper, Allocator).
 
 Brute force inside isomorphic subgraphs under memory budgets of their own, then one max-heap per inference group of
-Ω(b) − Ω(next higher b) and one sweep over it.  ``greedy`` mends what is odd in it; what is read into the paper where it leaves
-something open is in ``docs/decisions/greedy-paper.md``.
+Ω(b) − Ω(next higher b) and one sweep over it.  A subgraph is judged by itself: the kernels of its operators, adjustable and
+dependent, with everything outside at the base precision.  Casts take no time there, and what an operator keeps is counted once for
+each operator that keeps it.  ``greedy`` corrects that; what is read into the paper where it leaves something open is in
+``docs/decisions/greedy-paper.md``.
 """
 
 from __future__ import annotations

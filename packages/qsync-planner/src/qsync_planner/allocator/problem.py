@@ -3,6 +3,9 @@
 See docs/design/allocator.md#the-problem.
 
 minimise Σ over inference devices and operators of Ω_o(b)  subject to  memory_i ≤ budget_i  and  iteration time ≤ T.
+
+:class:`SearchState` is the plan under search.  A trial changes some units of one group and predicts; it is then either accepted, or
+rejected without a trace.
 """
 
 from __future__ import annotations

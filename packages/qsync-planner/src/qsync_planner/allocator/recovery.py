@@ -4,6 +4,8 @@ One max-heap per inference group holds Ω(b) − Ω(next higher b) (paper, Alloc
 plan still fits, and its next step is pushed.  Two things go beyond the paper: a step that is refused does not hide the rungs above
 it (int8 with a float32 output may be slower *and* larger than float16), and since a later step can make room for an earlier
 refusal, sweeps are repeated until one changes nothing.
+
+The other direction is memory repair: it lowers what a plan must give up to fit its budget, least Ω per byte first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
-"""The verdict: does the hybrid job beat the training groups alone, and which groups had better stay out?
+"""The verdict on a whole plan: does the hybrid job beat the training groups alone, and what does the plan do to the gradients?
 
 See docs/design/allocator.md#the-verdict.
+
+The smooth parts of Ω add up over operators.  Masks that flip are shared: noise flips a mask with a probability that goes with the
+noise's standard deviation, and the noises of several operators at one mask add in squares.  If all operators reached the same
+masks, their parts would add in squares too; if no two reached the same one, they would add up.  The exponent of
+:func:`plan_error` is between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``qsync indicate``.  Whatever is slow to import is imported inside the command."""
+"""``qsync indicate`` and its ``--check``.  Slow imports happen inside the functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``qsync plan`` and ``qsync explain``.  Whatever is slow to import is imported inside the commands."""
+"""``qsync plan`` (with ``--pareto`` and ``--diff``) and ``qsync explain``.  Slow imports happen inside the functions."""
 
 from __future__ import annotations
 

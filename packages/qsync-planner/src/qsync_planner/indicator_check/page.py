@@ -1,4 +1,4 @@
-"""The comparison as an HTML page: one file, no network, no scripts."""
+"""The comparison for readers: as rows of text for the terminal, and as an HTML page with pictures (no network, no scripts)."""
 
 from __future__ import annotations
 

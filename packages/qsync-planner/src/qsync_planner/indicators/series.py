@@ -1,4 +1,7 @@
-"""Reading observed series and averaging them over iterations, with errors that name operator, term and iteration."""
+"""Reading observed series: with errors that name operator, term and iteration, averaged over iterations, and shared by variants.
+
+Variants that differ only in parts that a kind of noise does not depend on have the same noise and are observed once.
+"""
 
 from __future__ import annotations
 

@@ -25,22 +25,9 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import BEFORE_FORWARD, CostMapper
-from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, Scale
+from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale
 from qsync_planner.replayer.max_plus import sequence
 from qsync_planner.replayer.memory import MemoryLedger
-
-
-@attrs.frozen
-class _Phases:
-    """Dispatch and compute time of forward and backward, in nanoseconds."""
-
-    forward_dispatch_ns: int
-    forward_compute_ns: int
-    backward_dispatch_ns: int
-    backward_compute_ns: int
-
-    def values(self) -> tuple[int, int, int, int]:
-        return self.forward_dispatch_ns, self.forward_compute_ns, self.backward_dispatch_ns, self.backward_compute_ns
 
 
 def spread_integer(total: int, weights: Sequence[int]) -> list[int]:
@@ -82,12 +69,12 @@ def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant) -> Cost
     return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs))
 
 
-def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: _Phases) -> _Phases:
+def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: PhaseTimes) -> PhaseTimes:
     """The phases that a step was measured to have.
 
     On a synchronous device they are scaled to fill the measured period up to the optimizer, so that nothing of it is lost.
     """
-    phases = _Phases(step.forward_dispatch_ns, step.forward_compute_ns, step.backward_dispatch_ns, step.backward_compute_ns)
+    phases = PhaseTimes(step.forward_dispatch_ns, step.forward_compute_ns, step.backward_dispatch_ns, step.backward_compute_ns)
     if not synchronous:
         return phases
     forward = phases.forward_dispatch_ns + phases.forward_compute_ns
@@ -98,7 +85,7 @@ def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelle
         both = step.iteration_ns - optimizer_ns
         forward = both * forward // (forward + backward)
         backward = both - forward
-    return _Phases(0, forward, 0, backward)
+    return PhaseTimes(0, forward, 0, backward)
 
 
 def _optimizer(profile: Profile, step: StepMeasurement) -> tuple[int, int]:
@@ -111,9 +98,9 @@ def _uniform(dag: PrecisionDag, model: CostModel, variant: Variant) -> CostMappe
     return CostMapper(dag, model, {operator.op_id: variant for operator in dag.adjustable})
 
 
-def _modelled(mapper: CostMapper) -> _Phases:
+def _modelled(mapper: CostMapper) -> PhaseTimes:
     forward, backward = sequence(mapper.forward), sequence(mapper.backward)
-    return _Phases(forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns)
+    return PhaseTimes(forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns)
 
 
 def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement) -> Calibration:
@@ -121,10 +108,9 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
     modelled = _modelled(mapper)
     dispatch, compute = _optimizer(profile, step)
     target = _target(step, profile.device.is_synchronous, compute, modelled)
-    casts = _cast_times(mapper)
     scales: list[Scale] = []
     everywhere = [[0, 0, 0, 0] for _ in dag.operators]
-    for column, (want, have, cast) in enumerate(zip(target.values(), modelled.values(), casts.values(), strict=True)):
+    for column, (want, have, cast) in enumerate(zip(target, modelled, _cast_times(mapper), strict=True)):
         kernels = have - cast
         if kernels > 0 and want > cast:
             scales.append(Scale(want - cast, kernels))
@@ -134,16 +120,8 @@ def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepM
             real = [int(operator.kind != "input") for operator in dag.operators]
             for entry, part in zip(everywhere, spread_integer(want - cast, real), strict=True):
                 entry[column] = part
-    calibration = Calibration(
-        optimizer_dispatch_ns=dispatch,
-        optimizer_compute_ns=compute,
-        forward_dispatch=scales[0],
-        forward_compute=scales[1],
-        backward_dispatch=scales[2],
-        backward_compute=scales[3],
-        everywhere=tuple(Correction(*entry) for entry in everywhere) if any(map(any, everywhere)) else (),
-    )
-    return calibration
+    added = tuple(PhaseTimes(*entry) for entry in everywhere) if any(map(any, everywhere)) else ()
+    return Calibration(dispatch, compute, tuple(scales), added)
 
 
 def _memory_floor(peaks: Sequence[int]) -> int:
@@ -159,7 +137,7 @@ def _missing_memory(dag: PrecisionDag, profile: Profile, calibration: Calibratio
     return min(0, missing) if step.peak_bytes == calibration.memory_floor_bytes else missing
 
 
-def _cast_times(mapper: CostMapper) -> _Phases:
+def _cast_times(mapper: CostMapper) -> PhaseTimes:
     """Time of the charged casts alone."""
     times = [0, 0, 0, 0]
     for charged in mapper.charged:
@@ -167,7 +145,7 @@ def _cast_times(mapper: CostMapper) -> _Phases:
             first = 0 if priced.cast.site in BEFORE_FORWARD else 2
             times[first] += priced.dispatch_ns
             times[first + 1] += priced.compute_ns
-    return _Phases(*times)
+    return PhaseTimes(*times)
 
 
 def _fit_rung(
@@ -184,21 +162,15 @@ def _fit_rung(
     evaluations = [mapper.states[i].evaluation for i in positions]
     flops = [dag.operators[i].flops for i in positions]
     columns: list[list[int]] = []
-    kernels = [
-        [e.forward_dispatch_ns for e in evaluations],
-        [e.forward_compute_ns for e in evaluations],
-        [e.backward_dispatch_ns for e in evaluations],
-        [e.backward_compute_ns for e in evaluations],
-    ]
-    for column, (want, have) in enumerate(zip(target.values(), modelled.values(), strict=True)):
-        dispatch = column % 2 == 0
+    for name, want, have in zip(PhaseTimes._fields, target, modelled, strict=True):
+        dispatch = "dispatch" in name
         rest = 0 if dispatch and want == 0 else want - have  # a dispatch time of 0 was not measured apart
-        times = kernels[column]
+        times = [getattr(evaluation, name) for evaluation in evaluations]
         weights = times if any(times) else [1] * len(positions) if dispatch else flops
         columns.append(spread_integer(max(rest, -sum(times)), weights))
     memory = [0] * len(positions)
     if step.peak_bytes:
         elements = [dag.operators[i].input_numel(0) + dag.operators[i].weight_numel for i in positions]
         memory = spread_integer(_missing_memory(dag, profile, calibration, step), elements)
-    rows = zip(positions, *columns, memory, strict=True)
-    return {(row[0], step.variant): Correction(*row[1:]) for row in rows}
+    rows = zip(positions, zip(*columns, strict=True), memory, strict=True)
+    return {(position, step.variant): Correction(PhaseTimes(*times), nbytes) for position, times, nbytes in rows}

@@ -91,16 +91,21 @@ class Evaluation(NamedTuple):
         return kernel(self.backward_dispatch_ns, self.backward_compute_ns)
 
 
+class PhaseTimes(NamedTuple):
+    """Dispatch and compute time of a forward and a backward, in nanoseconds."""
+
+    forward_dispatch_ns: int
+    forward_compute_ns: int
+    backward_dispatch_ns: int
+    backward_compute_ns: int
+
+
 @attrs.frozen
 class Correction:
-    """What calibration adds to one operator in one variant, after scaling its kernels (see
-    :mod:`qsync_planner.replayer.calibration`)."""
+    """What calibration adds to one operator in one variant, after scaling its kernels."""
 
-    forward_dispatch_ns: int = 0
-    forward_compute_ns: int = 0
-    backward_dispatch_ns: int = 0
-    backward_compute_ns: int = 0
-    memory_bytes: int = 0
+    times: PhaseTimes
+    memory_bytes: int
 
 
 @attrs.frozen
@@ -115,15 +120,12 @@ class Scale:
         return (2 * value * self.numerator + self.denominator) // (2 * self.denominator)
 
 
-_ONE = Scale()
-
-
 @attrs.frozen
 class Calibration:
-    """How the sum of parts is brought to whole measured steps.
+    """How the sum of parts is brought to whole measured steps (see :mod:`qsync_planner.replayer.calibration`).
 
     Attributes:
-        forward_dispatch, forward_compute, backward_dispatch, backward_compute: factors of every operator's kernel times.
+        scales: factors of every operator's kernel times, in the order of :class:`PhaseTimes`.
         everywhere: added to every operator, in execution order, where there was nothing to scale.
         corrections: what a rung adds to an adjustable operator that runs in it: ``[operator position, variant]``.
         optimizer_dispatch_ns, optimizer_compute_ns: one optimizer step, with everything of a step outside forward and backward.
@@ -134,11 +136,8 @@ class Calibration:
 
     optimizer_dispatch_ns: int
     optimizer_compute_ns: int
-    forward_dispatch: Scale = _ONE
-    forward_compute: Scale = _ONE
-    backward_dispatch: Scale = _ONE
-    backward_compute: Scale = _ONE
-    everywhere: tuple[Correction, ...] = ()
+    scales: tuple[Scale, ...] = (Scale(),) * 4
+    everywhere: tuple[PhaseTimes, ...] = ()
     corrections: Mapping[tuple[int, Variant], Correction] = attrs.field(factory=dict)
     memory_bytes: int = 0
     memory_floor_bytes: int = 0
@@ -322,27 +321,18 @@ class CostModel:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
         return PricedCast(cast, model.dispatch_ns, compute, share)
 
-    def _calibrate(self, position: int, run: Variant, cost: OpCost) -> tuple[int, int, int, int]:
-        forward_dispatch, forward_compute = cost.forward_dispatch_ns, cost.forward_compute_ns
-        backward_dispatch, backward_compute = cost.backward_dispatch_ns, cost.backward_compute_ns
+    def _calibrate(self, position: int, run: Variant, cost: OpCost) -> PhaseTimes:
+        forward, backward = cost.forward_dispatch_ns, cost.backward_dispatch_ns
         if self.synchronous:
-            forward_dispatch, forward_compute = 0, forward_dispatch + forward_compute
-            backward_dispatch, backward_compute = 0, backward_dispatch + backward_compute
-        c = self.calibration
-        times = [
-            c.forward_dispatch(forward_dispatch),
-            c.forward_compute(forward_compute),
-            c.backward_dispatch(backward_dispatch),
-            c.backward_compute(backward_compute),
-        ]
-        added = [c.everywhere[position]] if c.everywhere else []
-        extra = c.corrections.get((position, run))
-        for correction in [*added, extra] if extra else added:
-            times[0] += correction.forward_dispatch_ns
-            times[1] += correction.forward_compute_ns
-            times[2] += correction.backward_dispatch_ns
-            times[3] += correction.backward_compute_ns
-        return max(0, times[0]), max(0, times[1]), max(0, times[2]), max(0, times[3])
+            measured = (0, forward + cost.forward_compute_ns, 0, backward + cost.backward_compute_ns)
+        else:
+            measured = (forward, cost.forward_compute_ns, backward, cost.backward_compute_ns)
+        times = [scale(time) for scale, time in zip(self.calibration.scales, measured, strict=True)]
+        correction = self.calibration.corrections.get((position, run))
+        added = [self.calibration.everywhere[position]] if self.calibration.everywhere else []
+        for more in [*added, correction.times] if correction else added:
+            times = [time + extra for time, extra in zip(times, more, strict=True)]
+        return PhaseTimes(*(max(0, time) for time in times))
 
     def _saved_input(self, operator: Operator, index: int, copy: PricedCast | None, inputs: tuple[Precision, ...]) -> SavedInput:
         producer = self.dag[operator.inputs[index]]

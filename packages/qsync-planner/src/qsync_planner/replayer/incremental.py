@@ -1,6 +1,7 @@
-"""A long sequence summed up in a balanced tree whose nodes never change: a few new entries make a new root in O(log n).
+"""Long sequences whose sum is kept up to date: a few new entries make a new sum in O(log n), details follow on demand.
 
-The old root stays what it was, so that undoing a change is forgetting it, and whoever keeps a root can ask for details later.
+The nodes of the balanced tree never change.  The old root stays what it was, so that undoing a change means forgetting it, and
+details can be worked out from a root later.
 """
 
 from __future__ import annotations

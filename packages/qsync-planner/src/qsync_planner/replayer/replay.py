@@ -1,6 +1,6 @@
 """The replayer: how long a job's training step takes, and how much memory, under any assignment of variants (docs/design/index.md).
 
-It is a plain function of finished artifacts, and it is transactional for whoever searches: ``trial`` evaluates a change in time
+It is a plain function of finished artifacts, and it is transactional, for searches: ``trial`` evaluates a change in time
 proportional to what it affects, ``rollback`` leaves nothing of it behind, and every answer equals the replay of the whole from
 scratch.
 """
@@ -8,6 +8,7 @@ scratch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -32,54 +33,33 @@ from qsync_planner.replayer.step_timing import StepShape, StepTimes, StepTiming
 Variants = Mapping[OpId, Variant]
 
 
-@attrs.frozen
-class GroupPrediction:
-    """One rank of a group, in nanoseconds and bytes.
+class GroupPrediction(NamedTuple):
+    """One rank of a group, in nanoseconds and bytes: its :class:`StepTimes`, and what the job makes of them.
 
     Attributes:
         peak_bytes: predicted peak memory.
         slack_ns: how much longer the job's period is than ``period_ns``.
     """
 
-    _times: StepTimes
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+    dispatch_ns: int
+    alone_ns: int
+    period_ns: int
+    bucket_ready: Deferred[tuple[int, ...]]
     peak_bytes: int
     slack_ns: int
 
     @property
     def busy_ns(self) -> int:
         """Forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more."""
-        times = self._times
-        return max(times.forward_ns + times.backward_ns + times.optimizer_ns, times.dispatch_ns)
-
-    @property
-    def forward_ns(self) -> int:
-        """Compute time of the forward pass."""
-        return self._times.forward_ns
-
-    @property
-    def backward_ns(self) -> int:
-        """Compute time of the backward pass."""
-        return self._times.backward_ns
-
-    @property
-    def optimizer_ns(self) -> int:
-        """Compute time of the optimizer step."""
-        return self._times.optimizer_ns
-
-    @property
-    def dispatch_ns(self) -> int:
-        """CPU time of the step."""
-        return self._times.dispatch_ns
-
-    @property
-    def period_ns(self) -> int:
-        """The job's period if this group were the only one that limits it."""
-        return self._times.period_ns
+        return max(self.forward_ns + self.backward_ns + self.optimizer_ns, self.dispatch_ns)
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
         """When each bucket's gradients are complete, from the start of the group's step."""
-        return self._times.bucket_ready_ns
+        return self.bucket_ready.value
 
     def as_dict(self) -> dict[str, object]:
         """Every number by its name."""
@@ -356,7 +336,7 @@ class Replayer:
         times = [state.times for state in states.values()]
         period = max([entry.period_ns for entry in times])
         groups = {
-            name: GroupPrediction(state.times, state.peak_bytes, period - state.times.period_ns) for name, state in states.items()
+            name: GroupPrediction(*state.times, state.peak_bytes, period - state.times.period_ns) for name, state in states.items()
         }
         return Prediction(period, groups, Deferred(lambda: self._bucket_ends(times)))
 

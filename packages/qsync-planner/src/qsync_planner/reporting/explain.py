@@ -1,4 +1,4 @@
-"""``explain``: why a plan is as it is, for the whole and for every operator."""
+"""``explain``: why a plan is as it is; ``diff_plans``: what changed between two plans for one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""``exact`` and ``auto``: the best plan with a proof, group by group; no group's deadlines depend on another group's plan."""
+"""``exact`` and ``auto``: the best plan with a proof, group by group; no group's deadlines depend on another group's plan.
+
+The same programs answer two other questions: the least memory at a given time, and the shortest time at a given Σ Ω.
+
+The proof (docs/design/exact-allocator.md#deadlines) takes collectives for what the buckets of gradients are: started in the
+backward pass, of a duration that no plan changes.  Where that does not hold, the solver says so, and replayed trials do the work.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
@@ -24,7 +24,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
-from qsync_planner.allocator.baselines import MAX_TOLERANCE, infeasible, move_to_uniform, time_limit_ns
+from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed, least_memory, least_time
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Effort, KnownPlans
@@ -250,7 +250,7 @@ class _Curve:
         self._problem, self._replayer, self._effort = problem, replayer, effort
         state = SearchState(problem, replayer)
         self.full = Solution.of(state)
-        _check_training_memory(problem.cluster, self.full)
+        check_training_memory(problem.cluster, self.full)
         starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
         programs = Programs(replayer, starts)
         by_program: dict[int, KnownPlans] = {}
@@ -404,14 +404,3 @@ def _sizes(budgets: Mapping[str, int]) -> str:
     if len(limited) == 1 == len(budgets):
         return format_bytes(next(iter(limited.values())))
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in limited.items())
-
-
-def _check_training_memory(cluster: Cluster, full: Solution) -> None:
-    for group in cluster.groups:
-        if group.role is Role.TRAIN:
-            _check_base_fits(group, full.prediction.groups[group.name].peak_bytes)
-
-
-def _check_base_fits(group: DeviceGroup, peak_bytes: int) -> None:
-    if 0 < group.memory_bytes < peak_bytes:
-        raise infeasible(group, peak_bytes, what="the base precision of a training group does not fit")
