@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from qsync_core.artifacts.files import digest
 from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
-from qsync_core.errors import ObservationError, PlanError
+from qsync_core.errors import ObservationError, PlanError, QSyncError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
@@ -49,28 +49,36 @@ def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, P
             )
 
 
-def _of_another_graph(
-    start: str, artifact: Observations | Sensitivity | PrecisionPlan, op_ids: Iterable[OpId], dag: PrecisionDag, wanted: str
-) -> str:
-    """The sentence up to what to do next; ``op_ids`` are the artifact's operators, ``wanted`` the graph's digest."""
-    return (
-        f"{start} another graph ({artifact.model!r}, digest {artifact.dag_digest[:12]}) than "
-        f"{dag.model!r}, digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), op_ids)}; "
-    )
+def _check_graph(
+    error: type[QSyncError],
+    start: str,
+    artifact: Observations | Sensitivity | PrecisionPlan,
+    op_ids: Iterable[OpId],
+    dag: PrecisionDag,
+    advice: str,
+) -> None:
+    """Raise ``error`` unless the artifact, whose operators are ``op_ids``, is of this graph."""
+    wanted = digest(dag)
+    if artifact.dag_digest != wanted:
+        raise error(
+            f"{start} another graph ({artifact.model!r}, digest {artifact.dag_digest[:12]}) than {dag.model!r}, digest "
+            f"{wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), op_ids)}; {advice}"
+        )
 
 
-def check_observations(observations: Observations, dag: PrecisionDag) -> None:
+def check_observations(
+    observations: Observations,
+    dag: PrecisionDag,
+    start: str = "the observations are of",
+    advice: str = "observe the job that was traced",
+) -> None:
     """The observations belong to this graph.
 
     Raises:
         ObservationError: naming the first operators that differ.
     """
-    wanted = digest(dag)
-    if observations.dag_digest != wanted:
-        observed = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
-        raise ObservationError(
-            _of_another_graph("the observations are of", observations, observed, dag, wanted) + "observe the job that was traced"
-        )
+    observed = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
+    _check_graph(ObservationError, start, observations, observed, dag, advice)
 
 
 def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
@@ -79,12 +87,8 @@ def check_sensitivity(sensitivity: Sensitivity, dag: PrecisionDag) -> None:
     Raises:
         PlanError: naming the first operators that differ.
     """
-    wanted = digest(dag)
-    if sensitivity.dag_digest != wanted:
-        raise PlanError(
-            _of_another_graph("the sensitivity is of", sensitivity, sensitivity.omega, dag, wanted)
-            + "run 'qsync observe' and 'qsync indicate' on the job that was traced"
-        )
+    advice = "run 'qsync observe' and 'qsync indicate' on the job that was traced"
+    _check_graph(PlanError, "the sensitivity is of", sensitivity, sensitivity.omega, dag, advice)
 
 
 def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
@@ -93,9 +97,4 @@ def check_plan(plan: PrecisionPlan, dag: PrecisionDag) -> None:
     Raises:
         PlanError: naming the first operators that differ.
     """
-    wanted = digest(dag)
-    if plan.dag_digest != wanted:
-        raise PlanError(
-            _of_another_graph("the plan is for", plan, plan.operator_ids, dag, wanted)
-            + "make a plan for this job with 'qsync plan'"
-        )
+    _check_graph(PlanError, "the plan is for", plan, plan.operator_ids, dag, "make a plan for this job with 'qsync plan'")

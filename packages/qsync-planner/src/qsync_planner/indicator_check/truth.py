@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
@@ -14,7 +13,7 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.series import check_values, geometric_mean, non_negative
-from qsync_planner.matching import first_differences
+from qsync_planner.matching import check_observations
 
 Subject = tuple[OpId, ...]
 """Operators that share a variant (the calls of one module): they were lowered at once, and their Ω are added."""
@@ -77,13 +76,7 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
     Raises:
         ObservationError: when they are of another graph, hold no montecarlo terms, or NaN, infinite or negative ones.
     """
-    wanted = digest(dag)
-    if observations.dag_digest != wanted:
-        measured = dict.fromkeys(series.op_id for series in observations.series if series.op_id is not None)
-        raise ObservationError(
-            f"the truth is of another graph ({observations.model!r}, digest {observations.dag_digest[:12]}) than {dag.model!r}, "
-            f"digest {wanted[:12]}: {first_differences((o.op_id for o in dag.adjustable), measured)}; measure it for this one"
-        )
+    check_observations(observations, dag, "the truth is of", "measure it for this one")
     check_values(observations)
     found: dict[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]] = {}
     for series in observations.series:

@@ -10,23 +10,16 @@ It sees the weight only: neither the activation's rounding nor that of gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import geometric_mean, non_negative, require
-
-
-def _rounding_key(variant: Variant) -> tuple[object, ...]:
-    """What the rounding of the weight depends on."""
-    if not variant.compute.needs_scale:
-        return (variant.compute,)
-    return (variant.compute, variant.w_granularity, variant.rounding, variant.symmetric)
+from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, require, rounding
 
 
 class Hessian:
@@ -39,16 +32,9 @@ class Hessian:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        observed = {
-            (series.op_id, _rounding_key(series.variant)): series.variant
-            for series in reversed(observations.series)
-            if series.collector == terms.HESSIAN and series.variant is not None
-        }
+        sources = observed_sources(observations, dag, terms.HESSIAN, {terms.WEIGHT_ERROR: _weight})
         return {
-            operator.op_id: {
-                variant: _one(operator.op_id, observed.get((operator.op_id, _rounding_key(variant)), variant), observations)
-                for variant in variants
-            }
+            operator.op_id: {variant: _one(operator, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
         }
 
@@ -60,11 +46,17 @@ class Hessian:
         )
 
 
-def _one(op_id: OpId, variant: Variant, observations: Observations) -> float:
-    if variant.compute is Precision.FLOAT32:
+def _weight(operator: Operator, variant: Variant) -> Part | None:
+    """What the rounding of the weight depends on."""
+    return rounding(operator, variant, (CastSite.WEIGHT,))
+
+
+def _one(operator: Operator, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Part], Variant]) -> float:
+    op_id, part = operator.op_id, _weight(operator, variant)
+    if part is None:
         return 0.0
     eigenvalue = require(observations, terms.HESSIAN, terms.TOP_EIGENVALUE, op_id)
     numel = require(observations, terms.HESSIAN, terms.WEIGHT_NUMEL, op_id)
-    error = require(observations, terms.HESSIAN, terms.WEIGHT_ERROR, op_id, variant)
+    error = require(observations, terms.HESSIAN, terms.WEIGHT_ERROR, op_id, sources.get((op_id, part), variant))
     non_negative(error, observations.iterations, f"{terms.HESSIAN}.{terms.WEIGHT_ERROR} of {op_id} at {variant.label}")
     return geometric_mean([abs(top) / max(1.0, size) * e for top, size, e in zip(eigenvalue, numel, error, strict=True)])

@@ -9,18 +9,26 @@ import math
 from collections.abc import Sequence
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators import series as noise_sources
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Part, geometric_mean, non_negative, require
+from qsync_planner.indicators.series import (
+    Part,
+    geometric_mean,
+    gradients,
+    non_negative,
+    observed_sources,
+    operands,
+    output,
+    require,
+)
 
 _PART_OF_TERM = {
-    terms.OPERANDS: noise_sources.operands,
-    terms.OUTPUT: noise_sources.output,
-    terms.GRADIENT: noise_sources.gradients,
+    terms.OPERANDS: operands,
+    terms.OUTPUT: output,
+    terms.GRADIENT: gradients,
 }
 _Sources = dict[tuple[OpId, Part], Variant]
 
@@ -74,21 +82,21 @@ _Parts = list[tuple[float, float]]
 
 
 def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
-    sources = noise_sources.observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
+    sources = observed_sources(observations, dag, terms.HUTCHINSON, _PART_OF_TERM)
     flips = _has_flips(observations)
     return {
-        operator.op_id: {variant: _per_iteration(operator.op_id, variant, observations, sources, flips) for variant in variants}
+        operator.op_id: {variant: _per_iteration(operator, variant, observations, sources, flips) for variant in variants}
         for operator in dag.adjustable
     }
 
 
-def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
-    count = len(observations.iterations)
+def _per_iteration(operator: Operator, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
+    op_id, count = operator.op_id, len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
     parts = (
-        (noise_sources.operands(variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-        (noise_sources.output(variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
-        (noise_sources.gradients(variant), terms.GRADIENT, "", ""),
+        (operands(operator, variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+        (output(operator, variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+        (gradients(operator, variant), terms.GRADIENT, "", ""),
     )
     for part, term, flip_term, noise_term in parts:
         if part is None:

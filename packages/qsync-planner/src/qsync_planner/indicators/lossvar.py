@@ -14,11 +14,10 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
-from qsync_planner.indicators import series as noise_sources
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Part, geometric_mean, non_negative, require
+from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, operands, output, require
 
-_PART_OF_TERM = {terms.X_VAR_GRAD: noise_sources.operands, terms.Y_VAR_GRAD: noise_sources.output}
+_PART_OF_TERM = {terms.X_VAR_GRAD: operands, terms.Y_VAR_GRAD: output}
 
 
 class LossVar:
@@ -31,7 +30,7 @@ class LossVar:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = noise_sources.observed_sources(observations, terms.LOSSVAR, _PART_OF_TERM)
+        sources = observed_sources(observations, dag, terms.LOSSVAR, _PART_OF_TERM)
         return {
             operator.op_id: {variant: self._one(operator, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
@@ -50,15 +49,15 @@ class LossVar:
         sources: dict[tuple[OpId, Part], Variant],
     ) -> float:
         op_id = operator.op_id
-        operands, output = noise_sources.operands(variant), noise_sources.output(variant)
-        if operands is None and output is None:
+        operands_part, output_part = operands(operator, variant), output(operator, variant)
+        if operands_part is None and output_part is None:
             return 0.0
         columns: list[Sequence[float]] = []
-        if operands is not None:
-            source = sources.get((op_id, operands), variant)
+        if operands_part is not None:
+            source = sources.get((op_id, operands_part), variant)
             for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD):
                 columns.append(self._read(observations, term, op_id, source))
-        output_source = None if output is None else sources.get((op_id, output))
+        output_source = None if output_part is None else sources.get((op_id, output_part))
         if output_source is not None:
             columns.append(self._read(observations, terms.Y_VAR_GRAD, op_id, output_source))
         if not columns:

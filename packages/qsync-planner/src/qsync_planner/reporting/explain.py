@@ -12,6 +12,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_planner.matching import first_differences
 
+_TOTALS = ("solver", "indicator", "predicted_iteration_ns", "time_limit_ns", "objective")
+
 
 def select_operators(plan: PrecisionPlan, fqn: str | None) -> tuple[OpId, ...]:
     """The operators that ``fqn`` names: all (None), one (``layer1.0.conv1#0``), or everything of a module (``layer1.0``).
@@ -102,7 +104,7 @@ def diff_plans(before: PrecisionPlan, after: PrecisionPlan) -> dict[str, Any]:
     return {
         "model": before.model,
         "identical": before == after,
-        "totals": {name: {"before": a, "after": b} for name, a, b in _totals(before, after)},
+        "totals": {name: {"before": getattr(before, name), "after": getattr(after, name)} for name in _TOTALS},
         "inputs_changed": sorted(
             name
             for name in before.input_digests.keys() | after.input_digests.keys()
@@ -112,16 +114,6 @@ def diff_plans(before: PrecisionPlan, after: PrecisionPlan) -> dict[str, Any]:
         "groups_added": sorted(new.keys() - old.keys()),
         "groups": [_group_changes(old[name], new[name], before.operator_ids) for name in old if name in new],
     }
-
-
-def _totals(before: PrecisionPlan, after: PrecisionPlan) -> list[tuple[str, Any, Any]]:
-    return [
-        ("solver", before.solver, after.solver),
-        ("indicator", before.indicator, after.indicator),
-        ("predicted_iteration_ns", before.predicted_iteration_ns, after.predicted_iteration_ns),
-        ("time_limit_ns", before.time_limit_ns, after.time_limit_ns),
-        ("objective", before.objective, after.objective),
-    ]
 
 
 def _group_changes(before: GroupPlan, after: GroupPlan, operator_ids: Sequence[OpId]) -> dict[str, Any]:
