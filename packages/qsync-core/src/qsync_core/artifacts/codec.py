@@ -1,9 +1,12 @@
-"""Artifacts to and from plain msgpack values: cattrs' msgpack converter, made strict and canonical.
+"""Artifacts to and from plain msgpack values, strict and canonical, as the type hints of their classes say.
 
-Strict: a value has exactly the type its field declares (no number from text, no bool for an integer, no list from text), unknown
-and missing fields are errors, strings are bounded, floats are finite.  Canonical: one artifact has one encoding (fields in the
-order of the class, mappings sorted by key text, operators and variants as their canonical text), and only that one is read, so a
-digest identifies the content.
+Strict: a value has exactly the type that its field declares (no number from text, no bool for an integer, no list from text),
+unknown and missing fields are errors, strings are bounded, floats are finite.  Canonical: one artifact has one encoding (fields in
+the order of the class, mappings sorted by key text, operators and variants as their canonical text), and only that one is read, so
+that a digest identifies the content.
+
+Each type hint has a :class:`_Codec`, a pair of functions made once.  An error grows a path on its way out:
+``intervals[3].op_id: an operator is stored as 'a#0', got 'a'``.
 """
 
 from __future__ import annotations
@@ -11,34 +14,30 @@ from __future__ import annotations
 import collections.abc
 import enum
 import functools
+import itertools
 import math
 import types
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 
-if TYPE_CHECKING:
-    from cattrs.preconf.msgpack import MsgpackConverter
-
-
-# ---- merged from qsync_core.artifacts.codec
-# Single values of artifacts to and from msgpack: each has exactly its type, or gives an error that can grow a path.
-
 MAX_STRING = 65_536
 """Longest string that an artifact may hold, in characters: names and reasons are a line or two."""
 
 _MAX_MESSAGE = 300
+_MAX_KEY_DIGITS = 19
+"""Of an integer as a mapping's key, so that hostile text never becomes a huge integer."""
 
-Hook = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 class CodecError(ValueError):
-    """A value does not have the form its field declares; ``path`` says where inside the artifact."""
+    """A value does not have the form that its field declares; ``path`` says where inside the artifact."""
 
     def __init__(self, problem: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(problem, path)
@@ -54,359 +53,12 @@ class CodecError(ValueError):
         """The same error seen from one level further out."""
         if isinstance(error, CodecError):
             return cls(error.problem, (where, *error.path))
-        return cls(first_words(error), (where,))
+        # attrs' validators put the sentence first and objects behind it.
+        return cls(str(error.args[0]) if error.args else type(error).__name__, (where,))
 
 
-CAUGHT = (ValueError, TypeError, AttributeError, OverflowError)
+_CAUGHT = (ValueError, TypeError, AttributeError, OverflowError)
 """What constructing a value from wrong material raises; anything else is a defect of the codec and must surface."""
-
-
-def first_words(error: Exception) -> str:
-    """What an exception says; attrs' validators put the sentence first and objects behind it."""
-    return str(error.args[0]) if error.args else type(error).__name__
-
-
-def wrong_type(expected: str, value: Any) -> CodecError:
-    """The error for a value of another type."""
-    return CodecError(f"expected {expected}, got {type(value).__name__}")
-
-
-@functools.lru_cache(maxsize=65_536)
-def parse_op_id(text: str) -> OpId:
-    """The operator that the canonical text names."""
-    op_id = OpId.parse(text)
-    if str(op_id) != text:
-        raise CodecError(f"an operator is stored as {str(op_id)!r}, got {text!r}")
-    return op_id
-
-
-@functools.lru_cache(maxsize=4_096)
-def parse_variant(text: str) -> Variant:
-    """The variant that the canonical text names."""
-    variant = Variant.parse(text)
-    if str(variant) != text:
-        raise CodecError(f"a variant is stored as {str(variant)!r}, got {text!r}")
-    return variant
-
-
-@functools.lru_cache(maxsize=4_096)
-def format_variant(variant: Variant) -> str:
-    """The canonical text of a variant."""
-    return str(variant)
-
-
-def check_string(value: Any) -> str:
-    """A string of bounded length."""
-    if type(value) is not str:
-        raise wrong_type("a string", value)
-    if len(value) > MAX_STRING:
-        raise CodecError(f"expected a string of at most {MAX_STRING} characters, got {len(value)}")
-    return value
-
-
-def check_int(value: Any) -> int:
-    """An integer; a bool is none."""
-    if type(value) is not int:
-        raise wrong_type("an integer", value)
-    return value
-
-
-def check_bool(value: Any) -> bool:
-    """True or false."""
-    if type(value) is not bool:
-        raise wrong_type("true or false", value)
-    return value
-
-
-def check_float(value: Any) -> float:
-    """A finite float; an integer is none."""
-    if type(value) is not float:
-        raise wrong_type("a floating-point number", value)
-    if not math.isfinite(value):
-        raise CodecError(f"expected a finite number, got {value!r}")
-    return value
-
-
-def dump_float(value: Any) -> float:
-    """A number that was written as ``1`` is a float too where the field is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_type("a floating-point number", value)
-    return check_float(float(value))
-
-
-def parse_int_key(text: str) -> int:
-    """The integer that a mapping key is the decimal text of."""
-    # At most 19 digits, so that hostile text never becomes a huge integer.
-    if len(text) > 19 or not text.isascii() or not text.isdigit() or str(int(text)) != text:
-        raise CodecError(f"expected a non-negative integer as key, got {text[:40]!r}")
-    return int(text)
-
-
-def dump_instance(kind: type, dump: Hook) -> Hook:
-    """A hook that refuses what is no instance of the class."""
-
-    def dump_checked(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise wrong_type(f"a {kind.__name__}", value)
-        return dump(value)
-
-    return dump_checked
-
-
-def parse_string(parse: Callable[[str], Any]) -> Hook:
-    """A hook that reads a value from its text."""
-    return lambda value: parse(check_string(value))
-
-
-def enum_load(hint: type[enum.StrEnum]) -> Hook:
-    """A hook that finds the member of an enum by its value."""
-    members = {member.value: member for member in hint}
-
-    def load(value: Any) -> Any:
-        member = members.get(check_string(value))
-        if member is None:
-            raise CodecError(f"expected one of {', '.join(members)}; got {value[:80]!r}")
-        return member
-
-    return load
-
-
-def enum_dump(hint: type[enum.StrEnum]) -> Hook:
-    """A hook that writes a member of an enum as its value."""
-    return dump_instance(hint, lambda value: value.value)
-
-
-# ---- from here on: qsync_core.artifacts.codec
-
-T = TypeVar("T")
-
-
-def _make_converter() -> MsgpackConverter:
-    # Here, because importing cattrs takes a third of the time of importing all of core.
-    from cattrs.preconf.msgpack import make_converter
-
-    converter = make_converter(detailed_validation=False)
-
-    def register(kind: type, load: Hook, dump: Hook) -> None:
-        converter.register_structure_hook(kind, lambda value, _: load(value))
-        converter.register_unstructure_hook(kind, dump)
-
-    register(str, check_string, check_string)
-    register(int, check_int, check_int)
-    register(bool, check_bool, check_bool)
-    register(float, check_float, dump_float)
-    register(OpId, parse_string(parse_op_id), dump_instance(OpId, str))
-    register(Variant, parse_string(parse_variant), dump_instance(Variant, format_variant))
-
-    # Enums are not left to the converter: they are strings, and it would take the hook of str for them.
-    def load_hook(hint: Any) -> Hook:
-        if _is_enum(hint):
-            return enum_load(hint)
-        hook = converter.get_structure_hook(hint)
-        return lambda value: hook(value, hint)
-
-    def dump_hook(hint: Any) -> Hook:
-        if _is_enum(hint):
-            return enum_dump(hint)
-        return converter.get_unstructure_hook(hint)
-
-    for applies, load_factory, dump_factory in (
-        (_is_optional, _optional_hook, _optional_hook),
-        (_is_tuple, _tuple_load, _tuple_dump),
-        (_is_mapping, _mapping_load, _mapping_dump),
-        (_is_artifact_class, _class_load, _class_dump),
-    ):
-        converter.register_structure_hook_factory(applies, _structure_factory(load_factory, load_hook))
-        converter.register_unstructure_hook_factory(applies, functools.partial(_call_factory, dump_factory, dump_hook))
-    return converter
-
-
-HookFactory = Callable[[Any, Callable[[Any], Hook]], Hook]
-"""Takes a type hint and the way to the hooks of the types inside it."""
-
-
-def _call_factory(factory: HookFactory, inner: Callable[[Any], Hook], hint: Any) -> Hook:
-    return factory(hint, inner)
-
-
-def _structure_factory(factory: HookFactory, inner: Callable[[Any], Hook]) -> Callable[[Any], Callable[[Any, Any], Any]]:
-    def make(hint: Any) -> Callable[[Any, Any], Any]:
-        load = factory(hint, inner)
-        return lambda value, _: load(value)
-
-    return make
-
-
-def _is_enum(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, enum.StrEnum)
-
-
-def _is_optional(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union) and len(typing.get_args(hint)) == 2
-
-
-def _optional_hook(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    (some,) = (argument for argument in typing.get_args(hint) if argument is not type(None))
-    hook = inner(some)
-    return lambda value: None if value is None else hook(value)
-
-
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple
-
-
-def _tuple_hooks(hint: Any, inner: Callable[[Any], Hook]) -> tuple[Hook, ...] | Hook:
-    arguments = typing.get_args(hint)
-    return inner(arguments[0]) if arguments[-1] is Ellipsis else tuple(inner(argument) for argument in arguments)
-
-
-def _convert_items(hooks: tuple[Hook, ...] | Hook, value: Any) -> list[Any]:
-    """Each item through its hook; an error remembers the position."""
-    if isinstance(hooks, tuple):
-        if len(value) != len(hooks):
-            raise CodecError(f"expected {len(hooks)} items, got {len(value)}")
-        each: list[Hook] = list(hooks)
-    else:
-        each = [hooks] * len(value)
-    found: list[Any] = []
-    try:
-        for hook, item in zip(each, value, strict=True):
-            found.append(hook(item))
-    except CAUGHT as error:
-        raise CodecError.at(f"[{len(found)}]", error) from None
-    return found
-
-
-def _tuple_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    hooks = _tuple_hooks(hint, inner)
-
-    def load(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise wrong_type("a list", value)
-        return tuple(_convert_items(hooks, value))
-
-    return load
-
-
-def _tuple_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    hooks = _tuple_hooks(hint, inner)
-
-    def dump(value: Any) -> list[Any]:
-        if not isinstance(value, (tuple, list)):
-            raise wrong_type("a tuple", value)
-        return _convert_items(hooks, value)
-
-    return dump
-
-
-def _is_mapping(hint: Any) -> bool:
-    return typing.get_origin(hint) is collections.abc.Mapping
-
-
-def _mapping_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    key_type, value_type = typing.get_args(hint)
-    load_key = parse_string(parse_int_key) if key_type is int else inner(key_type)
-    load_value = inner(value_type)
-
-    def load(value: Any) -> dict[Any, Any]:
-        if type(value) is not dict:
-            raise wrong_type("a mapping", value)
-        found: dict[Any, Any] = {}
-        previous: str | None = None
-        key: Any = None
-        try:
-            for key, item in value.items():
-                found[load_key(key)] = load_value(item)
-                if previous is not None and previous >= key:
-                    raise CodecError(f"keys are stored in ascending order, got it after {previous[:80]!r}")
-                previous = key
-        except CAUGHT as error:
-            raise CodecError.at(f"[{str(key)[:120]}]", error) from None
-        return found
-
-    return load
-
-
-def _mapping_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    key_type, value_type = typing.get_args(hint)
-    dump_inner = inner(key_type)
-    dump_key: Hook = (lambda key: str(check_int(key))) if key_type is int else dump_inner
-    dump_value = inner(value_type)
-
-    def dump(value: Any) -> dict[str, Any]:
-        if not isinstance(value, collections.abc.Mapping):
-            raise wrong_type("a mapping", value)
-        found: dict[str, Any] = {}
-        key: Any = None
-        try:
-            for key, item in value.items():
-                found[dump_key(key)] = dump_value(item)
-        except CAUGHT as error:
-            raise CodecError.at(f"[{str(key)[:120]}]", error) from None
-        return dict(sorted(found.items()))
-
-    return dump
-
-
-def _is_artifact_class(hint: Any) -> bool:
-    return isinstance(hint, type) and attrs.has(hint) and hint not in (OpId, Variant)
-
-
-def _class_hooks(hint: Any, inner: Callable[[Any], Hook]) -> list[tuple[str, Hook]]:
-    attrs.resolve_types(hint)
-    return [(field.name, inner(field.type)) for field in attrs.fields(hint)]
-
-
-def _class_load(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    hooks = _class_hooks(hint, inner)
-    names = [name for name, _ in hooks]
-
-    def load(value: Any) -> Any:
-        if type(value) is not dict:
-            raise wrong_type(f"the fields of a {hint.__name__}", value)
-        if list(value) != names:
-            raise CodecError(_field_problem(hint.__name__, names, value))
-        arguments = {}
-        name = ""
-        try:
-            for name, hook in hooks:
-                arguments[name] = hook(value[name])
-        except CAUGHT as error:
-            raise CodecError.at(f".{name}", error) from None
-        return hint(**arguments)
-
-    return load
-
-
-def _field_problem(kind: str, names: list[str], value: dict[Any, Any]) -> str:
-    missing = [name for name in names if name not in value]
-    unknown = [str(name)[:40] for name in value if name not in names]
-    if missing:
-        return f"{kind} lacks {', '.join(missing)}"
-    if unknown:
-        return f"{kind} has no field {', '.join(unknown[:5])}"
-    return f"the fields of {kind} are stored in the order {', '.join(names)}"
-
-
-def _class_dump(hint: Any, inner: Callable[[Any], Hook]) -> Hook:
-    hooks = _class_hooks(hint, inner)
-
-    def dump(value: Any) -> dict[str, Any]:
-        if not isinstance(value, hint):
-            raise wrong_type(f"a {hint.__name__}", value)
-        found: dict[str, Any] = {}
-        name = ""
-        try:
-            for name, hook in hooks:
-                found[name] = hook(getattr(value, name))
-        except CAUGHT as error:
-            raise CodecError.at(f".{name}", error) from None
-        return found
-
-    return dump
-
-
-_CONVERTER = functools.cache(_make_converter)
 
 
 def to_plain(value: Any) -> dict[str, Any]:
@@ -415,7 +67,8 @@ def to_plain(value: Any) -> dict[str, Any]:
     Raises:
         CodecError: when a field holds what its type does not allow (NaN, a numpy scalar, text for a number).
     """
-    plain: dict[str, Any] = _CONVERTER().unstructure(value)
+    kind: Any = type(value)
+    plain: dict[str, Any] = _codec(kind).dump(value)
     return plain
 
 
@@ -425,9 +78,236 @@ def from_plain(value: Any, kind: type[T]) -> T:
     Raises:
         CodecError: naming the place and what was expected there.
     """
+    hint: Any = kind
     try:
-        return _CONVERTER().structure(value, kind)
-    except CAUGHT as error:
-        if isinstance(error, CodecError):
-            raise
-        raise CodecError(first_words(error)) from None
+        artifact: T = _codec(hint).load(value)
+    except _CAUGHT as error:
+        raise CodecError.at("", error) from None
+    return artifact
+
+
+@attrs.frozen
+class _Codec:
+    """How values of one type hint are read from plain values and written as such."""
+
+    load: Callable[[Any], Any]
+    dump: Callable[[Any], Any]
+
+
+@functools.cache
+def _codec(hint: Any) -> _Codec:
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin is collections.abc.Mapping:
+        return _mapping(*arguments)
+    if origin in (types.UnionType, typing.Union):
+        (some,) = (argument for argument in arguments if argument is not type(None))
+        inner = _codec(some)
+        return _Codec(
+            lambda value: None if value is None else inner.load(value), lambda value: None if value is None else inner.dump(value)
+        )
+    return _enum(hint) if issubclass(hint, enum.StrEnum) else _class(hint)
+
+
+def _wrong_type(expected: str, value: Any) -> CodecError:
+    return CodecError(f"expected {expected}, got {type(value).__name__}")
+
+
+# Single values
+
+
+def _exactly(kind: type, expected: str) -> _Codec:
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _wrong_type(expected, value)
+        return value
+
+    return _Codec(check, check)
+
+
+def _string(value: Any) -> str:
+    if type(value) is not str:
+        raise _wrong_type("a string", value)
+    if len(value) > MAX_STRING:
+        raise CodecError(f"expected a string of at most {MAX_STRING} characters, got {len(value)}")
+    return value
+
+
+def _load_float(value: Any) -> float:
+    if type(value) is not float:
+        raise _wrong_type("a floating-point number", value)
+    if not math.isfinite(value):
+        raise CodecError(f"expected a finite number, got {value!r}")
+    return value
+
+
+def _dump_float(value: Any) -> float:
+    """A number that was written as ``1`` is a float too where the field is one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong_type("a floating-point number", value)
+    return _load_float(float(value))
+
+
+def _dump_instance(kind: type, dump: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def dump_checked(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _wrong_type(f"a {kind.__name__}", value)
+        return dump(value)
+
+    return dump_checked
+
+
+def _canonical(kind: Any, what: str, size: int) -> _Codec:
+    """A class whose instances are stored as their text."""
+
+    @functools.lru_cache(maxsize=size)
+    def parse(text: str) -> Any:
+        value = kind.parse(text)
+        if str(value) != text:
+            raise CodecError(f"{what} is stored as {str(value)!r}, got {text!r}")
+        return value
+
+    return _Codec(lambda value: parse(_string(value)), _dump_instance(kind, functools.lru_cache(maxsize=size)(str)))
+
+
+def _enum(hint: type[enum.StrEnum]) -> _Codec:
+    members = {member.value: member for member in hint}
+
+    def load(value: Any) -> Any:
+        member = members.get(_string(value))
+        if member is None:
+            raise CodecError(f"expected one of {', '.join(members)}; got {value[:80]!r}")
+        return member
+
+    return _Codec(load, _dump_instance(hint, lambda value: value.value))
+
+
+_INTEGER = _exactly(int, "an integer")
+_SCALARS: dict[Any, _Codec] = {
+    str: _Codec(_string, _string),
+    int: _INTEGER,
+    bool: _exactly(bool, "true or false"),
+    float: _Codec(_load_float, _dump_float),
+    OpId: _canonical(OpId, "an operator", 65_536),
+    Variant: _canonical(Variant, "a variant", 4_096),
+}
+
+
+def _load_integer_key(key: Any) -> int:
+    text = _string(key)
+    if len(text) > _MAX_KEY_DIGITS or not text.isascii() or not text.isdigit() or str(int(text)) != text:
+        raise CodecError(f"expected a non-negative integer as key, got {text[:40]!r}")
+    return int(text)
+
+
+_INTEGER_KEY = _Codec(_load_integer_key, lambda key: str(_INTEGER.dump(key)))
+
+# Values that hold others
+
+
+def _tuple(arguments: tuple[Any, ...]) -> _Codec:
+    if arguments[-1] is Ellipsis:
+        codecs, inner = None, _codec(arguments[0])
+    else:
+        codecs, inner = tuple(map(_codec, arguments)), None
+
+    def convert(direction: str, items: Any) -> list[Any]:
+        """Each item by its codec; an error remembers the position."""
+        if codecs is None:
+            each = [getattr(inner, direction)] * len(items)
+        elif len(items) == len(codecs):
+            each = [getattr(codec, direction) for codec in codecs]
+        else:
+            raise CodecError(f"expected {len(codecs)} items, got {len(items)}")
+        found: list[Any] = []
+        try:
+            for convert_item, item in zip(each, items, strict=True):
+                found.append(convert_item(item))
+        except _CAUGHT as error:
+            raise CodecError.at(f"[{len(found)}]", error) from None
+        return found
+
+    def load(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _wrong_type("a list", value)
+        return tuple(convert("load", value))
+
+    def dump(value: Any) -> list[Any]:
+        if not isinstance(value, (tuple, list)):
+            raise _wrong_type("a tuple", value)
+        return convert("dump", value)
+
+    return _Codec(load, dump)
+
+
+def _mapping(key_hint: Any, value_hint: Any) -> _Codec:
+    keys, values = _INTEGER_KEY if key_hint is int else _codec(key_hint), _codec(value_hint)
+
+    def convert(items: Any, convert_key: Callable[[Any], Any], convert_value: Callable[[Any], Any]) -> dict[Any, Any]:
+        key: Any = None
+        found: dict[Any, Any] = {}
+        try:
+            for key, item in items:
+                found[convert_key(key)] = convert_value(item)
+        except _CAUGHT as error:
+            raise CodecError.at(f"[{str(key)[:120]}]", error) from None
+        return found
+
+    def load(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise _wrong_type("a mapping", value)
+        found = convert(value.items(), keys.load, values.load)
+        for previous, key in itertools.pairwise(value):
+            if previous >= key:
+                raise CodecError(f"keys are stored in ascending order, got it after {previous[:80]!r}", (f"[{key[:120]}]",))
+        return found
+
+    def dump(value: Any) -> dict[str, Any]:
+        if not isinstance(value, collections.abc.Mapping):
+            raise _wrong_type("a mapping", value)
+        return dict(sorted(convert(value.items(), keys.dump, values.dump).items()))
+
+    return _Codec(load, dump)
+
+
+def _class(hint: Any) -> _Codec:
+    attrs.resolve_types(hint)
+    fields = [(field.name, _codec(field.type)) for field in attrs.fields(hint)]
+    names = [name for name, _ in fields]
+
+    def load(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _wrong_type(f"the fields of a {hint.__name__}", value)
+        if list(value) != names:
+            raise CodecError(_field_problem(hint.__name__, names, value))
+        name, found = "", {}
+        try:
+            for name, codec in fields:
+                found[name] = codec.load(value[name])
+        except _CAUGHT as error:
+            raise CodecError.at(f".{name}", error) from None
+        return hint(**found)
+
+    def dump(value: Any) -> dict[str, Any]:
+        if not isinstance(value, hint):
+            raise _wrong_type(f"a {hint.__name__}", value)
+        name, found = "", {}
+        try:
+            for name, codec in fields:
+                found[name] = codec.dump(getattr(value, name))
+        except _CAUGHT as error:
+            raise CodecError.at(f".{name}", error) from None
+        return found
+
+    return _Codec(load, dump)
+
+
+def _field_problem(kind: str, names: list[str], value: dict[Any, Any]) -> str:
+    if missing := [name for name in names if name not in value]:
+        return f"{kind} lacks {', '.join(missing)}"
+    if unknown := [str(name)[:40] for name in value if name not in names]:
+        return f"{kind} has no field {', '.join(unknown[:5])}"
+    return f"the fields of {kind} are stored in the order {', '.join(names)}"
