@@ -63,55 +63,6 @@ def test_a_folder_of_somebody_else_is_refused(own_cache, monkeypatch):
         KernelCache()
 
 
-def test_a_folder_that_everybody_can_replace_is_refused(tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    with pytest.raises(BackendError, match=r"lies in .*shared, where everybody can put another folder in its place"):
-        KernelCache(shared / "kernels")
-    shared.chmod(0o1777)  # as /tmp is
-    KernelCache(shared / "kernels")
-
-
-def test_a_folder_that_a_group_can_replace_is_refused(tmp_path, monkeypatch):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o775)
-    monkeypatch.setattr(cache_module, "_is_own_group", lambda group: False)
-    with pytest.raises(BackendError, match=rf"lies in .*shared, where group {shared.stat().st_gid} can put another folder"):
-        KernelCache(shared / "above" / "kernels")
-    monkeypatch.setattr(cache_module, "_is_own_group", lambda group: True)
-    KernelCache(shared / "above" / "kernels")
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "members", "own"),
-    [
-        ("ada", 5, [], True),
-        ("ada", 5, ["ada"], True),
-        ("ada", 5, ["ada", "bob"], False),
-        ("staff", 5, [], False),
-        ("ada", 6, [], False),
-    ],
-)
-def test_a_group_is_the_users_own_if_it_has_the_users_name_and_no_other_members(monkeypatch, name, number, members, own):
-    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
-    monkeypatch.setattr(pwd, "getpwuid", lambda user: pwd.struct_passwd(("ada", "", user, 5, "", "", "")))
-    monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group((name, "", group, members)))
-    assert cache_module._is_own_group(number) is own
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to somebody else")
-@pytest.mark.parametrize("mode", [0o755, 0o1777])
-def test_a_folder_inside_somebody_elses_is_refused(tmp_path, mode):
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    theirs.chmod(mode)
-    os.chown(theirs, 12345, -1)
-    with pytest.raises(BackendError, match=r"lies in .*theirs, where user 12345, whose it is, can put another folder in its place"):
-        KernelCache(theirs / "kernels")
-
-
 def test_folders_that_are_made_are_the_owners_whatever_the_umask(tmp_path):
     before = os.umask(0o002)
     try:

@@ -1,7 +1,8 @@
-"""The folder of compiled kernels: only its owner can write to it, and only entries that are whole and ours are loaded.
+"""The folder of compiled kernels: what is loaded from it is the user's own, closed to others' writing, and unaltered.
 
-An entry is a folder named by its key, with ``kernel.so`` and ``manifest.json``.  It is made beside its place and renamed into it,
-so that a process that dies leaves no half of one.  The key is a digest of everything that the machine code depends on.
+An entry is a folder named by its key, with ``kernel.so`` and ``manifest.json``, which holds the library's SHA-256.  It is made
+beside its place and renamed into it, so that a process that dies leaves no half of one.  The key is a digest of everything that
+the machine code depends on.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from qsync_core.errors import BackendError
 _FORMAT = 1
 _LIBRARY = "kernel.so"
 _MANIFEST = "manifest.json"
-_MAX_MANIFEST_BYTES = 1 << 20
-_MAX_LIBRARY_BYTES = 1 << 30
 _MAKING = ".making-"
 _LEFT_OVER_S = 24 * 3600
 _POLL_S = 0.2
@@ -47,7 +46,7 @@ class KernelCache:
         """Open the cache; its folder is made (mode 0700) where it does not exist.
 
         Raises:
-            BackendError: when the folder cannot be made, belongs to somebody else, or others can write to it.
+            BackendError: when the folder cannot be made, belongs to another user, or others can write to it.
         """
         # A link is followed once, here: what it points to later does not matter.
         self.folder = (folder or default_cache_path()).expanduser().resolve()
@@ -59,29 +58,24 @@ class KernelCache:
             raise BackendError(
                 f"the kernel cache {self.folder} cannot be made ({error.strerror}); set QSYNC_KERNEL_CACHE"
             ) from None
-        problem = _problem(self.folder, folder=True)
-        problem = problem or _replaceable(self.folder)
-        if problem:
+        if problem := _distrust(self.folder, stat.S_IFDIR):
             raise BackendError(
                 f"the kernel cache {self.folder} {problem}, so code in it cannot be trusted; "
                 "make it yours and run chmod 700 on it, or set QSYNC_KERNEL_CACHE to a folder of your own"
             )
 
     def find(self, key: str) -> Path | None:
-        """The library of a key; None where there is none, or none that is whole, unaltered and ours."""
+        """The library of a key; None where there is none, or none that is whole, unaltered and the user's own."""
         entry = self.folder / key
         library, manifest = entry / _LIBRARY, entry / _MANIFEST
-        if _problem(entry, folder=True) or _problem(library) or _problem(manifest):
+        if _distrust(entry, stat.S_IFDIR) or _distrust(library, stat.S_IFREG) or _distrust(manifest, stat.S_IFREG):
             return None
         try:
-            stored = json.loads(_read(manifest, _MAX_MANIFEST_BYTES))
-            content = _read(library, _MAX_LIBRARY_BYTES)
+            stored = json.loads(manifest.read_bytes())
+            expected = _identity(key, library.read_bytes())
         except (OSError, ValueError, RecursionError):
             return None
-        expected = {"format": _FORMAT, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        if not isinstance(stored, dict) or any(stored.get(name) != value for name, value in expected.items()):
-            return None
-        return library
+        return library if isinstance(stored, dict) and expected.items() <= stored.items() else None
 
     def find_any(self, prefix: str) -> Path | None:
         """The library of the first key in order that starts with ``prefix`` and passes :meth:`find`; None where there is none."""
@@ -89,16 +83,16 @@ class KernelCache:
         return next((found for name in names if (found := self.find(name)) is not None), None)
 
     def counts(self) -> dict[str, int]:
-        """Number of entries by architecture (they are looked into when they are loaded)."""
+        """Number of entries by architecture."""
         return dict(Counter(key.partition("-")[0] for key in self.entries()))
 
     def entries(self) -> list[str]:
-        """Keys of all entries, which are looked into by :meth:`find`."""
+        """Keys of all entries, which only :meth:`find` checks."""
         return [name for name in os.listdir(self.folder) if not name.startswith(".")]
 
     @contextlib.contextmanager
     def locked(self, key: str, stopped: threading.Event) -> Iterator[None]:
-        """Let one process at a time make an entry; without file locks both make it and one of the two stays.
+        """Let one process at a time make an entry; on file systems without locks several make it and one of theirs stays.
 
         Waiting for another process ends when ``stopped`` is set.
         """
@@ -108,7 +102,7 @@ class KernelCache:
             yield
         finally:
             if lock is not None:
-                # Removed while it is held: who waits for it finds that it is not the file at the path any more, and starts anew.
+                # Removed while it is held: a process that waits for it finds another file, or none, at the path and starts anew.
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 os.close(lock)
@@ -121,9 +115,7 @@ class KernelCache:
         try:
             place.mkdir(mode=0o700)
         except OSError as error:
-            raise BackendError(
-                f"the kernel cache {self.folder} cannot be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
-            ) from None
+            raise self._unwritable(error) from None
         try:
             yield place
         finally:
@@ -152,19 +144,13 @@ class KernelCache:
         """
         entry = self.folder / key
         try:
-            content = _read(compiled, _MAX_LIBRARY_BYTES)
-            manifest = {
-                "format": _FORMAT,
-                "key": key,
-                "bytes": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                **facts,
-            }
+            content = compiled.read_bytes()
+            manifest = json.dumps({**_identity(key, content), **facts}, indent=1) + "\n"
             with self.workplace() as place:
                 whole = place / "entry"
                 whole.mkdir(mode=0o700)
                 _write(whole / _LIBRARY, content)
-                _write(whole / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+                _write(whole / _MANIFEST, manifest.encode())
                 if self.find(key) is None and os.path.lexists(entry):
                     os.rename(entry, place / "broken")
                 try:
@@ -173,20 +159,26 @@ class KernelCache:
                     if self.find(key) is None:  # another process made it first, unless this fails
                         raise
         except OSError as error:
-            raise BackendError(
-                f"the kernel cache {self.folder} cannot be written ({error.strerror}); set QSYNC_KERNEL_CACHE"
-            ) from None
+            raise self._unwritable(error) from None
         return entry / _LIBRARY
 
+    def _unwritable(self, error: OSError) -> BackendError:
+        return BackendError(f"the kernel cache {self.folder} cannot be written ({error.strerror}); set QSYNC_KERNEL_CACHE")
 
-def _problem(path: Path, *, folder: bool = False) -> str | None:
-    """Why a file or folder is not to be trusted, None where it is: ours, of its kind (no link), not writable by others."""
+
+def _identity(key: str, content: bytes) -> dict[str, Any]:
+    """What a manifest must say of a library."""
+    return {"format": _FORMAT, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _distrust(path: Path, kind: int) -> str | None:
+    """Why a path is not to be trusted; None where it is of its kind (no link), the user's own, and not writable by others."""
     try:
         found = os.lstat(path)
     except OSError:
         return "does not exist"
-    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
-        return "is not a folder" if folder else "is not a plain file"
+    if stat.S_IFMT(found.st_mode) != kind:
+        return "is not a folder" if kind == stat.S_IFDIR else "is not a plain file"
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid} and not to you (user {os.geteuid()})"
     if found.st_mode & _WRITABLE_BY_OTHERS:
@@ -194,47 +186,10 @@ def _problem(path: Path, *, folder: bool = False) -> str | None:
     return None
 
 
-def _replaceable(path: Path) -> str | None:
-    """Why somebody else (other than root) may put another folder in the place of one, or of one above it; None where nobody may.
-
-    Who owns a folder may rename what is in it; so may who can write to it, unless it is sticky, as /tmp is.
-    """
-    for parent in path.parents:
-        try:
-            found = os.stat(parent)
-        except OSError:
-            continue
-        who = None
-        if found.st_uid not in (0, os.geteuid()):
-            who = f"user {found.st_uid}, whose it is,"
-        elif not found.st_mode & stat.S_ISVTX:
-            if found.st_mode & stat.S_IWOTH:
-                who = "everybody"
-            elif found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
-                who = f"group {found.st_gid}"
-        if who:
-            return f"lies in {parent}, where {who} can put another folder in its place"
-    return None
-
-
-def _is_own_group(group: int) -> bool:
-    """Whether a group is the user's alone, as systems make one for every user (whose umask lets it write everywhere)."""
-    try:
-        import grp
-        import pwd
-
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except (ImportError, KeyError):
-        return False
-    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
-
-
 def _locked_file(path: Path, stopped: threading.Event) -> int | None:
     """The descriptor of a file that this process has locked; None without file locks, or when ``stopped`` is set before."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
+    import fcntl  # not on Windows, where this module is imported all the same
+
     while not stopped.is_set():
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -244,7 +199,7 @@ def _locked_file(path: Path, stopped: threading.Event) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 return lock
-        except FileNotFoundError:  # the one who held it removed it
+        except FileNotFoundError:  # the process that held it removed it
             pass
         except BlockingIOError:
             stopped.wait(_POLL_S)
@@ -253,14 +208,6 @@ def _locked_file(path: Path, stopped: threading.Event) -> int | None:
             return None
         os.close(lock)
     return None
-
-
-def _read(path: Path, limit: int) -> bytes:
-    with open(path, "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{path} has more than {limit} bytes")
-    return content
 
 
 def _write(path: Path, content: bytes) -> None:

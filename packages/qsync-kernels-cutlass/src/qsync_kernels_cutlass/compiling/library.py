@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -112,9 +112,9 @@ class Library:
         self._run = self._function(source.symbol, ctypes.c_int32)
         self._workspace = self._function(source.workspace_symbol, ctypes.c_int64)
 
-    def _function(self, symbol: str, result: type[ctypes.c_int32] | type[ctypes.c_int64]) -> Callable[..., int]:
+    def _function(self, symbol: str, result: type[ctypes.c_int32] | type[ctypes.c_int64]) -> Any:
         try:
-            function = getattr(self._library, symbol)
+            function: Any = getattr(self._library, symbol)
         except AttributeError:
             raise BackendError(f"the compiled kernel {self.path} does not export {symbol}; clear the kernel cache") from None
         function.restype = result
@@ -131,7 +131,7 @@ class Library:
         Raises:
             BackendError: when the kernel returns an error.
         """
-        status = self._run(ctypes.byref(arguments))
+        status: int = self._run(ctypes.byref(arguments))
         if status != OK:
             raise BackendError(f"{context} failed: {describe_status(status)}")
 
@@ -141,7 +141,7 @@ class Library:
         Raises:
             BackendError: when the kernel cannot run them at all.
         """
-        answer = self._workspace(ctypes.byref(arguments))
+        answer: int = self._workspace(ctypes.byref(arguments))
         if answer < 0:
             raise BackendError(f"{context} cannot run: {describe_status(-answer)}")
         return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import attrs
 
@@ -32,7 +33,7 @@ CONFIGS_TO_MEASURE = 24
 """Configurations that tuning one problem measures."""
 
 _WITH_KNOBS = 3
-_KNOBS_WORTH_MEASURING: tuple[dict[str, object], ...] = (
+_KNOBS_WORTH_MEASURING: tuple[dict[str, Any], ...] = (
     {"raster": Raster.ALONG_N, "swizzle": 8},
     {"raster": Raster.ALONG_M, "swizzle": 4},
     {"raster": Raster.ALONG_N, "swizzle": 4},
@@ -177,11 +178,11 @@ def _simt_space(problem: Problem) -> Iterator[Config]:
         yield cls(Family.SIMT, (rows, columns, depth), (*warp, depth), instruction, 2)
 
 
-def _run_time_knobs(config: Config, problem: Problem) -> Iterator[dict[str, object]]:
+def _run_time_knobs(config: Config, problem: Problem) -> Iterator[dict[str, Any]]:
     """Run-time knobs, the default ones first."""
     rasters = (Raster.HEURISTIC, Raster.ALONG_M, Raster.ALONG_N) if config.path is Family.TMA else (Raster.HEURISTIC,)
     splits = (1, 2, 4) if isinstance(config, GemmConfig) and config.scheduler is Scheduler.STREAM_K else (1,)
     for parts, swizzle, raster in itertools.product(splits, (1, 2, 4, 8), rasters):
-        knobs: dict[str, object] = {"splits": parts, "swizzle": swizzle, "raster": raster}
+        knobs: dict[str, Any] = {"splits": parts, "swizzle": swizzle, "raster": raster}
         if validity.is_valid_at_run_time(attrs.evolve(config, **knobs), problem):
             yield knobs

@@ -66,15 +66,15 @@ class AddressIterator(enum.StrEnum):
     """Slower, and right for every geometry."""
 
 
+@attrs.frozen
 class _Knobs:
     """What both kinds of configuration do with their knobs."""
-
-    __slots__ = ()
 
     @property
     def compiled(self) -> Self:
         """The configuration whose library runs this one: the same compile-time knobs, default run-time knobs."""
-        return attrs.evolve(self, splits=1, raster=Raster.HEURISTIC, swizzle=1)
+        defaults: dict[str, Any] = {"splits": 1, "raster": Raster.HEURISTIC, "swizzle": 1}
+        return attrs.evolve(self, **defaults)
 
     @property
     def text(self) -> str:

@@ -223,9 +223,9 @@ class ConvLaunch:
         for name, tensor, formats in (("x", x, "int8"), ("w", w, "int8"), ("out", out, self._out_format)):
             if FORMATS.get(tensor.dtype) != formats:
                 refuse(name, formats, tensor.dtype)
-        for name, tensor in (("x_scale", x_scale), ("w", w), ("w_scale", w_scale), ("bias", bias), ("out", out)):
-            if tensor is not None and tensor.device != x.device:
-                refuse(name, f"on {x.device} like x", tensor.device)
+        for name, operand in (("x_scale", x_scale), ("w", w), ("w_scale", w_scale), ("bias", bias), ("out", out)):
+            if operand is not None and operand.device != x.device:
+                refuse(name, f"on {x.device} like x", operand.device)
         images, in_c, in_h, in_w = x.shape
         out_c, group_c, filter_h, filter_w = w.shape
         if in_c != group_c * geometry.groups:
@@ -233,10 +233,10 @@ class ConvLaunch:
         pixels = geometry.output_size((in_h, in_w), (filter_h, filter_w))
         if tuple(out.shape) != (images, out_c, *pixels):
             refuse("out", f"of shape {(images, out_c, *pixels)}", tuple(out.shape))
-        for name, tensor, sizes in (("x_scale", x_scale, (1,)), ("w_scale", w_scale, (1, out_c)), ("bias", bias, (out_c,))):
-            if tensor is not None and (tensor.dtype is not torch.float32 or tensor.numel() not in sizes):
+        for name, vector, sizes in (("x_scale", x_scale, (1,)), ("w_scale", w_scale, (1, out_c)), ("bias", bias, (out_c,))):
+            if vector is not None and (vector.dtype is not torch.float32 or vector.numel() not in sizes):
                 count = " or ".join(map(str, sizes))
-                refuse(name, f"{count} elements of float32", f"{tensor.numel()} of {tensor.dtype}")
+                refuse(name, f"{count} elements of float32", f"{vector.numel()} of {vector.dtype}")
 
     def _prepare(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> list[_Launch]:
         geometry, config, device = self._geometry, self._config, x.get_device()

@@ -15,13 +15,13 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.configs import candidates, validity
-from qsync_kernels_cutlass.configs.config import GemmConfig
+from qsync_kernels_cutlass.configs.config import Config, GemmConfig
 from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem, problem_of
 from qsync_kernels_cutlass.kernels.operands import FORMATS
 from qsync_kernels_cutlass.kernels.product import Product
 
 
-def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Kernel:
+def build(request: KernelRequest, config: Config, arch: Architecture) -> Kernel:
     """The kernel of a linear operator; its signature is in ``docs/writing-a-backend.md``.
 
     Args:
@@ -34,6 +34,7 @@ def build(request: KernelRequest, config: GemmConfig, arch: Architecture) -> Ker
     """
     problem = problem_of(request)
     assert isinstance(problem, GemmProblem)
+    assert isinstance(config, GemmConfig)
     product = Product(config, arch, problem)
     product.copies.prepare(*_copies(request, problem))
     if request.op == Op.LINEAR_OUTPUT:
@@ -82,8 +83,9 @@ def _in_any_format(
         if dtype is product.out_dtype or dtype not in FORMATS:
             return product
         other = attrs.evolve(problem, out_format=FORMATS[dtype])
-        fits = not validity.reasons(config, arch, other)
-        return Product(config if fits else candidates.ranked(other, arch)[0], arch, other)
+        chosen = candidates.ranked(other, arch)[0] if validity.reasons(config, arch, other) else config
+        assert isinstance(chosen, GemmConfig)
+        return Product(chosen, arch, other)
 
     return of
 

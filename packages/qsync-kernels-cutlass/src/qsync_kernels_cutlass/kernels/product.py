@@ -10,8 +10,8 @@ from qsync_kernels_cutlass.compiling.compile import compiled
 from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext
 from qsync_kernels_cutlass.configs.config import Family, GemmConfig, Scheduler
 from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem
+from qsync_kernels_cutlass.configs.validity import ALIGNMENT_BYTES
 from qsync_kernels_cutlass.kernels.operands import (
-    ALIGNMENT_BYTES,
     DTYPES,
     FORMATS,
     current_stream,
