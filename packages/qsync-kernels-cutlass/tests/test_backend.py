@@ -142,7 +142,7 @@ def test_accepted_requests_have_configurations_that_can_be_read_back(stand_in_nv
 
 
 @pytest.mark.parametrize(("request_", "reason"), REFUSED)
-def test_refused_requests_are_told_why(request_, reason):
+def test_refused_requests_say_why(request_, reason):
     with pytest.raises(BackendError, match=rf"backend cutlass cannot run {request_.op} as .*{reason}"):
         BACKEND.build(request_, KernelConfig())
     assert list(BACKEND.candidate_configs(request_)) == []
@@ -354,18 +354,18 @@ def test_convolutions_that_are_products_take_a_products_configuration():
 
 def test_compiling_ahead_compiles_the_candidates_of_what_it_takes(stand_in_nvcc, own_cache, tmp_path, capsys):
     stand_in_nvcc('cat "$source" > "$out"')
-    told = []
+    events = []
     requests = [linear(capability="7.5"), conv2d(), linear(k=200_000)]
-    done = BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
+    done = BACKEND.compile_ahead(requests, "sm_75", lambda *update: events.append(update))
     assert done.requests == 2
     assert [refused.shapes for refused, _ in done.refused] == [linear(k=200_000).shapes]
     assert KernelCache().counts() == {"sm_75": done.kernels}
-    assert [count for count, total, _ in told] == list(range(done.kernels + 1))
-    assert {total for _, total, _ in told} == {done.kernels}
+    assert [count for count, total, _ in events] == list(range(done.kernels + 1))
+    assert {total for _, total, _ in events} == {done.kernels}
     lines = capsys.readouterr().err.splitlines()  # which is no terminal here
     assert [line.rpartition("(")[2] for line in lines] == [f"{n} of {done.kernels})" for n in range(done.kernels + 1)]
     compiled = len((tmp_path / "compilations").read_text().splitlines())
-    BACKEND.compile_ahead(requests, "sm_75", lambda *update: told.append(update))
+    BACKEND.compile_ahead(requests, "sm_75", lambda *update: events.append(update))
     assert len((tmp_path / "compilations").read_text().splitlines()) == compiled == done.kernels
 
 
@@ -411,7 +411,7 @@ def test_a_request_gets_its_reasons_through_the_registry():
         registry.select(attrs.evolve(linear(), device_kind="cpu"))
 
 
-def test_answering_imports_neither_torch_nor_ctypes():
+def test_answering_imports_neither_torch_nor_numpy():
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from kernel_requests import linear, conv2d;"
         "from qsync_kernels_cutlass import plugin; (b,) = plugin.qsync_register_backends();"

@@ -53,8 +53,6 @@ def _cache_line() -> DoctorLine:
     try:
         counts = KernelCache().counts()
     except BackendError as error:
-        return DoctorLine(
-            "kernel cache", str(error), Status.WARNING, "kernels are neither compiled nor loaded until this is mended"
-        )
+        return DoctorLine("kernel cache", str(error), Status.WARNING, "until then kernels are neither compiled nor loaded")
     said = ", ".join(f"{count} for {arch}" for arch, count in sorted(counts.items()))
     return DoctorLine("kernel cache", f"{folder}, compiled kernels: {said or 'none'}")

@@ -34,7 +34,7 @@ def current_stream(device: int) -> int:
 
 @lru_cache
 def sm_count(device: int) -> int:
-    """Multiprocessors of a device; looked up once, because kernels are told at every call."""
+    """Multiprocessors of a device; looked up once, because every call passes them."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

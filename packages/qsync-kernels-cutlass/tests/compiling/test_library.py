@@ -59,7 +59,7 @@ def test_arguments_start_with_what_every_call_needs():
         (-1, "unknown status -1"),
     ],
 )
-def test_statuses_are_told_in_words(status, meaning):
+def test_statuses_have_words(status, meaning):
     assert meaning in library.describe_status(status)
 
 

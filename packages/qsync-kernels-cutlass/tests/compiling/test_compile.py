@@ -1,4 +1,4 @@
-"""Compiling, with a shell script in place of nvcc: what reaches the cache, what runs at once, and how failures are told."""
+"""Compiling, with a shell script in place of nvcc: what reaches the cache, what runs at once, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_compilers_do_not_outlive_a_process_that_is_killed(stand_in_nvcc, own_ca
 
 
 def runs(pid):
-    """Whether a process exists and has not ended (who ended and was not waited for is still listed)."""
+    """Whether a process exists and has not ended (one that ended and was not waited for is still listed)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

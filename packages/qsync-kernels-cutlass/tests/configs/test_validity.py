@@ -1,4 +1,4 @@
-"""Configurations against the chips' limits: what is offered fits, and what does not fit is told by the limit that it exceeds."""
+"""Configurations against the chips' limits: what is offered fits, and what does not fit names the limit that it exceeds."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_usual_configurations_are_valid(config, arch, problem):
         (attrs.evolve(CONV, splits=2), SM_90A, INT8_CONV, "a convolution is not split along k"),
     ],
 )
-def test_what_does_not_fit_is_told_by_the_limit(config, arch, problem, reason):
+def test_what_does_not_fit_names_the_limit(config, arch, problem, reason):
     found = validity.reasons(config, arch, problem)
     assert any(reason in text for text in found), found
     assert not validity.is_valid(config, arch, problem)

@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_write_is_refused(own_cache, mode):
         KernelCache()
 
 
-def test_a_folder_of_somebody_else_is_refused(own_cache, monkeypatch):
+def test_a_folder_of_another_user_is_refused(own_cache, monkeypatch):
     own_cache.mkdir(mode=0o700)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -78,7 +78,7 @@ def test_a_file_in_the_folders_place_is_refused(own_cache):
         KernelCache()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BackendError, match=r"cannot be made \(.*\); set QSYNC_KERNEL_CACHE"):
         KernelCache(tmp_path / "file" / "kernels")
@@ -160,7 +160,7 @@ def test_an_entry_that_was_tampered_with_is_not_found_and_is_replaced(cache, tam
     assert cache.find(KEY).read_bytes() == CONTENT
 
 
-def test_an_entry_of_somebody_else_is_not_found(cache, monkeypatch):
+def test_an_entry_of_another_user_is_not_found(cache, monkeypatch):
     path = put(cache)
     lstat, me = os.lstat, os.geteuid()
 
@@ -172,22 +172,22 @@ def test_an_entry_of_somebody_else_is_not_found(cache, monkeypatch):
     assert cache.find(KEY) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 @pytest.mark.parametrize("part", ["", "kernel.so", "manifest.json"])
-def test_an_entry_that_really_belongs_to_somebody_else_is_not_found(cache, part):
+def test_an_entry_that_really_belongs_to_another_user_is_not_found(cache, part):
     os.chown(put(cache).parent / part, 12345, -1)
     assert cache.find(KEY) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to somebody else")
-def test_a_folder_that_really_belongs_to_somebody_else_is_refused(own_cache):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")
+def test_a_folder_that_really_belongs_to_another_user_is_refused(own_cache):
     own_cache.mkdir(mode=0o700)
     os.chown(own_cache, 12345, -1)
     with pytest.raises(BackendError, match=r"belongs to user 12345 and not to you"):
         KernelCache()
 
 
-def test_a_cache_that_cannot_be_written_is_told(cache, own_cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_an_error(cache, own_cache, monkeypatch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
@@ -247,7 +247,7 @@ def test_one_at_a_time_holds_a_lock_although_it_is_removed(cache, own_cache):
     assert os.listdir(own_cache) == []
 
 
-def test_waiting_for_another_process_ends_when_it_is_told_to(cache):
+def test_waiting_for_another_process_ends_when_it_is_stopped(cache):
     stopped = threading.Event()
     with cache.locked(KEY, threading.Event()):
         waiting = threading.Thread(target=lambda: cache.locked(KEY, stopped).__enter__())

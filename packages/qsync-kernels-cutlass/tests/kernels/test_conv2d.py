@@ -333,7 +333,7 @@ def test_half_precision_outputs_have_a_kernel_of_their_own():
         ({"out": lambda out: out.half()}, "out must be float32, got torch.float16"),
     ],
 )
-def test_bad_operands_are_told_by_name(change, message):
+def test_bad_operands_are_named(change, message):
     kernel, _ = built(request((2, 16, 5, 5), (16, 16, 3, 3)))
     given = {
         "x": integers(2, 16, 5, 5),
