@@ -18,7 +18,7 @@ OPTIONS = {
     "scale": {"scale": 0.3},
     "mask": {"attn_mask": SOME},
     "a query that reads nothing": {"attn_mask": EMPTY},
-    "keys that nobody reads": {"attn_mask": torch.tensor([True, False, True]).view(1, 1, 1, 3)},
+    "keys that no query reads": {"attn_mask": torch.tensor([True, False, True]).view(1, 1, 1, 3)},
     "added": {"attn_mask": ADDED.double()},
 }
 

@@ -54,7 +54,7 @@ def earlier():
 def test_a_changed_job_is_refused(earlier, changed):
     recorded = earlier.values("run", "loss")[0]
     expected = (
-        rf"the interrupted observation can not be continued: the loss of net at update 2 was {recorded:.6g} and is now "
+        rf"the interrupted observation cannot be continued: the loss of net at update 2 was {recorded:.6g} and is now "
         r"[\d.]+, so its model, data or optimizer has changed; start anew \(qsync observe --fresh\)"
     )
     with pytest.raises(ObservationError) as error:

@@ -183,9 +183,7 @@ def test_a_call_that_can_not_be_observed(asked_for, monkeypatch):
 
 def test_the_only_one_fails(monkeypatch):
     monkeypatch.setattr(observe_module, "default_collectors", lambda announce: [Called(1)])
-    with pytest.raises(
-        ObservationError, match="collector called can not observe net: it failed at update 2 of net with RuntimeErr"
-    ):
+    with pytest.raises(ObservationError, match="collector called cannot observe net: it failed at update 2 of net with RuntimeErr"):
         _observe(None)
 
 

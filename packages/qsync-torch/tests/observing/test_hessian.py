@@ -1,4 +1,4 @@
-"""Eigenvalues against dense Hessians in float64, rounding errors against Monte Carlo, and what can not be differentiated twice."""
+"""Eigenvalues against dense Hessians in float64, rounding errors against Monte Carlo, and what cannot be differentiated twice."""
 
 import copy
 

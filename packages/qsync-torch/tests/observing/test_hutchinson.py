@@ -1,4 +1,4 @@
-"""How the collector runs: in parts, leaving no trace, and where a model can not be differentiated twice or is too large."""
+"""How the collector runs: in parts, leaving no trace, and where a model cannot be differentiated twice or is too large."""
 
 import copy
 import gc
@@ -289,7 +289,7 @@ def test_without_a_second_derivative(model, reason):
     assert len(found.iterations) == 2
     why = found.settings["without hutchinson"]
     assert f"without hutchinson: {why}; observing goes on with lossvar" in said
-    with pytest.raises(ObservationError, match=f"collector hutchinson can not observe net: .*{reason}"):
+    with pytest.raises(ObservationError, match=f"collector hutchinson cannot observe net: .*{reason}"):
         observe(job, dag, [INT8], warmup=0, steps=2, collectors=[HutchinsonCollector()])
 
 

@@ -83,7 +83,7 @@ def test_activation_checkpointing_is_refused_with_the_reason():
     )
     assert found.settings["without hutchinson"].startswith("operator middle#0 runs under activation checkpointing")
     assert any("observing goes on with lossvar" in text for text in said)
-    with pytest.raises(Exception, match="can not observe part: operator middle#0 runs under activation checkpointing"):
+    with pytest.raises(Exception, match="cannot observe part: operator middle#0 runs under activation checkpointing"):
         observe(job, trace(plain), LADDER, warmup=0, steps=2, collectors=[HutchinsonCollector()])
 
 
@@ -96,5 +96,5 @@ def test_hessian_refuses_checkpointing_of_a_frozen_weight_alone():
     )
     job.model.middle.requires_grad_(False)
     plain.model.middle.requires_grad_(False)
-    with pytest.raises(Exception, match="can not observe part: operator middle#0 runs under activation checkpointing"):
+    with pytest.raises(Exception, match="cannot observe part: operator middle#0 runs under activation checkpointing"):
         observe(job, trace(plain), LADDER, warmup=0, steps=1, collectors=[HessianCollector()])

@@ -163,7 +163,7 @@ def test_an_output_that_can_not_be_written_is_refused_before_anything_is_trained
     assert (result.exit_code, result.stderr) == (1, f"error: {says.format(folder=folder)}\n")
 
 
-def test_a_job_that_diverges_leaves_nothing_in_the_way_of_the_mended_one(folder):
+def test_a_job_that_diverges_leaves_nothing_in_the_way_of_the_repaired_one(folder):
     job = (folder / "job.py").read_text()
     diverging = job.replace(
         "cross_entropy(output, batch.target)",
@@ -185,7 +185,7 @@ def test_an_interrupted_observation_of_a_job_that_changed_since(folder):
     (folder / "job.py").write_text((folder / "job.py").read_text().replace("lr=0.1", "lr=0.85"))
     result = _observe()
     assert result.exit_code == 1
-    assert "error: the interrupted observation can not be continued: the loss of tiny at update 1 was " in result.stderr
+    assert "error: the interrupted observation cannot be continued: the loss of tiny at update 1 was " in result.stderr
     assert result.stderr.endswith(", so its model, data or optimizer has changed; start anew (qsync observe --fresh)\n")
     assert (folder / "o.qsync.partial").exists()
     assert _observe("--fresh").exit_code == 0
@@ -199,7 +199,10 @@ def test_without_a_collector_it_is_said(folder):
     artifact.save(trace(load_job("job.py:tiny")), folder / "dag.qsync")
     result = _observe("--json")
     assert result.exit_code == 0, result.output
-    assert "without hutchinson: the derivative for '_cdist_backward' is not implemented" in result.stderr
+    assert (
+        "without hutchinson: tiny has an operation without a second derivative: the derivative for '_cdist_backward' is"
+        in result.stderr
+    )
     data = json.loads(result.stdout)
     assert data["collectors"] == ["lossvar", "paper", "run"]
     assert "_cdist_backward" in data["without"]["hutchinson"]

@@ -178,7 +178,7 @@ def test_what_another_run_left_is_refused(dag, changed, says):
     with pytest.raises(ObservationError) as error:
         _observe(dag, earlier=earlier, **changed)
     text = str(error.value)
-    assert text.startswith("the interrupted observation can not be continued: its ")
+    assert text.startswith("the interrupted observation cannot be continued: its ")
     assert text.endswith("; start anew (qsync observe --fresh)")
     assert says in text
     assert "\n" not in text
@@ -186,7 +186,7 @@ def test_what_another_run_left_is_refused(dag, changed, says):
 
 def test_another_models_observations_are_refused(dag):
     earlier = attrs.evolve(_interrupted(dag, 1), dag_digest="0" * 64)
-    with pytest.raises(ObservationError, match=r"can not be continued: its model is '0+', now '[0-9a-f]{64}'; start anew "):
+    with pytest.raises(ObservationError, match=r"cannot be continued: its model is '0+', now '[0-9a-f]{64}'; start anew "):
         _observe(dag, earlier=earlier)
 
 

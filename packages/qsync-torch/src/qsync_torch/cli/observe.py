@@ -94,7 +94,7 @@ def observe(
                 progress=update,
             )
     except JobFault:
-        partial.unlink(missing_ok=True)  # of no use, and in the way of the mended job
+        partial.unlink(missing_ok=True)  # of no use, and would stand in the way of the repaired job
         raise
     artifact.save(found, output)
     partial.unlink(missing_ok=True)

@@ -117,7 +117,12 @@ def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: Ca
             applied.replace_forward(module, functools.partial(_hooked_forward, call))
         # Sites also count the calls that no hook sees.
         sites = {
-            owner: CallSite({name: {o.call: _HookedCall(calls, lambda o=o: o) for o in op_ids} for name, op_ids in by_name.items()})
+            owner: CallSite(
+                {
+                    name: {o.call: _HookedCall(calls, functools.partial(OpId, o.fqn, o.call)) for o in op_ids}
+                    for name, op_ids in by_name.items()
+                }
+            )
             for owner, by_name in addressed.functional.items()
         }
         applied.sites.all.extend(sites.values())
@@ -179,7 +184,7 @@ class GradientCapture:
             def record(grad: torch.Tensor) -> None:
                 calls[operator.op_id] = OperatorCall(operator, *operands, grad, geometry)
 
-            output.register_hook(record)
+            output.register_hook(record)  # type: ignore[no-untyped-call]
         return output
 
     def calls(self) -> Iterator[OperatorCall]:

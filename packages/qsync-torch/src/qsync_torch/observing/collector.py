@@ -104,7 +104,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ge
 def product_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry, *, by_x: bool = True, by_weight: bool = True
 ) -> tuple[Any, Any]:
-    """Gradients of :func:`product` by ``x`` and by ``weight``, given that of its output; None for one that is not asked for."""
+    """Gradients of :func:`product` by ``x`` and by ``weight``, given that of its output; None for one that is not computed."""
     if weight.dim() == 2:
         rows = grad.reshape(-1, grad.shape[-1])
         return grad @ weight if by_x else None, rows.t() @ x.reshape(-1, x.shape[-1]) if by_weight else None

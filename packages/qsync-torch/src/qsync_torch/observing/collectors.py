@@ -1,4 +1,4 @@
-"""Which collectors there are, and which run."""
+"""Which collectors are installed, and those of one run: called at each update, restored when it continues, named when they fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def installed_collectors(announce: Callable[[str], None] = lambda text: None) ->
     """The collectors of all installed plugins, QSync's own among them (hook ``qsync_register_collectors``), by name.
 
     Args:
-        announce: told of each plugin that offers none, or one that lacks part of the interface, and why.
+        announce: receives a sentence on each plugin that offers none, or one that lacks part of the interface.
 
     Raises:
         PluginError: for two of one name.
@@ -50,7 +50,7 @@ def _lacks(offered: Any) -> str:
 
 
 def default_collectors(announce: Callable[[str], None] = lambda text: None) -> list[AnyCollector]:
-    """Those that run unless others are asked for: all but the ones that say ``by_default = False`` because they take long."""
+    """Those that run where none is named: all but the ones that say ``by_default = False`` because they take long."""
     return [collector for collector in installed_collectors(announce).values() if getattr(collector, "by_default", True)]
 
 
@@ -58,7 +58,7 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
     """The collectors of these names.
 
     Raises:
-        ObservationError: for a name that nobody offers, and for none.
+        ObservationError: for a name that no plugin offers, and for no name.
     """
     disabled: list[str] = []
     installed = installed_collectors(disabled.append)
@@ -74,35 +74,17 @@ def collectors_named(names: Iterable[str]) -> list[AnyCollector]:
     return [installed[name] for name in wanted]
 
 
-def passes(collector: Any, dag: PrecisionDag, variants: Sequence[Variant]) -> float:
-    """What a collector says that one update costs, in forward and backward passes over the batch; 0 where it does not say."""
-    estimate = getattr(collector, "passes", None)
-    return float(estimate(dag, variants)) if estimate is not None else 0.0
-
-
-# ---- merged from qsync_torch.observing.collectors
-# The collectors of one run: asked update by update, restored when it is continued, and named when they fail.
-
-
-@attrs.frozen
-class Cost:
-    """Forward and backward passes besides those of training: of each observed update, and more of the first one."""
-
-    each: float
-    first: float
-
-
 @attrs.define
 class RunningCollectors:
     """The collectors that observe a model.
 
     Attributes:
         model: its name.
-        variants: what they are asked about.
+        variants: what they write terms for.
         active: those that run.
-        asked_for: somebody named them, so that one that fails ends the run; otherwise a failure disables only itself.
-        announce: told of those that are left out.
-        unavailable: why those that are left out are.
+        asked_for: the user named them, so that one that fails ends the run; otherwise it is left out.
+        announce: receives a sentence on each that is left out.
+        unavailable: why each of those is left out.
     """
 
     model: str
@@ -120,7 +102,7 @@ class RunningCollectors:
 
     @property
     def read_calls(self) -> bool:
-        """Whether any of them wants the calls of operators."""
+        """Whether any of them reads the calls of operators."""
         return any(isinstance(collector, Collector) for collector in self.active)
 
     def of_step(self, step: ObservedStep, record: Record) -> dict[Key, float]:
@@ -128,8 +110,8 @@ class RunningCollectors:
 
         Raises:
             JobFault: what a collector found wrong with the job.
-            ObservationError: when one that was asked for can not go on, or none is left.
-            PluginError: when one that was asked for fails.
+            ObservationError: when one that the user named cannot go on, or none is left.
+            PluginError: when one that the user named fails.
         """
         found: dict[Key, float] = {}
         for collector in [c for c in self.active if isinstance(c, StepCollector)]:
@@ -161,17 +143,21 @@ class RunningCollectors:
                 collector.restore(model, update, self.variants, record.last(collector.name))
                 self._restored.add(collector.name)
 
-    def cost(self, dag: PrecisionDag, update: int, record: Record) -> Cost:
-        """What they say that they cost."""
+    def cost(self, dag: PrecisionDag, update: int, record: Record) -> tuple[float, float]:
+        """Forward and backward passes besides those of training: of each observed update, and more of the first one.
+
+        A collector estimates its own with ``passes``; one without that counts as 0.
+        """
         each = first = 0.0
         for collector in list(self.active):
             with self._guarded(collector, update, record):
-                estimate = passes(collector, dag, self.variants)
+                passes = getattr(collector, "passes", None)
+                estimate = 0.0 if passes is None else float(passes(dag, self.variants))
                 if not getattr(collector, "measures_once", False):
                     each += estimate
                 elif collector.name not in self._restored:
                     first += estimate
-        return Cost(each, first)
+        return each, first
 
     def leave_out(self, name: str, reason: str) -> None:
         """Go on without a collector.
@@ -182,12 +168,12 @@ class RunningCollectors:
         self.active = [collector for collector in self.active if collector.name != name]
         self.unavailable[name] = reason
         if not self.active:
-            raise ObservationError(f"collector {name} can not observe {self.model}: {reason}")
+            raise ObservationError(f"collector {name} cannot observe {self.model}: {reason}")
         self.announce(f"without {name}: {reason}; observing goes on with {', '.join(self.names)}")
 
     @contextmanager
     def _guarded(self, collector: AnyCollector, update: int, record: Record) -> Iterator[None]:
-        """Around a call of a collector: one that fails is named and left out, or ends the run that asked for it by name."""
+        """Around a call of a collector: one that fails is named and left out, or ends the run of a user who named it."""
 
         def failed(sentence: str, error: BaseException) -> None:
             what = f"failed at update {update} of {self.model} with {described(error)}"
@@ -217,8 +203,12 @@ class RunningCollectors:
 def _keyed(
     collector: AnyCollector, numbers: Iterator[tuple[OpId | None, Variant | None, str, Any]], seen: ObservedStep | OperatorCall
 ) -> Mapping[Key, float]:
-    """Numbers that are not finite are the job's fault where what was seen is not either, or the collector is QSync's own; that is
-    found where they are recorded."""
+    """A collector's numbers as a record takes them.
+
+    Raises:
+        ValueError: when a plugin's collector makes a number that is not finite of tensors that are.  (All others are the job's
+            fault, which the record reports.)
+    """
     found = {(op_id, variant, collector.name, term): float(value) for op_id, variant, term, value in numbers}
     if not origin(collector).startswith("qsync_torch."):
         wrong = next(((*key, value) for key, value in found.items() if not math.isfinite(value)), None)

@@ -107,7 +107,7 @@ class HessianCollector:
         """``top_eigenvalue`` (loss over squared weight), ``weight_numel`` and, per variant, ``weight_error``.
 
         Raises:
-            CollectorUnavailable: when something in the model can not be differentiated twice; says what.
+            CollectorUnavailable: when the model has an operation without a second derivative, which is named.
         """
         lowered = low_precision(variants)
         earlier = self._earlier

@@ -144,7 +144,7 @@ class _Pass:
                 self._add_parameter_gradient(op_id, gradient)
         return self._terms(parts)
 
-    def _one(self, number: int, part: Batch, share: float, parameters: list[torch.Tensor]) -> None:
+    def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
         step, masks = self._step, Masks()
         response = NoiseResponse(self._respond, masks)
         try:
@@ -212,7 +212,7 @@ class _Pass:
     def _keep_parameter_response(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         """Calls of one module, and parts of a batch, read one rounded parameter: their responses add up before they are squared."""
         op_id, read = site.operator.op_id, site.handed_over(place)
-        # What is computed anew for every part is told by the call.
+        # A tensor that is computed anew for every part is known by its call.
         which = id(read) if isinstance(read, torch.nn.Parameter) else op_id
         found = self._parameter_responses.setdefault(
             (phase, self._calls[op_id][0], place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
@@ -284,7 +284,7 @@ class _Pass:
         for operator in self._step.dag.adjustable:
             op_id = operator.op_id
             if op_id not in self._reached:
-                continue  # nothing is known of it, which is not the same as zeros
+                continue  # nothing is known of it, and zeros would say that it is harmless
             masks = self._masks_behind.get(op_id, 0)
             for v, rounded in self._noise.items():
                 sources: tuple[tuple[Place, Source, str, str, str], ...] = (

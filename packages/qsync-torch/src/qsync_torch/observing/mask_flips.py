@@ -30,6 +30,10 @@ FLIP_FACTOR = 2 * math.sqrt(2 / math.pi) * WINDOW
 """What squares of the response are multiplied with, beside the inverse of the relative noise σ/std."""
 
 
+_pool: Callable[..., Any] = F.max_pool2d
+"""Its overloads accept literals only."""
+
+
 @attrs.define(eq=False)
 class Spreads:
     """The standard deviations of what all masks of a pass read, 0-d each; what follows from them is computed for all at once."""
@@ -115,10 +119,10 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     if a.dim() != 4 or return_indices:
-        return F.max_pool2d(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        return _pool(a, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
     kernel = _pair(kernel_size)
     geometry = (kernel, _pair(stride) if stride not in (None, [], ()) else kernel, _pair(padding), _pair(dilation), ceil_mode)
-    return _MaxPool.apply(a, geometry, masks.add(a))  # type: ignore[no-any-return,no-untyped-call]
+    return _MaxPool.apply(a, geometry, masks.add(a))  # type: ignore[no-untyped-call]
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -139,7 +143,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 class _ReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, mask: Mask, inplace: bool) -> torch.Tensor:
-        # One byte an element, where ``a`` would be four that nobody else keeps.
+        # One byte an element; keeping ``a`` would take four more.
         near = a.abs() < WINDOW * mask.std
         ctx.save_for_backward((a > 0).to(torch.uint8).add_(near, alpha=2))
         ctx.mask = mask
@@ -167,7 +171,7 @@ class _Gate(torch.autograd.Function):
         return grad * (code & 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, v: torch.Tensor) -> Any:
         grad, code = ctx.saved_tensors
         # Few elements are near; two bytes hold them well enough.
@@ -179,7 +183,8 @@ class _Gate(torch.autograd.Function):
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, geometry: Any, mask: Mask) -> torch.Tensor:
-        pooled, winner = F.max_pool2d(a, *geometry[:4], ceil_mode=geometry[4], return_indices=True)
+        pooled: torch.Tensor
+        pooled, winner = _pool(a, *geometry[:4], ceil_mode=geometry[4], return_indices=True)
         ctx.save_for_backward(a, winner)
         ctx.geometry, ctx.mask = geometry, mask
         return pooled
@@ -201,7 +206,7 @@ class _Route(torch.autograd.Function):
         return _laid_out_like(routed.scatter_add_(2, winner.flatten(2), grad.flatten(2)), a)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, v: torch.Tensor) -> Any:
         grad, a, winner = ctx.saved_tensors
         first = winner.flatten(2)

@@ -1,4 +1,7 @@
-"""``measure_truth``: the Monte Carlo truth of the updates that were observed, on a budget of seconds."""
+"""``measure_truth``: the Monte Carlo truth of the updates that were observed, on a budget of seconds.
+
+The budget decides how many batches are measured, and with how many draws each (:func:`fit_seconds`).
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,82 @@ from qsync_torch.observing.collector import ObservedStep
 from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, passes, subjects
 from qsync_torch.observing.observe import observe
 
-# ---- merged from qsync_torch.observing.measure_truth
-# How many batches and draws of Monte Carlo truth a number of passes or seconds is enough for.
-
 _GOOD_BATCHES = 4
 """With fewer, another batch tells more than another draw: gradients differ more from batch to batch than from draw to draw."""
 _FEWEST, _GOOD_DRAWS, _MOST_DRAWS = 2, 8, 32
 """More draws than the second are made where no more batches are left."""
 _BOUNDLESS = 1e15
-"""Passes that no budget is enough for."""
+"""More passes than any budget pays for; keeps the quotient of two floats an int."""
+
+
+def measure_truth(request: TruthRequest) -> Observations:
+    """Observe the job with the collector ``montecarlo`` alone, at the updates and on the batches that the indicators saw.
+
+    Raises:
+        ObservationError: when the budget is no finite number or too small (says which would do), the job has nothing to lower, or a
+            gradient is not finite.
+        QSyncError: when the graph is of another job.
+    """
+    check_seconds(request.budget_s)
+    observations, dag = request.observations, request.dag
+    target = parse_device(request.device or observations.settings.get("device", "cpu"))
+    job = load_job(request.job, dag.batch_size)
+    check_same_model(job, dag)
+    operators = len(subjects(dag))
+    if not operators:
+        raise ObservationError(f"{dag.model} has no operator whose precision a plan may change, so there is no truth to measure")
+    # Observations of older versions say nothing of a warm-up; their first index is how many updates came before.
+    warmup = int(observations.settings.get("warmup", observations.iterations[0]))
+    seed = int(observations.settings.get("seed", "0"))
+    pass_s = _seconds_per_pass(job, dag, request.variants, observations.batch_size, target)
+    budget = fit_seconds(request.budget_s, pass_s, operators, request.variants, len(observations.iterations), other_passes=warmup)
+    request.announce(_cost(budget, operators, request.variants, warmup, pass_s))
+    return observe(
+        job,
+        dag,
+        request.variants,
+        warmup=warmup,
+        steps=budget.batches,
+        batch_size=observations.batch_size,
+        device=target,
+        collectors=[MonteCarloCollector(budget.draws, progress=_over_batches(budget, request.progress))],
+        settled=None,
+        seed=seed,
+    )
+
+
+def _seconds_per_pass(job: Job, dag: PrecisionDag, variants: Sequence[Variant], batch_size: int, target: torch.device) -> float:
+    """Measured on one operator in all variants, with what lowering it and putting it back takes."""
+    model = copy.deepcopy(job.model).to(target).train()
+    step = ObservedStep(job, model, dag, job.batch(0, batch_size).to(target), 0, 0)
+    listed = subjects(dag)
+    collector = MonteCarloCollector(2, operators=[listed[len(listed) // 2][0].op_id], together=False)
+    collector.collect_step(step, variants)  # the first passes compile kernels and fill caches
+    start = time.perf_counter()
+    collector.collect_step(step, variants)  # its numbers are read, so a device has finished
+    return (time.perf_counter() - start) / collector.passes(dag, variants)
+
+
+def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warmup: int, pass_s: float) -> str:
+    labels = ", ".join(dict.fromkeys(variant.label for variant in variants))
+    batches = f"{budget.batches} batch{'es' if budget.batches > 1 else ''}"
+    seconds = (budget.passes + warmup + budget.batches) * pass_s
+    return (
+        f"measuring the truth: {operators} operators in {labels}, {budget.draws} draws where rounding is random, on {batches} "
+        f"after {warmup} updates: {budget.passes} forward and backward passes, about {seconds:.0f} s"
+    )
+
+
+def _over_batches(budget: TruthBudget, progress: ProgressCallback) -> ProgressCallback:
+    """One progress bar over all batches, from the collector's, which starts anew with each."""
+    finished = 0
+
+    def update(done: int, total: int, what: str) -> None:
+        nonlocal finished
+        progress(finished + done, budget.passes, what)
+        finished += done if done == total else 0
+
+    return update
 
 
 @attrs.frozen
@@ -106,76 +176,3 @@ def fit_seconds(
 def _rounded_up(seconds: float) -> float:
     """A little more than measured, to two digits: the next measurement of a pass will differ."""
     return float(f"{seconds * 1.3:.1e}")
-
-
-# ---- from here on: qsync_torch.observing.measure_truth
-
-
-def measure_truth(request: TruthRequest) -> Observations:
-    """Observe the job with the collector ``montecarlo`` alone, at the updates and on the batches that the indicators saw.
-
-    Raises:
-        ObservationError: when the budget is no finite number or too small (says which would do), the job has nothing to lower, or a
-            gradient is not finite.
-        QSyncError: when the graph is of another job.
-    """
-    check_seconds(request.budget_s)
-    observations, dag = request.observations, request.dag
-    target = parse_device(request.device or observations.settings.get("device", "cpu"))
-    job = load_job(request.job, dag.batch_size)
-    check_same_model(job, dag)
-    operators = len(subjects(dag))
-    if not operators:
-        raise ObservationError(f"{dag.model} has no operator whose precision a plan may change, so there is no truth to measure")
-    # Observations of older versions say nothing of a warm-up; their first index is how many updates came before.
-    warmup = int(observations.settings.get("warmup", observations.iterations[0]))
-    seed = int(observations.settings.get("seed", "0"))
-    pass_s = _seconds_per_pass(job, dag, request.variants, observations.batch_size, target)
-    budget = fit_seconds(request.budget_s, pass_s, operators, request.variants, len(observations.iterations), other_passes=warmup)
-    request.announce(_cost(budget, operators, request.variants, warmup, pass_s))
-    return observe(
-        job,
-        dag,
-        request.variants,
-        warmup=warmup,
-        steps=budget.batches,
-        batch_size=observations.batch_size,
-        device=target,
-        collectors=[MonteCarloCollector(budget.draws, progress=_over_batches(budget, request.progress))],
-        settled=None,
-        seed=seed,
-    )
-
-
-def _seconds_per_pass(job: Job, dag: PrecisionDag, variants: Sequence[Variant], batch_size: int, target: torch.device) -> float:
-    """Measured on one operator in all variants, with what lowering it and putting it back takes."""
-    model = copy.deepcopy(job.model).to(target).train()
-    step = ObservedStep(job, model, dag, job.batch(0, batch_size).to(target), 0, 0)
-    listed = subjects(dag)
-    collector = MonteCarloCollector(2, operators=[listed[len(listed) // 2][0].op_id], together=False)
-    collector.collect_step(step, variants)  # the first passes compile kernels and fill caches
-    start = time.perf_counter()
-    collector.collect_step(step, variants)  # its numbers are read, so a device has finished
-    return (time.perf_counter() - start) / collector.passes(dag, variants)
-
-
-def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warmup: int, pass_s: float) -> str:
-    labels = ", ".join(dict.fromkeys(variant.label for variant in variants))
-    batches = f"{budget.batches} batch{'es' if budget.batches > 1 else ''}"
-    seconds = (budget.passes + warmup + budget.batches) * pass_s
-    return (
-        f"measuring the truth: {operators} operators in {labels}, {budget.draws} draws where rounding is random, on {batches} "
-        f"after {warmup} updates: {budget.passes} forward and backward passes, about {seconds:.0f} s"
-    )
-
-
-def _over_batches(budget: TruthBudget, progress: ProgressCallback) -> ProgressCallback:
-    """One progress bar over all batches, from the collector's, which starts anew with each."""
-    finished = 0
-
-    def update(done: int, total: int, what: str) -> None:
-        nonlocal finished
-        progress(finished + done, budget.passes, what)
-        finished += done if done == total else 0
-
-    return update

@@ -63,7 +63,7 @@ def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *,
 
     Args:
         n_operators: how many are lowered one by one: ``len(subjects(dag))``.
-        variants: which are asked for; those that lose nothing cost nothing.
+        variants: those that lose nothing cost nothing.
         draws: for each operator in a variant that rounds at random; others take one.
         together: all operators are also lowered at once.
     """
@@ -74,7 +74,7 @@ def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *,
 class MonteCarloCollector:
     """‖Δ∂L/∂θ‖² over all trainable parameters, one operator in one variant at a time; in units of squared gradients.
 
-    Calls that share a module can not be lowered apart (``apply_`` gives them one variant): they are lowered at once, and each call
+    Calls that share a module cannot be lowered apart (``apply_`` gives them one variant): they are lowered at once, and each call
     is written an equal part, so that the sum over the calls is what was measured.
 
     Dropout masks are the same in every pass; the stochastic rounding draws anew in each.  Memory: that of a training step without
@@ -186,7 +186,7 @@ def step_gradients(step: ObservedStep) -> list[torch.Tensor | None]:
             raise ObservationError(
                 f"the loss of {step.job.name} depends on no trainable parameter, so there is no gradient to disturb"
             )
-        loss.backward()
+        torch.autograd.backward(loss)
         return [parameter.grad for parameter in parameters]
 
 

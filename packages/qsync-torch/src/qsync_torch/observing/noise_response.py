@@ -48,8 +48,8 @@ class Site:
         parameter, bias_parameter: the weight and the bias as they were handed over, with their graphs.
         masks_before: how many masks ran before the call.
         kept: the output itself, where it costs little: what follows a convolution keeps it anyway.
-        grad_output, grad_input: gradients of the loss; None until backward has passed, or where nobody asks for the input's.
-        scales: of the operands, once somebody has asked for them.
+        grad_output, grad_input: gradients of the loss; None until backward has passed, and for an input that needs none.
+        scales: of the operands, as far as they have been computed.
     """
 
     operator: Operator
@@ -108,7 +108,7 @@ Respond = Callable[[Phase, Site, Place, torch.Tensor], None]
 
 
 class NoiseResponse:
-    """A watcher (:mod:`.watch`) of one forward pass, and the backward passes after it, in the order of :class:`Phase`.
+    """A call hook of one forward pass, and the backward passes after it, in the order of :class:`Phase`.
 
     Args:
         respond: called for every site and place with a response of the tensor's shape; in the pass of the gradient for weights
@@ -133,7 +133,7 @@ class NoiseResponse:
         """Run the operator on copies of its operands.
 
         Raises:
-            CollectorUnavailable: inside activation checkpointing, whose second run of the forward would not come by here.
+            CollectorUnavailable: inside activation checkpointing, which runs the forward again without this hook.
         """
         if not torch.is_grad_enabled():
             return product(x, weight, bias, geometry)
@@ -148,7 +148,7 @@ class NoiseResponse:
         places = ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.BIAS, bias_copy), (Place.OUTPUT, output))
         for place, tensor in places:
             if tensor is not None:
-                tensor.register_hook(functools.partial(self._passed, site, place))
+                tensor.register_hook(functools.partial(self._passed, site, place))  # type: ignore[no-untyped-call]
         return output
 
     def carry_back(self, phase: Phase, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
@@ -170,7 +170,7 @@ class NoiseResponse:
         return torch.nn.utils.get_total_norm([g.detach() for _, g in self._gradients])
 
     def respond(self, direction: Mapping[torch.Tensor, torch.Tensor], *, again: bool) -> None:
-        """Second backward pass, of ⟨g, direction⟩; hands on every response and lets go of the graph of g.
+        """Second backward pass, of ⟨g, direction⟩; hands on every response and releases the graph of g.
 
         Every node is visited, not only those that lead somewhere: one without a second derivative says so only then.
 
@@ -186,7 +186,7 @@ class NoiseResponse:
             torch.autograd.backward(gradients, directions, retain_graph=again)
 
     def release(self) -> None:
-        """Let go of the graph.  Its hooks hold this object, and the garbage collector does not see references through a graph."""
+        """Release the graph.  Its hooks hold this object, and the garbage collector does not see references through a graph."""
         self._gradients.clear()
         self._leaves.clear()
         self.sites.clear()
@@ -200,7 +200,7 @@ class NoiseResponse:
         return copy
 
     def _passed(self, site: Site, place: Place, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient comes by."""
+        """A backward pass reaches a tensor of a call."""
         if self._phase is not Phase.GRADIENT:
             self._hand_on(self._phase, site, place, grad.detach())
             return None
@@ -211,7 +211,7 @@ class NoiseResponse:
         # Only the gradient of the output is in memory anyway; of the other one, two bytes tell the spacing of a format as well.
         setattr(site, noisy, grad.detach() if noisy is Place.GRAD_OUTPUT else grad.detach().bfloat16())
         copy = self._copy(grad)
-        copy.register_hook(functools.partial(self._responded, site, noisy))
+        copy.register_hook(functools.partial(self._responded, site, noisy))  # type: ignore[no-untyped-call]
         return copy
 
     def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:

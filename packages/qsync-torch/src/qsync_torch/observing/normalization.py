@@ -80,7 +80,7 @@ class _BatchNormBackward(torch.autograd.Function):
         return grad_x, g_xhat, g_sum
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
         grad, x, weight, mean, r, g_sum, g_xhat = ctx.saved_tensors
         over = _Channels(x, mean, r)
@@ -124,7 +124,7 @@ class _LayerNormBackward(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
         grad, x, weight, mean, r = ctx.saved_tensors
 
@@ -189,7 +189,7 @@ class _Channels:
                 z, self._x, None, None, None, self._mean, self._r, True, 0.0, [False, True, True]
             )
             return found[2], found[1]
-        # Only whether there is a weight matters; the sums that it would be multiplied with are not asked for.
+        # Only whether there is a weight matters; the sums that it would be multiplied with are not computed.
         found = torch.batch_norm_backward_reduce(self._laid_out(z), self._x, self._mean, self._r, self._r, False, True, True)
         return found[3], found[2]
 

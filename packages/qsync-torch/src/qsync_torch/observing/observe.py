@@ -66,9 +66,9 @@ def observe(
         seed: of dropout and whatever else the model draws.
         earlier: what an interrupted run of the same settings handed to ``checkpoint`` last; its updates are trained again, which
             costs little, and not observed again.
-        checkpoint: told everything so far after each observed update.
-        announce: told the cost in passes and seconds before observing starts, and of collectors that can not work here.
-        progress: told how far it is.
+        checkpoint: receives everything so far after each observed update.
+        announce: receives the cost in passes and seconds before observing starts, and which collectors cannot work here.
+        progress: receives how far it is.
 
     Returns:
         One value per observed update of every term that a collector writes.
@@ -77,7 +77,7 @@ def observe(
         ObservationError: naming the operator and the term when a value is NaN or infinite, or when the loss is, or when it
             depends on no parameter, or no gradient reaches any operator, or no collector can work here, or ``earlier`` is of other
             settings or of a job that trains otherwise.  A :class:`JobFault` says that it is of no use to continue.
-        PluginError: when one of ``collectors`` fails; one that nobody asked for is left out instead.
+        PluginError: when one of ``collectors`` fails; one of the default collectors is left out instead.
     """
     announce = announce or (lambda text: None)
     active = default_collectors(announce) if collectors is None else list(collectors)
@@ -103,7 +103,7 @@ def observe(
 
 
 def _differentiable_loss(job: Job) -> Callable[[Any, Batch], torch.Tensor]:
-    """The job's loss, refused where it depends on nothing; whoever asks for it first, collectors too, says the same."""
+    """The job's loss; raises ObservationError where it depends on no parameter, in collectors as in training."""
 
     def loss(output: Any, batch: Batch) -> torch.Tensor:
         value = job.loss(output, batch)
@@ -154,7 +154,7 @@ class _Run:
                 if observed and update == first:
                     self._announce_cost(last - first, self._seconds(started, update - 1), update, record)
                 if not observed:
-                    self._train_again(runner, update, record)
+                    self._train(runner, update, record)
                     runner.update()
                     continue
                 record.add(self._observe_update(runner, update, record), update)
@@ -186,41 +186,33 @@ class _Run:
             )
         return found
 
-    def _train(self, runner: StepRunner, update: int) -> float:
+    def _train(self, runner: StepRunner, update: int, record: Record | None = None) -> float:
         """Forward and backward; the loss.
 
-        Raises:
-            JobFault: when it is not finite.
-        """
-        value, loss = self._loss(runner, update)
-        if not math.isfinite(value):
-            raise JobFault(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
-        loss.backward()
-        return value
-
-    def _train_again(self, runner: StepRunner, update: int, record: Record) -> None:
-        """An update that is not observed: of the warm-up, or one that was observed before an interruption.
+        Args:
+            runner: holds the model.
+            update: which.
+            record: given where the update is not observed: one of the warm-up, or one that was observed before an interruption.
 
         Raises:
-            ObservationError: when the loss is not finite, or not that which was recorded.
+            ObservationError: when the loss is not finite (a :class:`JobFault` where it is observed), or not the recorded one.
         """
-        value, loss = self._loss(runner, update)
-        if self.warmup <= update:
+        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.target), runner.model)
+        value: float = loss.item()
+        if record is not None and self.warmup <= update:
             recorded = record.losses[update - self.warmup]
             allowed = _SAME_LOSS.get(self.target.type, _SAME_LOSS["cuda"]) * max(map(abs, record.losses))
             if not abs(value - recorded) <= allowed:  # also where it is not finite
                 raise ObservationError(
-                    f"the interrupted observation can not be continued: the loss of {self.job.name} at update {update} was "
+                    f"the interrupted observation cannot be continued: the loss of {self.job.name} at update {update} was "
                     f"{recorded:.6g} and is now {value:.6g}, so its model, data or optimizer has changed; start anew "
                     "(qsync observe --fresh)"
                 )
         if not math.isfinite(value):
-            raise ObservationError(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
-        loss.backward()
-
-    def _loss(self, runner: StepRunner, update: int) -> tuple[float, torch.Tensor]:
-        loss = self.job.compute_loss(self.job.batch(update, self.job.batch_size).to(self.target), runner.model)
-        return loss.item(), loss
+            fault = JobFault if record is None else ObservationError
+            raise fault(f"the loss of {self.job.name} is {value} at update {update}; train with a smaller learning rate")
+        torch.autograd.backward(loss)
+        return value
 
     def _seconds(self, started: float, updates: int) -> float | None:
         """Of a training update, measured over the warm-up; None where there was none to measure."""
@@ -231,10 +223,10 @@ class _Run:
         return (time.perf_counter() - started) / updates
 
     def _announce_cost(self, steps: int, update_s: float | None, update: int, record: Record) -> None:
-        cost = self.collectors.cost(self.dag, update, record)
-        each = 1 + cost.each
-        time_text = "" if update_s is None else f", about {(steps * each + cost.first) * update_s:.0f} s"
-        at_first = f", at the first {cost.first:.0f} more" if cost.first else ""
+        extra, first = self.collectors.cost(self.dag, update, record)
+        each = 1 + extra
+        time_text = "" if update_s is None else f", about {(steps * each + first) * update_s:.0f} s"
+        at_first = f", at the first {first:.0f} more" if first else ""
         self.collectors.announce(
             f"at most {steps} observed updates of {self.job.batch_size} samples, each about {each:.0f} forward and backward passes "
             f"({', '.join(self.collectors.names)}){at_first}{time_text}"
@@ -262,7 +254,7 @@ class _Run:
         for name, value in mine.items():
             if theirs.get(name) != value:
                 raise ObservationError(
-                    f"the interrupted observation can not be continued: its {name} is {theirs.get(name)!r}, now {value!r}; "
+                    f"the interrupted observation cannot be continued: its {name} is {theirs.get(name)!r}, now {value!r}; "
                     "start anew (qsync observe --fresh)"
                 )
         for name, reason in theirs.items():

@@ -1,8 +1,12 @@
-"""The numbers of an observation as they come in, one value per series and update."""
+"""The numbers of an observation as they come in, one value per series and update, and when they suffice.
+
+Observing may stop before its budget once the ranking of the operators has settled (docs/decisions/observe-stopping.md).
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +20,19 @@ from qsync_core.ir.variant import Variant
 
 Key = tuple[OpId | None, Variant | None, str, str]
 """Operator, variant, collector and term of a series."""
+LOSS: Key = (None, None, "run", "loss")
+"""The loss of each observed update."""
+RANKED_TERMS: dict[str, tuple[str, ...]] = {
+    terms.HUTCHINSON: (terms.OPERANDS,),
+    terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
+    terms.PAPER: (terms.V_SQ_NORM, terms.GV_SQ_NORM),
+}
+"""Of QSync's own collectors, the best first, the terms whose ranking has to settle: others are small beside them, or the same in
+every update."""
 
 
 class JobFault(ObservationError):
-    """What the job would run into again at the same update, so that it is of no use to go on from the updates before."""
+    """What the job would run into again at the same update; continuing from the updates before it would not help."""
 
 
 @attrs.define
@@ -43,7 +56,13 @@ class Record:
         """
         for (op_id, variant, collector, term), value in found.items():
             if not math.isfinite(value):
-                raise JobFault(self._not_finite(op_id, variant, f"{collector}.{term}", value, update))
+                where = f" for {variant.label}" if variant else ""
+                owner = f" of operator {op_id}" if op_id else ""
+                at_fault = "this operator's inputs" if op_id else "the batch"
+                raise JobFault(
+                    f"{collector}.{term}{where}{owner} is {value} at update {update} of {self.model}; its activation, weight or "
+                    f"gradient holds NaN or infinite values: train with a smaller learning rate, or look at {at_fault}"
+                )
         if self.values and found.keys() != self.values.keys():
             op_id, _, collector, term = sorted(set(found) ^ set(self.values), key=str)[0]
             raise JobFault(
@@ -53,17 +72,8 @@ class Record:
         for key, value in found.items():
             self.values.setdefault(key, []).append(value)
 
-    def _not_finite(self, op_id: OpId | None, variant: Variant | None, what: str, value: float, update: int) -> str:
-        where = f" for {variant.label}" if variant else ""
-        owner = f" of operator {op_id}" if op_id else ""
-        at_fault = "this operator's inputs" if op_id else "the batch"
-        return (
-            f"{what}{where}{owner} is {value} at update {update} of {self.model}; its activation, weight or gradient holds NaN or "
-            f"infinite values: train with a smaller learning rate, or look at {at_fault}"
-        )
-
     def series(self) -> tuple[Series, ...]:
-        """As they are stored."""
+        """All series, as Observations store them."""
         return tuple(Series(*key, tuple(values)) for key, values in self.values.items())
 
     def rankings(self) -> dict[Any, list[list[float]]]:
@@ -83,7 +93,7 @@ class Record:
 
     @property
     def losses(self) -> list[float]:
-        """Of the observed updates so far."""
+        """The loss of each observed update so far."""
         return self.values.get(LOSS, [])
 
     def last(self, collector: str) -> dict[tuple[OpId | None, Variant | None, str], float]:
@@ -99,25 +109,9 @@ class Record:
         return any(name == collector for _, _, name, _ in self.values)
 
 
-LOSS: Key = (None, None, "run", "loss")
-"""The loss of each observed update."""
-
-RANKED_TERMS: dict[str, tuple[str, ...]] = {
-    terms.HUTCHINSON: (terms.OPERANDS,),
-    terms.LOSSVAR: (terms.X_VAR_GRAD, terms.W_VAR_GRAD),
-    terms.PAPER: (terms.V_SQ_NORM, terms.GV_SQ_NORM),
-}
-"""Of QSync's own collectors, the best first, the terms whose ranking has to settle: others are small beside them, or the same in
-every update."""
-
-
-# ---- merged from qsync_torch.observing.record
-# When observing may stop before its budget: the ranking of the operators has settled (docs/decisions/observe-stopping.md).
-
-
 @attrs.frozen
 class SettledRule:
-    """Stop once successive windows changed nobody's rank much.
+    """Stop once successive windows changed no operator's rank much.
 
     For every term, operators are ranked by the geometric mean of their values so far.  A window is quiet if, for every term,
     Spearman's correlation between the ranking at its end and that at its beginning is at least ``running``, and that between
@@ -128,7 +122,7 @@ class SettledRule:
         warmup: first iterations, which the rule ignores (beyond the updates that were not observed at all).
         window: iterations between two looks.
         quiet_windows: how many quiet windows in a row are needed.
-        running, window_alone: the correlations asked for.
+        running, window_alone: the correlations required.
     """
 
     warmup: int = 0
@@ -158,7 +152,7 @@ class SettledRule:
             return ""
         return (
             f"settled: over the last {self.quiet_windows * self.window} iterations every ranking kept a rank correlation of "
-            f"{lowest_running:.3f} with itself (at least {self.running} asked) and of {lowest_alone:.3f} with each window alone "
+            f"{lowest_running:.3f} with itself (at least {self.running} required) and of {lowest_alone:.3f} with each window alone "
             f"(at least {self.window_alone})"
         )
 
@@ -175,17 +169,8 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for position in range(start, end + 1):
-            ranks[order[position]] = (start + end) / 2
-        start = end + 1
-    return ranks
+    in_order = sorted(values)
+    return [(bisect_left(in_order, value) + bisect_right(in_order, value) - 1) / 2 for value in values]
 
 
 def _geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:

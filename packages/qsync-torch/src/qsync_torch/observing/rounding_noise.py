@@ -202,7 +202,7 @@ class CastNoise:
             largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
             scale = scales[self.granularity] = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
         weighted = (values / scale).remainder_(1)
-        factors = (scale, scale)
+        factors: tuple[torch.Tensor, ...] = (scale, scale)
         if scale.dim():
             h, factors = h * scale, ()
         weighted.mul_(h)

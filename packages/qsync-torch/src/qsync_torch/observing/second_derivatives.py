@@ -37,7 +37,7 @@ def second_derivatives(job: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _SIGNS):
             raise
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise CollectorUnavailable(f"{job} has an operation without a second derivative: {reason}") from error
 
 
@@ -94,7 +94,7 @@ class _ProductBackward(torch.autograd.Function):
         return product_gradients(grad, x, weight, geometry, by_x=needs_x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, v_x: torch.Tensor | None, v_weight: torch.Tensor | None) -> Any:
         grad, x, weight = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
