@@ -20,9 +20,8 @@ from results import write_rows
 from rich.console import Console
 
 from qsync_torch.demo.flow import Options, run_demo
-from qsync_torch.demo.outcome import Outcome
+from qsync_torch.demo.outcome import Outcome, print_outcome
 from qsync_torch.demo.report import write_report
-from qsync_torch.demo.table import print_outcome
 
 
 def main() -> None:

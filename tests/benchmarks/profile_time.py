@@ -28,7 +28,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
-from qsync_torch.profiling.stopwatch import make_stopwatch
+from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import Chosen
 

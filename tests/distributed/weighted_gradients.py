@@ -6,9 +6,9 @@ import gc
 import torch
 import torch.distributed as dist
 
-from qsync_torch.demo.tasks import GROUPS, Method
+from qsync_torch.demo.messages import GROUPS, Method
 from qsync_torch.demo.training import _Trainee
-from qsync_torch.demo.workload import Workload
+from qsync_torch.demo.workloads import Workload
 from qsync_torch.job import Batch
 
 SIZES = (7, 3)

@@ -22,7 +22,7 @@ from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.profile import chooser_of
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
-from qsync_torch.tuning.peaks import device_peaks
+from qsync_torch.tuning.kernel_timing import device_peaks
 
 CUDA = torch.device("cuda", 0)
 # Rounding to nearest: backends need not draw the same random numbers.

@@ -12,7 +12,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
-from qsync_torch.profiling.timing import Effort
+from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 JOB = """

@@ -14,8 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
-from qsync_torch.profiling.timing import relative_spread
+from qsync_torch.timing import Stopwatch, make_stopwatch, relative_spread
 
 Thunk = Callable[[], Any]
 

@@ -1,7 +1,8 @@
-"""What a profile was measured on: the device's name and the versions that matter."""
+"""Devices: the one that a person names, what kernels and profiles depend on of it, and the software that runs on it."""
 
 from __future__ import annotations
 
+import functools
 import platform
 from importlib.metadata import version
 
@@ -10,6 +11,7 @@ import torch
 from qsync_core.errors import QSyncError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.plugins.hooks import DeviceFacts
 
 
 def parse_device(text: str) -> torch.device:
@@ -38,9 +40,26 @@ def device_type(device: torch.device, share: float = 1.0, memory_cap_bytes: int 
     """The device type that a profile of ``device`` is for."""
     if device.type == "cpu":
         return DeviceType("cpu", DeviceKind.CPU, share, memory_cap_bytes)
-    properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    return DeviceType(properties.name, DeviceKind.CUDA, share, memory_cap_bytes, capability)
+    return DeviceType(torch.cuda.get_device_name(device), DeviceKind.CUDA, share, memory_cap_bytes, compute_capability(device))
+
+
+@functools.lru_cache(maxsize=16)
+def compute_capability(device: torch.device) -> str:
+    """``9.0`` and so on; empty on a CPU."""
+    return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """What kernels and their tuning records depend on of a device."""
+    found = device_type(device)
+    return DeviceFacts(device.type, found.name, found.compute_capability, tuning_software(device))
+
+
+def tuning_software(device: torch.device) -> dict[str, str]:
+    """Versions that decide which configuration is fastest; whatever else :func:`software_versions` records does not."""
+    if device.type == "cpu":
+        return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
+    return {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
 
 
 def software_versions(device: torch.device) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qsync_core.errors import QSyncError
 from qsync_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -52,9 +53,12 @@ def qsync_trace_job(job: str) -> PrecisionDag:
 @hookimpl
 def qsync_describe_device(device: str) -> DeviceFacts | None:
     """CPUs and CUDA devices that torch sees."""
-    from qsync_torch.kernels.store import describe_device
+    from qsync_torch.devices import device_facts, parse_device
 
-    return describe_device(device)
+    try:
+        return device_facts(parse_device(device))
+    except QSyncError:
+        return None
 
 
 @hookimpl

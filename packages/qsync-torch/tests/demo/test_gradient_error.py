@@ -8,7 +8,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
-from qsync_torch.demo.gradient_error import gradient_errors
+from qsync_torch.demo.training import gradient_errors
 from qsync_torch.job import Batch
 
 

@@ -10,9 +10,9 @@ from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
-from qsync_torch.demo.digits import digits_resnet
 from qsync_torch.demo.measuring import LADDER
 from qsync_torch.demo.planning import cluster_toml, low_precision_flops, recovered_share
+from qsync_torch.demo.workloads import digits_resnet
 from qsync_torch.tracing.trace import trace
 
 

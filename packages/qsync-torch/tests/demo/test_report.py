@@ -15,11 +15,9 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_core.ir.variant import Variant
-from qsync_torch.demo.outcome import Outcome, Row, room
-from qsync_torch.demo.summary import summarize
-from qsync_torch.demo.svg import MemoryBar, Strip, draw_memory, draw_precision_strips, draw_sensitivity, draw_timeline
-from qsync_torch.demo.table import conclusions, print_outcome
-from qsync_torch.demo.workload import Evaluation
+from qsync_torch.demo.outcome import Outcome, Row, conclusions, print_outcome, room, summarize
+from qsync_torch.demo.report import MemoryBar, Strip, draw_memory, draw_precision_strips, draw_sensitivity, draw_timeline
+from qsync_torch.demo.workloads import Evaluation
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOW, HIGH = Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from qsync_torch.demo import weak_worker
-from qsync_torch.demo.cpu_quota import CpuQuota
+from qsync_torch.demo.cores import CpuQuota
 from qsync_torch.demo.weak_worker import LEAST_RATIO, TARGET_RATIO, Weakness, WeakWorker
 
 
@@ -84,7 +84,7 @@ def test_a_known_weakness_is_used_again(monkeypatch):
 def test_the_load_ends_when_its_starter_is_killed():
     script = (
         "import os, signal\n"
-        "from qsync_torch.demo.colocated_load import ColocatedLoad\n"
+        "from qsync_torch.demo.weak_worker import ColocatedLoad\n"
         "load = ColocatedLoad(min(os.sched_getaffinity(0)))\n"
         "print(load._process.pid, flush=True)\n"
         "input()\n"  # until the test has opened the process
@@ -104,7 +104,7 @@ def test_a_quota_leaves_nothing_behind():
     """In a process of its own: moves into a cgroup, limits itself, and goes back."""
     script = (
         "import pathlib\n"
-        "from qsync_torch.demo.cpu_quota import CpuQuota\n"
+        "from qsync_torch.demo.cores import CpuQuota\n"
         "before = pathlib.Path('/proc/self/cgroup').read_text()\n"
         "quota = CpuQuota.create()\n"
         "if quota is None:\n"

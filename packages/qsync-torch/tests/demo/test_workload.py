@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_torch.demo import masked_sources
-from qsync_torch.demo.digits import _digits
-from qsync_torch.demo.workloads import load_workload
+from qsync_torch.demo import workloads
+from qsync_torch.demo.workloads import Workload, _digits, load_workload
 
 
 @pytest.mark.parametrize("name", ["resnet", "bert"])
@@ -29,8 +28,6 @@ def test_ranks_share_out_one_global_batch(name):
 @given(st.integers(1, 500), st.integers(0, 3))
 def test_an_epoch_uses_no_sample_twice(global_batch, epoch):
     taken = []
-    from qsync_torch.demo.workload import Workload
-
     workload = Workload("x", "", torch.nn.Identity(), 1437, lambda rows, step: taken.append(rows), None, None, 1, None)
     steps = workload.samples // global_batch
     for step in range(epoch * steps, (epoch + 1) * steps):
@@ -49,16 +46,16 @@ def test_held_out_images_are_not_trained_on():
 
 def test_masks_hide_only_what_is_asked_for():
     tokens = torch.randint(0, 256, (400, 50), generator=torch.Generator().manual_seed(1))
-    batch = masked_sources._masked(tokens, seed=3)
+    batch = workloads._masked(tokens, seed=3)
     corrupted, target = batch.kwargs["input_ids"], batch.target
-    asked = target != masked_sources.IGNORED
+    asked = target != workloads.IGNORED
     assert torch.equal(corrupted[~asked], tokens[~asked])
     assert torch.equal(target[asked], tokens[asked])
     # 20,000 tokens: three standard deviations of each share.
     assert abs(float(asked.float().mean()) - 0.15) < 3 * (0.15 * 0.85 / 20_000) ** 0.5
-    masked = (corrupted == masked_sources.MASK)[asked].float().mean()
+    masked = (corrupted == workloads.MASK)[asked].float().mean()
     assert abs(float(masked) - 0.8) < 3 * (0.8 * 0.2 / 3_000) ** 0.5
-    again = masked_sources._masked(tokens, seed=3)
+    again = workloads._masked(tokens, seed=3)
     assert torch.equal(again.kwargs["input_ids"], corrupted)
 
 

@@ -13,9 +13,9 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import adjustable_call
 from qsync_torch.profiling.cast_keys import possible_casts
+from qsync_torch.profiling.memory import watch_saved
 from qsync_torch.profiling.profile import profile
-from qsync_torch.profiling.saved_tensors import watch_saved
-from qsync_torch.profiling.timing import Effort
+from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 from .test_saved_tensors import _convolution

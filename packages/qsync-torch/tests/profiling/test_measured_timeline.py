@@ -10,9 +10,7 @@ from qsync_core.ir.timeline import Interval, Timeline
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling.measured_timeline import measured_timeline, merge_timelines
-from qsync_torch.profiling.operator_spans import spans_of
-from qsync_torch.profiling.recorded_step import RANGE, STEP, Event
+from qsync_torch.profiling.measured_timeline import RANGE, STEP, Event, measured_timeline, merge_timelines, spans_of
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qsync_torch.profiling.peak_memory import memory_rise, passing_rise, peak_memory, storage_bytes
+from qsync_torch.profiling.memory import memory_rise, passing_rise, peak_memory, storage_bytes
 
 
 def test_temporaries_count_at_their_height():

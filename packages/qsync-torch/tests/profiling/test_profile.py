@@ -14,7 +14,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.cast_keys import possible_casts
 from qsync_torch.profiling.profile import distinct_items, profile
-from qsync_torch.profiling.timing import Effort
+from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qsync_torch.profiling.resume_store import ResumeStore
+from qsync_torch.profiling.profile import ResumeStore
 
 
 def test_values_come_back_in_a_new_process(tmp_path):
@@ -51,6 +51,5 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
     store = ResumeStore(None, "d1")
     store.put("a", 1)
     store.flush()
-    store.discard()
     assert store.get("a") == 1
     assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling.adjustable_call import prepare_adjustable
+from qsync_torch.profiling.memory import watch_saved
 from qsync_torch.profiling.replay_call import prepare_call
-from qsync_torch.profiling.saved_tensors import watch_saved
 from qsync_torch.tracing.trace import trace
 
 

@@ -11,9 +11,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
-from qsync_torch.profiling.stopwatch import make_stopwatch
-from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step, measure_while
+from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 
 QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0, warmup=0)

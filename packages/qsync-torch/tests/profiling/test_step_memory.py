@@ -10,11 +10,10 @@ from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import whole_step
-from qsync_torch.profiling.peak_memory import memory_rise
-from qsync_torch.profiling.stopwatch import make_stopwatch
-from qsync_torch.profiling.timing import Effort
+from qsync_torch.profiling.memory import memory_rise
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.quantize import quantize
+from qsync_torch.timing import Effort, make_stopwatch
 from qsync_torch.tracing.trace import trace
 
 CPU = torch.device("cpu")

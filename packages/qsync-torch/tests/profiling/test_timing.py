@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_torch.profiling.timing import Effort, relative_spread, repeat
+from qsync_torch.timing import Effort, relative_spread, repeat
 
 
 def _ticking(step):

@@ -11,7 +11,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.profile import Profile
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.profiling import profile as profiling
-from qsync_torch.profiling.timing import Effort
+from qsync_torch.timing import Effort
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 

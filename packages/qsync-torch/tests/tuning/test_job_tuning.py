@@ -16,7 +16,8 @@ from qsync_core.kernels.requests import CallShapes, OperatorRequest
 from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
-from qsync_torch.kernels.store import describe_device, open_store, store_of_request
+from qsync_torch.kernels.store import open_store, store_of_request
+from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
@@ -27,7 +28,7 @@ from qsync_torch.tuning.job_tuning import (
     tune_requests,
 )
 from qsync_torch.tuning.kernel_library import _greedy
-from qsync_torch.tuning.peaks import device_peaks
+from qsync_torch.tuning.kernel_timing import device_peaks
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 
@@ -268,10 +269,10 @@ def test_the_default_store_is_read_again_when_it_changes(dag, install):
 
 
 def test_what_is_known_of_devices():
-    facts = describe_device("cpu")
+    facts = qsync_describe_device("cpu")
     assert (facts.kind, facts.name, facts.compute_capability) == ("cpu", "cpu", "")
     assert facts.software["torch"] == torch.__version__
-    assert describe_device("cuda:99") is None
+    assert qsync_describe_device("cuda:99") is None
     assert device_peaks(CPU).bytes_per_ns == 0
 
 

@@ -7,8 +7,9 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.tuning.search import DeviceLostError, is_temporary
-from qsync_torch.tuning import timer
-from qsync_torch.tuning.timer import KernelTimer
+from qsync_torch import timing
+from qsync_torch.timing import Stopwatch
+from qsync_torch.tuning.kernel_timing import KernelTimer
 
 REQUEST = KernelRequest(Op.QUANTIZE, Variant.parse("int8"), ((4, 4),))
 CPU = torch.device("cpu")
@@ -19,8 +20,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now_ns = 0
-        monkeypatch.setattr(timer.time, "perf_counter_ns", lambda: self.now_ns)
-        monkeypatch.setattr(timer.time, "monotonic", lambda: self.now_ns / 1e9)
+        monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: self.now_ns)
+        monkeypatch.setattr(timing.time, "monotonic", lambda: self.now_ns / 1e9)
 
 
 def test_the_median_of_passes_over_all_operands(monkeypatch):
@@ -76,7 +77,7 @@ def test_a_device_that_does_not_answer_ends_the_run(monkeypatch):
 
 
 def test_a_device_without_memory_is_not_lost(monkeypatch):
-    """Somebody else fills it: it answers, and the kernel's configuration is not to blame."""
+    """Another process fills it: it answers, and the kernel's configuration is not to blame."""
 
     def full(self):
         raise torch.OutOfMemoryError("tried to allocate 2 MiB")
@@ -84,7 +85,7 @@ def test_a_device_without_memory_is_not_lost(monkeypatch):
     def kernel(operand):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(KernelTimer, "_synchronize", full)
+    monkeypatch.setattr(Stopwatch, "synchronize", full)
     with pytest.raises(BackendError, match="its kernel failed with OutOfMemoryError") as caught:
         KernelTimer([("x",)], CPU)(kernel, REQUEST, 3)
     assert not isinstance(caught.value, DeviceLostError)

@@ -58,9 +58,8 @@ def demo(
             raise QSyncError(f"--memory-budget is a size, 'auto' or 'none': {error}") from None
     try:
         from qsync_torch.demo.flow import Options, run_demo
+        from qsync_torch.demo.outcome import print_outcome, summarize
         from qsync_torch.demo.report import write_report
-        from qsync_torch.demo.summary import summarize
-        from qsync_torch.demo.table import print_outcome
     except ModuleNotFoundError as error:
         raise QSyncError(f"qsync demo needs {error.name}; install it with: pip install 'qsync-torch[demo]'") from None
 

@@ -14,6 +14,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
 from qsync_core.plugins.registry import Registry
+from qsync_torch.devices import compute_capability
 
 Kernel = Callable[..., Any]
 SUBJECT: pytest.StashKey[Subject] = pytest.StashKey()
@@ -73,9 +74,7 @@ class Subject:
 
     def request(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> KernelRequest:
         """What a call on this device would ask for; ``more`` are further fields (geometry, multiplied, transposed)."""
-        capability = ""
-        if self.device.type == "cuda":
-            capability = ".".join(map(str, torch.cuda.get_device_capability(self.device)))
+        capability = compute_capability(self.device)
         return KernelRequest(op, variant, shapes, device_kind=self.device.type, compute_capability=capability, **more)
 
     def offers(self, op: str, compute: Precision | None = None) -> bool:

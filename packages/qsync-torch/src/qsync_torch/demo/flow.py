@@ -18,13 +18,12 @@ from qsync_core.ir.timeline import Timeline
 from qsync_core.progress import ProgressCallback
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer
-from qsync_torch.demo.cores import check_cores
-from qsync_torch.demo.cpu_quota import remove_abandoned_quotas
-from qsync_torch.demo.launch import run_workers
+from qsync_torch.demo.cores import check_cores, remove_abandoned_quotas
 from qsync_torch.demo.measuring import LADDER
+from qsync_torch.demo.messages import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
 from qsync_torch.demo.outcome import Outcome, make_outcome
 from qsync_torch.demo.planning import Plans, cluster_toml, infer_variants, local_batches, make_plans
-from qsync_torch.demo.tasks import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
+from qsync_torch.demo.workers import run_workers
 from qsync_torch.demo.workloads import load_workload
 from qsync_torch.tracing.trace import trace
 

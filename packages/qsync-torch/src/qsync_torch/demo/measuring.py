@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
 
 import attrs
@@ -11,23 +13,22 @@ from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.demo.rendezvous import Rendezvous
-from qsync_torch.demo.step_ratio import StepRatio, measure_step_ratio
-from qsync_torch.demo.tasks import GROUPS, Measured, MeasureTask, write_json
+from qsync_torch.demo.messages import GROUPS, Measured, MeasureTask, Rendezvous, report, write_json
 from qsync_torch.demo.weak_worker import Weakness, WeakWorker
-from qsync_torch.demo.worker_events import report
 from qsync_torch.demo.workloads import load_workload
 from qsync_torch.job import Job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.profile import profile
-from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_while
+from qsync_torch.timing import Effort
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 """Rungs of the weak group, lowest first."""
 _STEPS = Effort(min_repeats=3, max_repeats=40, target=0.005, budget_s=2.5, warmup=0)
 """Of whole steps: more than a profile usually spends, because QSync fills what it predicts to be free to the last operator."""
+_RATIO_SECONDS = 1.5
+_LEAST_STEPS = 3
 _QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
 
 
@@ -98,3 +99,48 @@ def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: Precision
             found = attrs.evolve(found, steps=(step,))
         collective = measure_collective([bucket.nbytes for bucket in dag.buckets], torch.device("cpu"))
     save(attrs.evolve(found, collective=collective), folder / f"profile-{GROUPS[rank]}.qsync")
+
+
+@attrs.frozen
+class StepRatio:
+    """How much slower the weak worker is.
+
+    Attributes:
+        medians_ns: every rank's median step, in rank order.
+        core_shares: CPU time over elapsed time of every rank meanwhile.
+    """
+
+    medians_ns: tuple[int, ...]
+    core_shares: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """The weak worker's step over the strong one's."""
+        return self.medians_ns[1] / self.medians_ns[0]
+
+
+def measure_step_ratio(runner: StepRunner, rendezvous: Rendezvous, *, quick: bool) -> StepRatio:
+    """Run float32 steps on one worker after the other for a while (``quick``: a few); all ranks must call it.
+
+    Side by side they would slow each other down (they share memory and power) as they do not in training, where the faster one
+    waits for the slower.
+    """
+    medians_ns, core_shares = [], []
+    for rank in range(rendezvous.world_size):
+        mine = _time_steps(runner, quick) if rendezvous.rank == rank else None
+        median_ns, share = rendezvous.gather(mine)[rank]
+        medians_ns.append(median_ns)
+        core_shares.append(share)
+    return StepRatio(tuple(medians_ns), tuple(core_shares))
+
+
+def _time_steps(runner: StepRunner, quick: bool) -> tuple[int, float]:
+    """This rank's median step, and its CPU time over elapsed time meanwhile."""
+    before, cpu_before = time.perf_counter(), time.process_time()
+    times: list[int] = []
+    while len(times) < _LEAST_STEPS or (not quick and time.perf_counter() - before < _RATIO_SECONDS):
+        start = time.perf_counter_ns()
+        runner.train_step(len(times))
+        times.append(time.perf_counter_ns() - start)
+    share = (time.process_time() - cpu_before) / (time.perf_counter() - before)
+    return round(statistics.median(times)), share

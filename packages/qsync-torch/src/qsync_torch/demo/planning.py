@@ -20,7 +20,7 @@ from qsync_planner.allocator.allocate import allocate
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
 from qsync_planner.replayer.replay import Replayer
-from qsync_torch.demo.tasks import GROUPS, INFER, TRAIN
+from qsync_torch.demo.messages import GROUPS, INFER, TRAIN
 
 RANDOM_SEEDS = (11, 12)
 """Seeds of the two random mixed plans by which the prediction is tested."""

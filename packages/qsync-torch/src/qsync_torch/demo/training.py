@@ -6,13 +6,14 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.artifacts.files import load, save
@@ -22,17 +23,13 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
-from qsync_torch.demo.gradient_error import gradient_errors
-from qsync_torch.demo.rendezvous import Rendezvous
-from qsync_torch.demo.step_ratio import measure_step_ratio
-from qsync_torch.demo.tasks import GROUPS, INFER, Method, MethodResult, Trained, TrainTask, write_json
+from qsync_torch.demo.measuring import measure_step_ratio
+from qsync_torch.demo.messages import GROUPS, INFER, Method, MethodResult, Rendezvous, Trained, TrainTask, report, write_json
 from qsync_torch.demo.weak_worker import WeakWorker
-from qsync_torch.demo.worker_events import report
-from qsync_torch.demo.workload import Evaluation, Workload
-from qsync_torch.demo.workloads import load_workload
+from qsync_torch.demo.workloads import Evaluation, Workload, load_workload
 from qsync_torch.job import Batch
 from qsync_torch.profiling.measured_timeline import measured_timeline
-from qsync_torch.profiling.peak_memory import memory_rise, storage_bytes
+from qsync_torch.profiling.memory import memory_rise, storage_bytes
 from qsync_torch.profiling.whole_step import StepRunner
 
 _GRADIENT_BATCHES = 2
@@ -202,3 +199,45 @@ def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gradient_errors(
+    models: Mapping[str, nn.Module], reference: nn.Module, batches: Sequence[Batch], loss: Callable[[Any, Batch], Tensor]
+) -> dict[str, float]:
+    """‖g − g_ref‖ / ‖g_ref‖ over all weight gradients of some batches, every model at the reference's weights.
+
+    The square of this is what Ω estimates (docs/design/indicator.md#omega).
+
+    Args:
+        models: run under plans, by name; they are left as they were found.
+        reference: the same model in full precision; left as it was found.
+        batches: what all see; dropout draws the same masks in all.
+        loss: of an output and its batch.
+    """
+    initial = {name: copy.deepcopy(model.state_dict()) for name, model in models.items()}
+    at = copy.deepcopy(reference.state_dict())
+    differences, norm = dict.fromkeys(models, 0.0), 0.0
+    try:
+        for seed, batch in enumerate(batches):
+            reference.load_state_dict(at)
+            expected = _gradients_at(reference, batch, loss, seed)
+            norm += sum(float(e.square().sum()) for e in expected)
+            for name, model in models.items():
+                model.load_state_dict(at)
+                got = _gradients_at(model, batch, loss, seed)
+                differences[name] += sum(float((g - e).square().sum()) for g, e in zip(got, expected, strict=True))
+    finally:
+        for name, model in models.items():
+            model.load_state_dict(initial[name])
+        reference.load_state_dict(at)
+    return {name: (difference / norm) ** 0.5 if norm else 0.0 for name, difference in differences.items()}
+
+
+def _gradients_at(model: nn.Module, batch: Batch, loss: Callable[[Any, Batch], Tensor], seed: int) -> list[Tensor]:
+    """Asked for directly, because a backward pass into ``.grad`` would start DDP's all-reduces."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        value = loss(model(*batch.args, **batch.kwargs), batch)
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g.to(torch.float32) for p, g in zip(parameters, found, strict=True)]

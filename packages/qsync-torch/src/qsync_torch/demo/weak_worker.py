@@ -1,14 +1,21 @@
-"""Makes the weak worker weak for real: a smaller share of its core, found by measuring, never by sleeping in the training step."""
+"""Makes the weak worker weak for real: a smaller share of its core, found by measuring, never by sleeping in the training step.
+
+Where the system allows no quota, another process competes for the core: it answers inference requests all the time.  It runs as
+``python -m qsync_torch.demo.weak_worker CORE``, started by the weak worker itself: as its child it stays in the same scheduling
+session (automatic grouping would otherwise hide its niceness), and the kernel ends it with its parent.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import attrs
 
 from qsync_core.errors import QSyncError
-from qsync_torch.demo.colocated_load import ColocatedLoad
-from qsync_torch.demo.cpu_quota import CpuQuota
+from qsync_torch.demo.cores import CpuQuota, die_with_parent
 
 TARGET_RATIO = 1.54
 """Weak worker's float32 step over the strong one's."""
@@ -27,7 +34,7 @@ class Weakness:
 
     @property
     def description(self) -> str:
-        """For people."""
+        """As the table and the report say it."""
         if self.kind == "quota":
             return f"a cgroup quota of {self.value:.0%} of its core"
         return f"another process on its core, at niceness {self.value:.0f}"
@@ -114,3 +121,44 @@ class WeakWorker:
 
 def _scaled(quota: Weakness, factor: float) -> Weakness:
     return Weakness("quota", round(min(0.8, max(0.5, quota.value * factor)), 3))
+
+
+class ColocatedLoad:
+    """A process that competes for one core at a given niceness; ``close`` ends it."""
+
+    def __init__(self, core: int) -> None:
+        command = [sys.executable, "-m", "qsync_torch.demo.weak_worker", str(core)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it is ready
+
+    def set_niceness(self, niceness: int) -> None:
+        """Its priority: 0 is the worker's own, higher takes less.  Without privileges it can only go up."""
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+
+    def close(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(core: int) -> None:
+    """Run forward passes of a small network on one core until the parent is gone."""
+    import torch
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(*(torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(4))).eval()
+    request = torch.randn(1, 32, 8, 8)
+    parent = os.getppid()
+    print("ready", flush=True)
+    with torch.inference_mode():
+        while os.getppid() == parent:
+            for _ in range(50):
+                network(request)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    serve(int(sys.argv[1]))

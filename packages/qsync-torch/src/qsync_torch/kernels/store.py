@@ -7,19 +7,10 @@ from pathlib import Path
 
 import torch
 
-from qsync_core.errors import QSyncError
 from qsync_core.kernels.backend import KernelRequest
-from qsync_core.plugins.hooks import DeviceFacts
 from qsync_core.tuning.store import TuningStore, default_store_path
-from qsync_torch.devices import device_type, parse_device
+from qsync_torch.devices import device_type, tuning_software
 from qsync_torch.kernels.installed import installed
-
-
-def tuning_software(device: torch.device) -> dict[str, str]:
-    """Versions that decide which configuration is fastest; whatever else a profile records does not."""
-    if device.type == "cpu":
-        return {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
-    return {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
 
 
 def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
@@ -32,19 +23,8 @@ def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
     Raises:
         ArtifactError: when the file is not a tuning store.
     """
-    return TuningStore(
-        path or default_store_path(), device_type(device).name, tuning_software(device), installed().backend_versions()
-    )
-
-
-def describe_device(text: str) -> DeviceFacts | None:
-    """What kernels depend on, of the device that a person names; None where it is not here."""
-    try:
-        device = parse_device(text)
-    except QSyncError:
-        return None
-    found = device_type(device)
-    return DeviceFacts(device.type, found.name, found.compute_capability, tuning_software(device))
+    path = path or default_store_path()
+    return TuningStore(path, device_type(device).name, tuning_software(device), installed().backend_versions())
 
 
 def store_of_request(request: KernelRequest) -> TuningStore:

@@ -18,8 +18,7 @@ from qsync_core.ir.semantics import CastSite
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import quantization_text
 from qsync_torch.profiling.linear_fit import fit_line
-from qsync_torch.profiling.stopwatch import Stopwatch
-from qsync_torch.profiling.timing import Effort, repeat
+from qsync_torch.timing import Effort, Stopwatch, repeat
 from qsync_torch.tuning.chooser import Chosen, KernelChooser
 
 SIZES = 8

@@ -11,11 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.ir.profile import OpCost
-from qsync_torch.profiling.peak_memory import memory_rise
+from qsync_torch.profiling.memory import memory_rise, watch_saved
 from qsync_torch.profiling.replay_call import Prepared, differentiable_outputs
-from qsync_torch.profiling.saved_tensors import watch_saved
-from qsync_torch.profiling.stopwatch import Stopwatch
-from qsync_torch.profiling.timing import Effort, repeat
+from qsync_torch.timing import Effort, Stopwatch, repeat
 
 _CPU_ROTATE_BYTES = 32 << 20
 _MAX_ROTATION = 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -35,10 +37,8 @@ from qsync_torch.profiling.cast_keys import activation_precisions, possible_cast
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.operator_cost import measure_operator
 from qsync_torch.profiling.replay_call import prepare_call
-from qsync_torch.profiling.resume_store import ResumeStore
-from qsync_torch.profiling.stopwatch import Stopwatch, make_stopwatch
-from qsync_torch.profiling.timing import Effort
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
+from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tuning.chooser import Chosen, KernelChooser
 
@@ -48,6 +48,8 @@ T = TypeVar("T")
 BASE = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
+_FORMAT = 1
+_WRITE_EVERY_S = 0.5
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
 
 
@@ -284,3 +286,52 @@ def _tuples(value: Any) -> Any:
 def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, backend: str) -> str:
     content = [dag_digest, attrs.asdict(type_), software, job.name, job.batch_size, backend]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class ResumeStore:
+    """Measured values by name, so that a killed run continues: one JSON file beside the output, valid for one digest only.
+
+    The file is replaced atomically at most twice a second; one that is damaged, or that belongs to another digest (another model,
+    device, software or setting), is ignored and overwritten.  Without a path nothing is kept.
+    """
+
+    def __init__(self, path: Path | None, digest: str) -> None:
+        self._path = path
+        self._digest = digest
+        self._values: dict[str, Any] = {}
+        self._written = 0.0
+        if path is not None:
+            self._values = _read(path, digest)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: str) -> Any | None:
+        """The value stored under ``key``, or None."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store a JSON value."""
+        self._values[key] = value
+        if time.monotonic() - self._written >= _WRITE_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write everything now."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": _FORMAT, "digest": self._digest, "values": self._values}
+        write_atomically(self._path, json.dumps(content).encode())
+        self._written = time.monotonic()
+
+
+def _read(path: Path, digest: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("digest") != digest:
+        return {}
+    values = content.get("values")
+    return values if isinstance(values, dict) else {}

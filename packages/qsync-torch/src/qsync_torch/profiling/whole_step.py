@@ -23,9 +23,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling.peak_memory import memory_rise, passing_rise, storage_bytes
-from qsync_torch.profiling.stopwatch import Stopwatch
-from qsync_torch.profiling.timing import Effort, relative_spread, repeat
+from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
+from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
 from qsync_torch.tuning.chooser import Chosen
 
 BATCHES = 4

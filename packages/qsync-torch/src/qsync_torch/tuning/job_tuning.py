@@ -22,9 +22,8 @@ from qsync_core.tuning.search import DeviceLostError, Effort, tune
 from qsync_core.tuning.store import TuningStore
 from qsync_torch.tuning.compiling import BackgroundCompiler
 from qsync_torch.tuning.kernel_library import LimitedBackend
+from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks
 from qsync_torch.tuning.operands import rotating_sets
-from qsync_torch.tuning.peaks import device_peaks
-from qsync_torch.tuning.timer import KernelTimer
 
 DEFAULT_EFFORT = Effort()
 

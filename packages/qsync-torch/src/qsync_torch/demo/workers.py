@@ -1,4 +1,7 @@
-"""Runs the demo's two workers under torchrun and passes on how far they are."""
+"""The demo's two workers: how the parent runs them under torchrun, and what each of them does.
+
+A worker is ``python -m qsync_torch.demo.workers KIND TASK.json``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,8 @@ from typing import Any
 
 from qsync_core.errors import QSyncError
 from qsync_core.progress import ProgressCallback
-from qsync_torch.demo.cores import WORKERS
-from qsync_torch.demo.parent_death import die_with_parent
-from qsync_torch.demo.tasks import write_json
-from qsync_torch.demo.worker_events import parse
+from qsync_torch.demo.cores import WORKERS, die_with_parent, pin_to_core
+from qsync_torch.demo.messages import GROUPS, MeasureTask, Rendezvous, TrainTask, parse, read_json, report_error, write_json
 
 _LOG_LINES_SHOWN = 12
 
@@ -27,7 +28,7 @@ def run_workers(kind: str, task: Any, folder: Path, progress: ProgressCallback) 
     path, log_path = folder / f"{kind}-task.json", folder / f"{kind}.log"
     write_json(task, path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={WORKERS}"]
-    command = [*torchrun, "-m", "qsync_torch.demo.worker", kind, str(path)]
+    command = [*torchrun, "-m", "qsync_torch.demo.workers", kind, str(path)]
     process = subprocess.Popen(
         command,
         env=_environment(),
@@ -71,3 +72,31 @@ def _environment() -> dict[str, str]:
     environment.pop("QSYNC_GROUP", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def main(kind: str, path: str) -> int:
+    """Do the task as the worker of this rank; returns the exit status."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    core = pin_to_core(rank)
+    os.environ["QSYNC_GROUP"] = GROUPS[rank]
+    try:
+        if kind == "measure":
+            from qsync_torch.demo.measuring import measure
+
+            measure(read_json(Path(path), MeasureTask), Rendezvous(), core)
+        else:
+            from qsync_torch.demo.training import train
+
+            train(read_json(Path(path), TrainTask), Rendezvous(), core)
+    except QSyncError as error:
+        report_error(str(error))
+        return 1
+    except Exception as error:
+        report_error(f"the {GROUPS[rank]} worker failed while it should {kind}: {type(error).__name__}: {error}; see {kind}.log")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

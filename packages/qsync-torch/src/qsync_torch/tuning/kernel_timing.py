@@ -1,35 +1,39 @@
-"""Timing kernels for the search: CUDA events behind a spinning kernel, the clock on a CPU; medians of passes over all operands."""
+"""Timing kernels for the search, and what the device can do at most: the bound that no kernel's time goes below."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import Kernel, KernelRequest
+from qsync_core.kernels.roofline import Peaks
 from qsync_core.tuning.search import DeviceLostError
+from qsync_torch.devices import compute_capability
+from qsync_torch.timing import Thunk, make_stopwatch
 from qsync_torch.tuning.operands import Arguments
 
 _FEWEST = 3
 _BUDGET_S = 0.25
-_CYCLES_PER_NS = 2.0
-_SHORTEST_SPIN_NS = 100_000
-_LONGEST_SPIN_NS = 100_000_000
+_BYTES = 1 << 28
+_PASSES = 5
+_HEADROOM = 1.15
+"""Reading alone is somewhat faster than the copy that is timed, and the bound must hold."""
 
 
 class KernelTimer:
     """A :class:`qsync_core.tuning.search.Measure` on fixed sets of operands, which all candidates of a request share.
 
-    A sample is one pass over all sets, divided by their number.  On a CUDA device a spinning kernel goes before it, so that the
-    device never waits for Python between the two events.
+    A sample is one pass over all sets by the device's stopwatch.
     """
 
     def __init__(self, sets: Sequence[Arguments], device: torch.device) -> None:
         self._sets, self._device = sets, device
-        self._spin_ns = _SHORTEST_SPIN_NS
+        self._stopwatch = make_stopwatch(device)
 
     def __call__(self, kernel: Kernel, request: KernelRequest, samples: int) -> int:
         """Median latency in nanoseconds; the first call, which may compile, is not counted.
@@ -40,9 +44,9 @@ class KernelTimer:
         """
         try:
             kernel(*self._sets[0])
-            self._synchronize()
-            sample = self._cuda_sample if self._device.type == "cuda" else self._cpu_sample
-            return max(1, round(statistics.median(self._samples(sample, kernel, samples))))
+            self._stopwatch.synchronize()
+            calls = [functools.partial(kernel, *arguments) for arguments in self._sets]
+            return max(1, round(statistics.median(self._samples(calls, samples))))
         except BackendError:
             raise
         except Exception as error:  # a kernel may fail in whatever way; the next candidate decides whether the device lives
@@ -54,47 +58,43 @@ class KernelTimer:
                 ) from error
             raise BackendError(f"its kernel failed with {said}") from error
 
-    def _samples(self, sample: Callable[[Kernel], float], kernel: Kernel, count: int) -> list[float]:
+    def _samples(self, calls: Sequence[Thunk], count: int) -> list[int]:
         """At most ``count`` samples: a slow kernel's are few, because they scatter little and the search must end."""
-        found: list[float] = []
+        found: list[int] = []
         start = time.monotonic()
         while len(found) < count and (len(found) < _FEWEST or time.monotonic() - start < _BUDGET_S):
-            found.append(sample(kernel))
+            found.append(self._stopwatch.time_series(calls)[1])
         return found
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _device_lives(self) -> bool:
         try:
-            self._synchronize()
+            self._stopwatch.synchronize()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.zeros(1, device=self._device).item()
         except torch.OutOfMemoryError:
-            return True  # it answers, and something else fills it
+            return True  # it answers, and another process fills it
         except RuntimeError:
             return False
         return True
 
-    def _cpu_sample(self, kernel: Callable[..., object]) -> float:
-        start = time.perf_counter_ns()
-        for arguments in self._sets:
-            kernel(*arguments)
-        return (time.perf_counter_ns() - start) / len(self._sets)
 
-    def _cuda_sample(self, kernel: Callable[..., object]) -> float:
-        while True:
-            with torch.cuda.device(self._device):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(int(self._spin_ns * _CYCLES_PER_NS))
-                begin.record()
-                for arguments in self._sets:
-                    kernel(*arguments)
-                waited = not begin.query()
-                end.record()
-                torch.cuda.synchronize()
-            if waited or self._spin_ns >= _LONGEST_SPIN_NS:
-                return begin.elapsed_time(end) * 1e6 / len(self._sets)
-            self._spin_ns *= 2
+@functools.lru_cache(maxsize=8)
+def device_peaks(device: torch.device) -> Peaks:
+    """Peak rates of a CUDA device, its memory's measured, its products' by its clock; a CPU's caches hide its own."""
+    if device.type != "cuda":
+        return Peaks(0.0)
+    source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_ns = float("inf")
+    for _ in range(_PASSES):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best_ns = min(best_ns, begin.elapsed_time(end) * 1e6)
+    properties = torch.cuda.get_device_properties(device)
+    clock_ghz = getattr(properties, "clock_rate", 0) / 1e6
+    capability = compute_capability(device) if clock_ghz else ""
+    return Peaks.of_cuda(2 * _BYTES / best_ns * _HEADROOM, capability, properties.multi_processor_count, clock_ghz)

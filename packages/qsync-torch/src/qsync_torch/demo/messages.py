@@ -1,17 +1,24 @@
-"""What the demo's parent asks of its workers and what they answer: JSON files in the run's folder."""
+"""What the demo's processes say to each other.
+
+The parent's tasks and the workers' answers are JSON files in the run's folder; workers report progress as marked lines of output;
+the two workers meet over torchrun's store, so that neither spins or waits inside a measurement.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 import cattrs
+import torch.distributed as dist
 
 from qsync_torch.demo.weak_worker import Weakness
-from qsync_torch.demo.workload import Evaluation
+from qsync_torch.demo.workloads import Evaluation
 
 GROUPS = ("train", "infer")
 """Device group of each rank; rank 0 is the strong worker."""
@@ -19,6 +26,7 @@ TRAIN, INFER = GROUPS
 
 T = TypeVar("T")
 
+_MARK = "@qsync-demo "
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 
 
@@ -122,3 +130,61 @@ def write_json(value: Any, path: Path) -> None:
 def read_json(path: Path, kind: type[T]) -> T:
     """Read what :func:`write_json` wrote."""
     return _CONVERTER.structure(json.loads(path.read_text()), kind)
+
+
+def report(done: int, total: int, what: str) -> None:
+    """Print the progress of this worker's task for the parent; everything else that a worker prints goes to the log."""
+    print(_MARK + json.dumps([done, total, what]), flush=True)
+
+
+def report_error(sentence: str) -> None:
+    """Print for the parent why this worker gives up."""
+    print(_MARK + json.dumps({"error": sentence}), flush=True)
+
+
+def parse(line: str) -> Any:
+    """What a line says, or None for an ordinary one: ``[done, total, what]`` or ``{"error": sentence}``."""
+    at = line.find(_MARK)
+    if at < 0:
+        return None
+    try:
+        # Libraries print to the same stream from other threads, without a line of their own.
+        return json.JSONDecoder().raw_decode(line[at + len(_MARK) :])[0]
+    except ValueError:
+        return None
+
+
+class Rendezvous:
+    """The workers' store: exchange small values, and ask without waiting whether the other has finished."""
+
+    def __init__(self) -> None:
+        store, self.rank, self.world_size = next(iter(dist.rendezvous("env://")))
+        self._store = dist.PrefixStore("qsync-demo", store)
+        self._calls = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order; all ranks must call it equally often."""
+        self._calls += 1
+        self._store.set(f"gather/{self._calls}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"gather/{self._calls}/{rank}")) for rank in range(self.world_size)]
+
+    def announce(self, what: str) -> None:
+        """Tell the others that this rank has finished something."""
+        self._store.set(f"{what}/{self.rank}", "1")
+
+    def all_announced(self, what: str) -> bool:
+        """Whether every rank has."""
+        return bool(self._store.check([f"{what}/{rank}" for rank in range(self.world_size)]))
+
+    @contextmanager
+    def process_group(self) -> Iterator[None]:
+        """A gloo process group of all workers."""
+        self._calls += 1
+        store = dist.PrefixStore(f"group/{self._calls}", self._store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        try:
+            yield
+        finally:
+            # A DistributedDataParallel that outlives its process group can abort the process at its end.
+            gc.collect()
+            dist.destroy_process_group()
