@@ -117,7 +117,7 @@ def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[in
 
 
 def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None:
-    """Refuse a batch function that can not be called as it will be, before anything is traced or measured.
+    """Refuse a batch function that cannot be called as it will be, before anything is traced or measured.
 
     Raises:
         JobError: with the arguments that it has, and those that it is called with.

@@ -58,7 +58,7 @@ for step in range(6):
         x = x * 300  # overflows float16 in the gradient of the second weight, on this rank alone
     loss = wrapped(x).square().mean()
     scaler.scale(loss).backward()
-    if step == 4 and rank == 0:  # an overflow after the all-reduce, which the other rank can not see
+    if step == 4 and rank == 0:  # an overflow after the all-reduce, which the other rank cannot see
         model[0].weight.grad[0, 0] = float("inf")
     scaler.step(optimizer)
     scaler.update()

@@ -63,7 +63,7 @@ def test_what_can_not_be_lowered_is_listed_with_its_reason(tmp_path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     result = run(f"{tmp_path / 'job.py'}:job", "-o", str(tmp_path / "dag.qsync"))
     assert result.exit_code == 0, result.output
-    assert "1 can not be lowered:" in result.output
+    assert "1 cannot be lowered:" in result.output
     assert "0#0       conv1d  one-dimensional convolution is not supported" in result.output
 
 

@@ -1,4 +1,4 @@
-"""Jobs by name and from a person's own file, and what is said when they can not be loaded."""
+"""Jobs by name and from a person's own file, and what is said when they cannot be loaded."""
 
 import functools
 import re

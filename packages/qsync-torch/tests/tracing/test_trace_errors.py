@@ -1,4 +1,4 @@
-"""What is said when a job can not be traced: the user's file and line, and what to do."""
+"""What is said when a job cannot be traced: the user's file and line, and what to do."""
 
 import re
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_the_users_line_is_named(model: nn.Module, marker: str, advice: str, cap
     with pytest.raises(TraceError) as error:
         trace(job(model))
     message = str(error.value)
-    assert message.startswith("broken can not be ")
+    assert message.startswith("broken cannot be ")
     assert f"because of {HERE}:{line_of(marker)} (" in message
     assert advice in message
     assert "\n" not in message

@@ -1,4 +1,4 @@
-"""trace on hand-made modules: functional, repeated and tied calls, views, in-place work, branches, what can not be lowered."""
+"""trace on hand-made modules: functional, repeated and tied calls, views, in-place work, branches, what cannot be lowered."""
 
 from collections.abc import Callable
 from typing import Any
@@ -224,7 +224,7 @@ def test_what_follows_its_inputs_and_what_stays_in_float32() -> None:
 
 
 class Refused(nn.Module):
-    """One call of each kind that apply_ can not address."""
+    """One call of each kind that apply_ cannot address."""
 
     def __init__(self) -> None:
         super().__init__()

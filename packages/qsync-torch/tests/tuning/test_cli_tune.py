@@ -178,14 +178,14 @@ def test_float_formats_leave_nothing_to_do(qsync, install, own_store, options):
         (["job.py:tiny", "--group", "infer"], "--group names a group of a cluster file; give --cluster too."),
         (
             ["job.py:tiny", "--compile-only", "--arch", "sm_75", "--budget", 24],
-            "--compile-only measures nothing and writes no tuning file, so --budget can not go with it.",
+            "--compile-only measures nothing and writes no tuning file, so --budget cannot go with it.",
         ),
         (
             ["job.py:tiny", "--compile-only", "--arch", "sm_75", "-o", "x", "--kernels", 2, "--device", "cpu"],
-            "so --device, --output, --kernels can not go with it.",
+            "so --device, --output, --kernels cannot go with it.",
         ),
-        (["--merge", "a", "--budget", 2, "-o", "x"], "--merge joins files and tunes nothing, so --budget can not go with it."),
-        (["--merge", "a", "--compile-only", "--arch", "sm_75"], "so --compile-only, --arch can not go with it."),
+        (["--merge", "a", "--budget", 2, "-o", "x"], "--merge joins files and tunes nothing, so --budget cannot go with it."),
+        (["--merge", "a", "--compile-only", "--arch", "sm_75"], "so --compile-only, --arch cannot go with it."),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(qsync, install, arguments, message):

@@ -26,7 +26,7 @@ _MEANING = {
     OpClass.FIXED: "stay in float32",
 }
 _SHOWN = 20
-"""Operators that can not be addressed are listed up to this many; --json lists them all."""
+"""Operators that cannot be addressed are listed up to this many; --json lists them all."""
 
 
 @click.command()
@@ -100,7 +100,7 @@ def _render_not_applicable(dag: PrecisionDag, console: Console) -> None:
     refused = [operator for operator in dag.operators if operator.not_applicable]
     if not refused:
         return
-    console.print(f"{len(refused)} can not be lowered:")
+    console.print(f"{len(refused)} cannot be lowered:")
     table = Table("operator", "kind", "why not", box=None, pad_edge=False)
     for operator in refused[:_SHOWN]:
         table.add_row(str(operator.op_id), operator.kind, operator.not_applicable)

@@ -123,12 +123,12 @@ def _refuse_ignored(merging: bool, compile_only: bool, cluster_path: Path | None
     given = [p for p in context.command.params if p.name is not None and context.get_parameter_source(p.name) in by_person]
     if merging:
         if others := [p.opts[-1] for p in given if p.name not in _WITH_MERGE]:
-            raise click.UsageError(f"--merge joins files and tunes nothing, so {', '.join(others)} can not go with it.")
+            raise click.UsageError(f"--merge joins files and tunes nothing, so {', '.join(others)} cannot go with it.")
         return
     others = [_NOT_WITH_COMPILE_ONLY[p.name] for p in given if p.name in _NOT_WITH_COMPILE_ONLY]
     if compile_only and others:
         raise click.UsageError(
-            f"--compile-only measures nothing and writes no tuning file, so {', '.join(others)} can not go with it."
+            f"--compile-only measures nothing and writes no tuning file, so {', '.join(others)} cannot go with it."
         )
     if cluster_path is None and any(p.name == "group" for p in given):
         raise click.UsageError("--group names a group of a cluster file; give --cluster too.")

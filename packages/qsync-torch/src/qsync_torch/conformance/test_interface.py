@@ -106,7 +106,7 @@ def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> No
     request = subject.request(op, attrs.evolve(INT8, symmetric=False), SAMPLES[op], geometry=geometry)
     reasons = subject.backend.unsupported_reasons(request)
     check_sentences(reasons)
-    assert reasons, f"it would run {op} with zero points, which its kernels can not know"
+    assert reasons, f"it would run {op} with zero points, which its kernels cannot know"
 
 
 @pytest.mark.parametrize("op", Op.ALL)

@@ -1,6 +1,6 @@
 """Whether all ranks of a job hold the same plan and compatible versions: asked once, before the first step.
 
-Ranks exchange fixed-size digests, so that a rank with another plan can not make the exchange itself hang or fail, and every rank
+Ranks exchange fixed-size digests, so that a rank with another plan cannot make the exchange itself hang or fail, and every rank
 raises the same error instead of waiting for one that gave up.
 """
 

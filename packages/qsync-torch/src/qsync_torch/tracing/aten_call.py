@@ -1,6 +1,6 @@
 """An operator's ATen call as text, so that it can be run again without the model.
 
-Dependent, guarded and fixed operators (and those that ``apply_`` can not address) carry their call in
+Dependent, guarded and fixed operators (and those that ``apply_`` cannot address) carry their call in
 ``Operator.attributes["call"]``: canonical JSON of the overload and its arguments.  ``profile`` runs it to measure them.
 
 Arguments stand for themselves, except::
@@ -165,8 +165,6 @@ class AtenCall:
 
 
 def _make_tensor(shape: list[int], dtype: torch.dtype, below: int, device: torch.device | str) -> torch.Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.ones(shape, dtype=dtype, device=device)
-    if dtype is torch.bool:
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.randint(below, shape, dtype=dtype, device=device)

@@ -1,4 +1,7 @@
-"""What a plan may do with each ATen operator: its kind, and its class (docs/design/precision-semantics.md#operator-classes)."""
+"""What the graph says of each ATen operator: its class, why ``apply_`` cannot address it, its FLOPs, and which loss ends the step.
+
+See docs/design/precision-semantics.md#operator-classes.
+"""
 
 from __future__ import annotations
 
@@ -114,10 +117,6 @@ def class_of(name: str, *, has_activation: bool, mixes_float32: bool) -> OpClass
     return OpClass.FIXED if mixes_float32 else OpClass.DEPENDENT
 
 
-# ---- merged from qsync_torch.tracing.classify
-# Linear and convolution calls: what their kernels need to know, and why ``apply_`` can not address some of them.
-
-
 def is_own_call(module: nn.Module | None, kind: str, weight: Read | None, parameter_names: dict[int, str]) -> bool:
     """True where the call is the forward of that very ``nn.Linear`` or ``nn.Conv2d``: the operator is named after the module.
 
@@ -126,14 +125,14 @@ def is_own_call(module: nn.Module | None, kind: str, weight: Read | None, parame
     if module is None or weight is None or "forward" in vars(module):
         return False
     if kind == LINEAR:
-        own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        is_own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     else:
-        own = (
+        is_own = (
             isinstance(module, nn.Conv2d)
             and type(module).forward is nn.Conv2d.forward
             and type(module)._conv_forward is nn.Conv2d._conv_forward
         )
-    return own and parameter_names.get(id(module._parameters.get("weight"))) == weight.value.storage.name
+    return is_own and parameter_names.get(id(module._parameters.get("weight"))) == weight.value.storage.name
 
 
 def weight_reason(weight: Read | None, bias: Read | None) -> str:
@@ -154,8 +153,8 @@ def weight_reason(weight: Read | None, bias: Read | None) -> str:
     return ""
 
 
-def module_reason(module: nn.Module | None) -> str:
-    """Why the calling module rules a convolution out; empty where it does not."""
+def padding_reason(module: nn.Module | None) -> str:
+    """Why the padding mode of the calling module rules a convolution out; empty where it does not."""
     mode = getattr(module, "padding_mode", "zeros") if isinstance(module, nn.modules.conv._ConvNd) else "zeros"
     return "" if mode == "zeros" else f"its padding_mode is {mode!r}; only 'zeros' is supported"
 
@@ -179,7 +178,7 @@ def conv2d_attributes(x: Read, weight: Read, arguments: dict[str, Any]) -> tuple
 
 
 def unsupported_reason(name: str) -> str:
-    """Why an operator that multiplies with a weight in another way than linear and conv2d can not be lowered; empty for others."""
+    """Why an operator that multiplies with a weight, and is neither linear nor conv2d, cannot be lowered; empty for others."""
     if name in UNSUPPORTED_CONVOLUTIONS:
         return f"{UNSUPPORTED_CONVOLUTIONS[name]} is not supported; only linear and two-dimensional convolution are"
     if name in RECURRENT:
@@ -189,39 +188,26 @@ def unsupported_reason(name: str) -> str:
     return ""
 
 
-# ---- merged from qsync_torch.tracing.classify
-# Floating-point operations of a forward pass: a multiplication and an addition count as two.
+def product_flops(output_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
+    """Operations of a linear or convolution; a multiplication and an addition count as two.
 
-Shape = Sequence[int]
-
-
-def linear_flops(output_shape: Shape, weight_shape: Shape) -> int:
-    """Output (…, N), weight (N, K): 2·M·N·K with M the product of the leading dimensions."""
-    return 2 * math.prod(output_shape) * weight_shape[1]
-
-
-def conv2d_flops(output_shape: Shape, weight_shape: Shape) -> int:
-    """Output (B, O, H, W), weight (O, I/groups, R, S): each output element takes I/groups·R·S products."""
+    Each output element takes as many products as a row of the weight has elements: K of a linear's (N, K), I/groups·R·S of a
+    convolution's (O, I/groups, R, S).
+    """
     return 2 * math.prod(output_shape) * math.prod(weight_shape[1:])
 
 
-def attention_flops(query: Shape, key: Shape, value: Shape) -> int:
-    """Scaled dot-product attention: scores (…, L, S) from E features, and their product with (S, Ev) values."""
-    *batch, length, features = query
-    return 2 * math.prod(batch) * length * key[-2] * (features + value[-1])
+def other_flops(name: str, input_shapes: Sequence[Sequence[int]], output_shape: Sequence[int]) -> int:
+    """Operators without weights: products of two activations by their size, all else one operation an output element.
 
-
-def other_flops(name: str, input_shapes: Sequence[Shape], output_shape: Shape) -> int:
-    """Operators without weights: products of two activations by their size, all else one operation an output element."""
+    Attention multiplies query (…, L, E) by key (…, S, E), and the scores (…, L, S) by value (…, S, V).
+    """
     if name == "scaled_dot_product_attention" and len(input_shapes) >= 3:
-        return attention_flops(*input_shapes[:3])
+        query, key, value = input_shapes[:3]
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     if name in ("matmul", "mm", "bmm", "baddbmm", "addmm") and len(input_shapes) >= 2:
         return 2 * math.prod(output_shape) * input_shapes[-2][-1]
     return math.prod(output_shape)
-
-
-# ---- merged from qsync_torch.tracing.classify
-# Which loss a job minimises, and how it is reduced over the batch.
 
 
 def loss_kind(drafts: Sequence[Draft], loss: int | None) -> tuple[str, str]:

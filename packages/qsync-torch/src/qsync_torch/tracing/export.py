@@ -14,7 +14,7 @@ import site
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,145 @@ from typing import Any
 import attrs
 import torch
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from qsync_core.errors import TraceError
 from qsync_torch.job import Batch, Job
 
-# ---- merged from qsync_torch.tracing.export
-# Why a model could not be exported: the line of the user's code where it stopped, and what to do about it.
+MODEL_PREFIX = "model"
+"""Attribute of the exported wrapper that holds the user's model; stripped from every name."""
+
+
+@attrs.frozen
+class Placeholder:
+    """What a placeholder of the exported graph stands for.
+
+    ``kind`` is ``parameter``, ``buffer``, ``constant`` or ``input``; ``name`` is the FQN of a parameter (its first name in
+    ``named_parameters``, so that tied weights have one), the FQN of a buffer, or the name of the argument.
+    """
+
+    kind: str
+    name: str
+
+
+@attrs.frozen(eq=False)
+class ExportedStep:
+    """The graph of a training step and what its placeholders are."""
+
+    program: torch.export.ExportedProgram
+    placeholders: dict[str, Placeholder]
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The ATen graph; its output is the loss."""
+        module: torch.fx.GraphModule = self.program.graph_module
+        return module
+
+
+class _Step(torch.nn.Module):
+    """Model and loss in one module.  The loss is kept in a tuple, so that one which is a module adds no names."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        self._loss = (job.loss,)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+        return self._loss[0](self.model(*args, **kwargs), Batch(args, kwargs, target))
+
+
+def export_step(job: Job, batch: Batch) -> ExportedStep:
+    """Export the job's forward pass and loss in training mode.
+
+    Raises:
+        TraceError: naming the line of the model that cannot be exported, and what to do about it.
+    """
+    with _training(job.model), quiet_torch():
+        try:
+            program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
+        except Exception as error:
+            raise TraceError(explain_export_failure(job.name, error)) from error
+    _check_loss(job.name, program)
+    return ExportedStep(program, _placeholders(job, batch, program))
+
+
+def _check_loss(name: str, program: torch.export.ExportedProgram) -> None:
+    outputs = program.graph.output_node().args[0]
+    values = [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs]
+    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
+        return
+    found = ", ".join(f"a tensor of shape {tuple(v.shape)}" if isinstance(v, torch.Tensor) else "a Python number" for v in values)
+    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found or 'nothing'}; reduce it with .mean() or .sum()")
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Silences torch's warnings and log lines: what matters in them is in the error that we raise."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def _training(model: torch.nn.Module) -> Iterator[None]:
+    """Training mode for a model that is wholly in evaluation mode; submodules that the user froze stay as they are."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:
+            model.train()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _placeholders(job: Job, batch: Batch, program: torch.export.ExportedProgram) -> dict[str, Placeholder]:
+    first_name = {id(parameter): name for name, parameter in job.model.named_parameters()}
+    by_name = dict(job.model.named_parameters(remove_duplicate=False))
+    arguments = iter(_argument_names(job.model, batch))
+    placeholders: dict[str, Placeholder] = {}
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix(MODEL_PREFIX + ".")
+        match spec.kind:
+            case InputKind.PARAMETER:
+                placeholders[spec.arg.name] = Placeholder("parameter", first_name[id(by_name[name])])
+            case InputKind.BUFFER:
+                placeholders[spec.arg.name] = Placeholder("buffer", name)
+            case InputKind.USER_INPUT:
+                placeholders[spec.arg.name] = Placeholder("input", next(arguments))
+            case _:
+                placeholders[spec.arg.name] = Placeholder("constant", name)
+    return placeholders
+
+
+def _argument_names(model: torch.nn.Module, batch: Batch) -> list[str]:
+    """Names of the leaves of (args, kwargs, target) in the order in which export flattens them."""
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names = []
+    for path, _ in pytree.tree_leaves_with_path((batch.args, batch.kwargs, batch.target)):
+        root, *keys = [_key_text(key) for key in path]
+        if root == "0" and keys and int(keys[0]) < len(positional):
+            keys[0] = positional[int(keys[0])]
+        elif root == "0":
+            keys.insert(0, "args")
+        elif root == "2":
+            keys.insert(0, "target")
+        names.append(".".join(keys))
+    return names
+
+
+def _key_text(key: Any) -> str:
+    return str(next(getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)))
+
 
 _ADVICE = (
     (
@@ -44,26 +177,26 @@ _ADVICE = (
         "torch.export does not know the type of an argument: pass tensors, numbers, or lists, tuples and dictionaries of them",
     ),
 )
+"""What to do about a failure whose text matches."""
+_OTHER_ADVICE = "see that the model runs on the job's first batch, and that its forward uses only PyTorch operations on tensors"
 
 
 def explain_export_failure(model: str, error: BaseException) -> str:
     """One message: which model, at which file and line, what happened, what to do next."""
-    reason = _first_line(error)
     text = f"{type(error).__name__}: {error}"
-    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), None)
-    where = _user_line(error)
-    place = f" because of {where}" if where else ""
-    if advice is None:
-        advice = "see that the model runs on the job's first batch, and that its forward uses only PyTorch operations on tensors"
-    return f"{model} can not be exported{place}: {advice} ({reason})"
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHER_ADVICE)
+    frames: list[_Frame] = []
+    seen: BaseException | None = error
+    while seen is not None and not any(_owner(frame[0]) == _USER for frame in frames):
+        frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(seen.__traceback__)] or frames
+        seen = seen.__cause__
+    return f"{model} cannot be exported{_place(frames)}: {advice} ({_first_line(error)})"
 
 
 def explain_node_failure(model: str, node: torch.fx.Node, error: BaseException) -> str:
     """The same for a node of the exported graph that has no static shape."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', node.meta.get("stack_trace") or "")
-    lines = [f"{name}:{number} ({code})" for wanted in (0, 1) for name, number, code in reversed(frames) if _rank(name) == wanted]
-    place = f" because of {lines[0]}" if lines else ""
-    return f"{model} can not be traced{place}: {_ADVICE[0][1]} ({_first_line(error)})"
+    return f"{model} cannot be traced{_place(frames)}: {_ADVICE[0][1]} ({_first_line(error)})"
 
 
 def _first_line(error: BaseException) -> str:
@@ -71,169 +204,29 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
-def _user_line(error: BaseException) -> str:
-    """``file:line (source)`` of the deepest frame in a user's file; in a library's where there is none; '' where neither is."""
-    frames: list[traceback.FrameSummary] = []
-    seen: BaseException | None = error
-    while seen is not None:
-        frames = list(traceback.extract_tb(seen.__traceback__)) or frames
-        seen = seen.__cause__
-        if any(_rank(frame.filename) == 0 for frame in frames):
-            break
-    for wanted in (0, 1):
-        for frame in reversed(frames):
-            if _rank(frame.filename) == wanted:
-                return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
-    return ""
-
-
+_Frame = tuple[str, int | str | None, str | None]
+"""File, line number and source of a stack frame."""
+_USER, _LIBRARY, _OURS = range(3)
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _PACKAGES = tuple(map(Path, {*site.getsitepackages(), site.getusersitepackages()}))
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
-def _rank(filename: str) -> int:
-    """0: a user's file; 1: another library's; 2: ours, PyTorch's, the standard library's or none at all."""
+def _place(frames: Sequence[_Frame]) -> str:
+    """Names the deepest frame in a user's file, else in another library's; empty where there is neither."""
+    for wanted in (_USER, _LIBRARY):
+        for filename, number, code in reversed(frames):
+            if _owner(filename) == wanted:
+                return f" because of {filename}:{number}" + (f" ({code})" if code else "")
+    return ""
+
+
+def _owner(filename: str) -> int:
+    """Whose file it is: the user's, another library's, or ours, PyTorch's, the standard library's or none at all."""
     path = Path(filename)
     if filename.startswith("<") or path.is_relative_to(_TORCH) or path.parent == _HERE:
-        return 2
+        return _OURS
     if any(path.is_relative_to(packages) for packages in _PACKAGES):
-        return 1
-    return 2 if path.is_relative_to(_STANDARD_LIBRARY) else 0
-
-
-# ---- from here on: qsync_torch.tracing.export
-
-MODEL_PREFIX = "model"
-"""Attribute of the exported wrapper that holds the user's model; stripped from every name."""
-
-
-@attrs.frozen
-class Operand:
-    """What a placeholder of the exported graph stands for.
-
-    ``kind`` is ``parameter``, ``buffer``, ``constant`` or ``input``; ``name`` is the FQN of a parameter (its first name in
-    ``named_parameters``, so that tied weights have one), the FQN of a buffer, or the name of the argument.
-    """
-
-    kind: str
-    name: str
-
-
-@attrs.frozen(eq=False)
-class ExportedStep:
-    """The graph of a training step and what its placeholders are."""
-
-    program: torch.export.ExportedProgram
-    operands: dict[str, Operand]
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The ATen graph; its output is the loss."""
-        return self.program.graph_module
-
-
-class _Step(torch.nn.Module):
-    """Model and loss in one module.  The loss hides in a tuple, so that one which is a module does not add names."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.model = job.model
-        self._loss = (job.loss,)
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
-        return self._loss[0](self.model(*args, **kwargs), Batch(args, kwargs, target))
-
-
-def export_step(job: Job, batch: Batch) -> ExportedStep:
-    """Export the job's forward pass and loss in training mode.
-
-    Raises:
-        TraceError: naming the line of the model that can not be exported, and what to do about it.
-    """
-    with _training(job.model), quiet_torch():
-        try:
-            program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
-        except Exception as error:
-            raise TraceError(explain_export_failure(job.name, error)) from error
-    _check_loss(job.name, program)
-    return ExportedStep(program, _operands(job, batch, program))
-
-
-def _check_loss(name: str, program: torch.export.ExportedProgram) -> None:
-    outputs = program.graph.output_node().args[0]
-    values = [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs]
-    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
-        return
-    found = ", ".join(f"a tensor of shape {tuple(v.shape)}" if isinstance(v, torch.Tensor) else "a Python number" for v in values)
-    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found or 'nothing'}; reduce it with .mean() or .sum()")
-
-
-@contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Without torch's own warnings and log lines: what matters in them is in the error that we raise."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-@contextmanager
-def _training(model: torch.nn.Module) -> Iterator[None]:
-    """Training mode for a model that is wholly in evaluation mode; submodules that somebody froze stay as they are."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        if not model.training:
-            model.train()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _operands(job: Job, batch: Batch, program: torch.export.ExportedProgram) -> dict[str, Operand]:
-    first_name = {id(parameter): name for name, parameter in job.model.named_parameters()}
-    by_name = dict(job.model.named_parameters(remove_duplicate=False))
-    arguments = iter(_argument_names(job.model, batch))
-    operands: dict[str, Operand] = {}
-    for spec in program.graph_signature.input_specs:
-        name = (spec.target or "").removeprefix(MODEL_PREFIX + ".")
-        match spec.kind:
-            case InputKind.PARAMETER:
-                operands[spec.arg.name] = Operand("parameter", first_name[id(by_name[name])])
-            case InputKind.BUFFER:
-                operands[spec.arg.name] = Operand("buffer", name)
-            case InputKind.USER_INPUT:
-                operands[spec.arg.name] = Operand("input", next(arguments))
-            case _:
-                operands[spec.arg.name] = Operand("constant", name)
-    return operands
-
-
-def _argument_names(model: torch.nn.Module, batch: Batch) -> list[str]:
-    """Names of the leaves of (args, kwargs, target) in the order in which export flattens them."""
-    positional = [
-        parameter.name
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    names = []
-    for path, _ in torch.utils._pytree.tree_leaves_with_path((batch.args, batch.kwargs, batch.target)):
-        root, *keys = [_key_text(key) for key in path]
-        if root == "0" and keys and int(keys[0]) < len(positional):
-            keys[0] = positional[int(keys[0])]
-        elif root == "0":
-            keys.insert(0, "args")
-        elif root == "2":
-            keys.insert(0, "target")
-        names.append(".".join(keys))
-    return names
-
-
-def _key_text(key: Any) -> str:
-    return str(next(getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)))
+        return _LIBRARY
+    return _OURS if path.is_relative_to(_STANDARD_LIBRARY) else _USER

@@ -1,8 +1,7 @@
-"""The order in which gradients become ready, found by a backward pass over fake tensors.
+"""The order in which gradients become ready, and the buckets that DistributedDataParallel makes of them.
 
-Autograd decides the order; so autograd is asked.  The exported graph is run under ``FakeTensorMode`` (shapes only, no
-memory, no arithmetic) and differentiated, with a hook at every parameter: the same hooks at which
-DistributedDataParallel counts gradients.
+Autograd decides the order, so :func:`run_fake` lets it: the exported graph is run under ``FakeTensorMode`` (shapes only, no memory,
+no arithmetic) and differentiated, with a hook at every parameter: the hooks at which DistributedDataParallel counts gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class FakeRun:
     Attributes:
         gradient_order: FQNs of the parameters that get a gradient, in the order in which they get it.
         storage: the storage of each node's tensor: nodes with equal numbers share memory.
-        needs_grad: names of the nodes whose value requires a gradient.
+        requires_grad: names of the nodes whose value requires a gradient.
     """
 
     gradient_order: tuple[str, ...]
     storage: dict[str, int]
-    needs_grad: frozenset[str]
+    requires_grad: frozenset[str]
 
 
 _VALUE_READERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -48,12 +47,12 @@ class _Recorder(torch.fx.Interpreter):
         self.extra_traceback = False  # it would add the graph's own text to messages
         self._model = model
         self.storage: dict[str, int] = {}
-        self.needs_grad: set[str] = set()
+        self.requires_grad: set[str] = set()
         self._alive: list[Any] = []  # freed storages would have their numbers used again
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.target in _VALUE_READERS:
-            # Fake tensors have no values; what a model does with one read by .item() does not change its graph any more.
+            # Fake tensors have no values; the exported graph no longer depends on one read by .item().
             return getattr(getattr(n.meta.get("val"), "node", None), "pytype", int)(1)
         if n.target in _VALUE_CHECKS:
             return None
@@ -66,7 +65,7 @@ class _Recorder(torch.fx.Interpreter):
             self._alive.append(storage)
             self.storage[n.name] = storage._cdata
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
-            self.needs_grad.add(n.name)
+            self.requires_grad.add(n.name)
         return result
 
 
@@ -86,15 +85,15 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values = []
         for node in step.graph_module.graph.find_nodes(op="placeholder"):
-            operand = step.operands[node.name]
+            stands_for = step.placeholders[node.name]
             example = node.meta.get("val")
             if not isinstance(example, torch.Tensor):
                 values.append(example)
                 continue
             value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
-            if operand.kind == "parameter":
-                value = parameters.setdefault(operand.name, value)
-                value.requires_grad_(operand.name in trainable)
+            if stands_for.kind == "parameter":
+                value = parameters.setdefault(stands_for.name, value)
+                value.requires_grad_(stands_for.name in trainable)
             values.append(value)
         for name, parameter in parameters.items():
             if parameter.requires_grad:
@@ -103,14 +102,11 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         (loss,) = recorder.run(*values, enable_io_processing=False)[-1:]
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
             loss.backward()
-    return FakeRun(tuple(order), recorder.storage, frozenset(recorder.needs_grad))
+    return FakeRun(tuple(order), recorder.storage, frozenset(recorder.requires_grad))
 
 
-# ---- merged from qsync_torch.tracing.gradient_order
-# Gradient buckets as DistributedDataParallel forms them after its first iteration.
-
-MEBIBYTE = 1024 * 1024
-DEFAULT_BUCKET_CAP_MB = 25
+_MEBIBYTE = 1024 * 1024
+_DEFAULT_BUCKET_CAP_MB = 25
 """DistributedDataParallel's own default; with it the first bucket is smaller (1 MiB), so that communication starts early."""
 
 
@@ -119,7 +115,7 @@ def form_buckets(
     gradient_order: Sequence[str],
     bucket_cap_mb: float | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets, first ready first.
+    """The buckets as DistributedDataParallel forms them after its first iteration, first ready first.
 
     After the first backward pass the reducer packs parameters again in the order in which their gradients became ready
     (``Reducer::rebuild_buckets``).  It does not when some parameter got no gradient (``find_unused_parameters=True``): then the
@@ -131,7 +127,7 @@ def form_buckets(
         bucket_cap_mb: DistributedDataParallel's argument of that name, in MiB; None for its default.
     """
     tensors = dict(parameters)
-    cap = int((DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MEBIBYTE)
+    cap = int((_DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * _MEBIBYTE)
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, cap] if bucket_cap_mb is None else [cap]
     if set(gradient_order) == set(tensors):
         names = list(gradient_order)

@@ -1,7 +1,7 @@
-"""What flows along the exported graph: storages, who wrote them last, and operators in the making.
+"""What flows along the exported graph: memory, the operators that wrote it last, and operators before they have names.
 
 In-place operators and views make "the producer of a tensor" a question about memory, not about graph nodes: every value points to
-a :class:`Storage`, views share it, and whoever writes into any of them becomes its producer.
+a :class:`Storage`, views share it, and an operator that writes into any of them becomes its producer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Storage:
     Attributes:
         kind: ``parameter``, ``buffer``, ``constant``, ``input`` or ``activation``.
         name: FQN or argument name; empty for activations.
-        writer: position of the draft that wrote it last; None where nobody did.
+        writer: position of the draft that wrote it last; None where none did.
         weight_only: it holds parameters, or what was computed from nothing but parameters, buffers and constants.
     """
 
@@ -49,13 +49,25 @@ class Read:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The (fake) tensor: shape, strides, dtype."""
-        return self.node.meta["val"]
+        """The fake tensor: shape, strides, dtype."""
+        tensor: torch.Tensor = self.node.meta["val"]
+        return tensor
 
     @property
     def is_activation(self) -> bool:
-        """True where some operator or graph input produced it."""
+        """True where an operator or a graph input produced it."""
         return self.value.storage.writer is not None
+
+    @property
+    def producer(self) -> int:
+        """Position of the draft that produced an activation."""
+        assert self.value.storage.writer is not None
+        return self.value.storage.writer
+
+    @property
+    def is_parameter(self) -> bool:
+        """True for a parameter that no operator has written."""
+        return self.value.storage.kind == "parameter" and not self.is_activation
 
 
 @attrs.define(eq=False)
@@ -63,7 +75,7 @@ class Draft:
     """An operator before it has a name.
 
     ``inputs`` are positions of other drafts; ``weight_name`` is the parameter that is the weight of a linear or convolution,
-    empty where the weight is something else.
+    empty where the weight is something else; the other fields are as in :class:`~qsync_core.ir.dag.Operator`.
     """
 
     name: str
@@ -80,7 +92,7 @@ class Draft:
     attributes: dict[str, str] = attrs.field(factory=dict)
     call: str = ""
     flops: int = 0
-    reason: str = ""
+    not_applicable: str = ""
     no_grad_inputs: tuple[int, ...] = ()
     is_own_call: bool = False
     in_loss: bool = False
@@ -88,7 +100,7 @@ class Draft:
 
 
 def float_tensor(value: Any) -> torch.Tensor | None:
-    """The first real floating-point tensor of an operator's result, None where there is none."""
+    """The first floating-point tensor of an operator's result, None where there is none."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point), None)
 

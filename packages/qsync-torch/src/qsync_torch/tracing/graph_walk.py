@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 
 from qsync_core.ir.dag import OpClass
-from qsync_torch.tracing import aten_call, classify
-from qsync_torch.tracing import classify as adjustable
-from qsync_torch.tracing import classify as flops
+from qsync_torch.tracing import classify
+from qsync_torch.tracing.aten_call import encode_call
 from qsync_torch.tracing.export import ExportedStep
 from qsync_torch.tracing.gradient_order import FakeRun
 from qsync_torch.tracing.graph_values import Draft, Read, Storage, Value, float_tensor, static_shape
@@ -59,7 +59,7 @@ class GraphWalk:
 
     Args:
         step: the exported step.
-        run: what a fake run showed; storages tell true views from copies, ``needs_grad`` which inputs need a gradient.
+        run: what a fake run showed; storages tell true views from copies, ``requires_grad`` which inputs need a gradient.
         model: the user's model.
     """
 
@@ -70,233 +70,193 @@ class GraphWalk:
         self._run = run
         self._scopes = Scopes(model)
         self._parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._entries: dict[torch.fx.Node, Entry] = {}
         self._vmap_depth = 0
-        self._nested = ""
-        self._outer: torch.fx.Node | None = None
+        self._nested = ""  # why calls inside the current higher-order operator cannot be addressed
+        self._outer: torch.fx.Node | None = None  # the outermost higher-order operator around the current graph
 
     def walk(self) -> None:
         """Fill ``drafts``, and ``loss`` with the position of the draft that makes the loss."""
-        entries: dict[torch.fx.Node, Entry] = {}
         shared: dict[tuple[str, str], Storage] = {}
         for node in self._step.graph_module.graph.find_nodes(op="placeholder"):
-            operand = self._step.operands[node.name]
-            storage = shared.setdefault(
-                (operand.kind, operand.name), Storage(operand.kind, operand.name, weight_only=operand.kind != "input")
-            )
-            if operand.kind == "input" and float_tensor(node.meta.get("val")) is not None and node.users:
+            stands_for = self._step.placeholders[node.name]
+            kind, name = stands_for.kind, stands_for.name
+            storage = shared.setdefault((kind, name), Storage(kind, name, weight_only=kind != "input"))
+            if kind == "input" and float_tensor(node.meta.get("val")) is not None and node.users:
                 shape = static_shape(node.meta["val"])
-                storage.writer = self._add(
-                    Draft("input", "input", OpClass.FIXED, f"$input.{operand.name}", None, output_shape=shape)
-                )
-            entries[node] = Value(storage)
-        (result,) = self._flatten(self._graph(self._step.graph_module, entries))[-1:]
-        self.loss = result.storage.writer if isinstance(result, Value) else None
+                storage.writer = self._add(Draft("input", "input", OpClass.FIXED, f"$input.{name}", None, output_shape=shape))
+            self._entries[node] = Value(storage)
+        (result,) = _values(self._graph(self._step.graph_module))[-1:]
+        self.loss = result.storage.writer if result is not None else None
 
     def _add(self, draft: Draft) -> int:
         self.drafts.append(draft)
         return len(self.drafts) - 1
 
-    def _graph(self, module: torch.fx.GraphModule, entries: dict[torch.fx.Node, Entry]) -> Entry:
+    def _graph(self, module: torch.fx.GraphModule) -> Entry:
+        """Walks one graph whose placeholders have their entries, and returns the entries of its results."""
         for node in module.graph.nodes:
             if node.op == "call_function":
-                entries[node] = self._call(module, node, entries)
-            elif node.op == "output":
-                return [self._entry(argument, entries) for argument in _leaves(node.args)]
+                self._entries[node] = self._call(module, node)
             elif node.op == "get_attr":
-                entries[node] = Value(Storage("constant", str(node.target), weight_only=True))
-        return None
+                self._entries[node] = Value(Storage("constant", str(node.target), weight_only=True))
+        return [self._entry(argument) for argument in _leaves(module.graph.output_node().args)]
 
-    def _entry(self, argument: Any, entries: dict[torch.fx.Node, Entry]) -> Entry:
-        return entries.get(argument) if isinstance(argument, torch.fx.Node) else None
+    def _entry(self, argument: Any) -> Entry:
+        return self._entries.get(argument) if isinstance(argument, torch.fx.Node) else None
 
-    def _flatten(self, entry: Entry) -> list[Value | None]:
-        return [leaf for item in entry for leaf in self._flatten(item)] if isinstance(entry, list) else [entry]
-
-    def _call(self, module: torch.fx.GraphModule, node: torch.fx.Node, entries: dict[torch.fx.Node, Entry]) -> Entry:
+    def _call(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Entry:
         target = node.target
         if target is python_operator.getitem:
-            source = self._entry(node.args[0], entries)
-            if isinstance(source, list):
-                return source[node.args[1]] if node.args[1] < len(source) else None
-            return source
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            return self._higher_order(module, node, entries)
-        name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
+            source, index = self._entry(node.args[0]), node.args[1]
+            if not isinstance(source, list):
+                return source
+            return source[index] if isinstance(index, int) and index < len(source) else None
+        if isinstance(target, HigherOrderOperator):
+            return self._higher_order(module, node)
+        name = _schema_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", "")
         if name in ("_vmap_increment_nesting", "_vmap_decrement_nesting"):
             self._vmap_depth += 1 if "increment" in name else -1
             return None
-        if name in _PASS_THROUGH:
-            source = node.args[0]
-            if isinstance(source, (list, tuple)):
-                return [self._entry(item, entries) for item in source]
-            entry = self._entry(source, entries)
+        if name in _PASS_THROUGH and isinstance(node.args[0], (list, tuple)):
+            return [self._entry(item) for item in node.args[0]]
+        if name in _PASS_THROUGH or self._is_view(node):
+            entry = self._entry(node.args[0])
             return Value(entry.storage, is_view=True) if isinstance(entry, Value) else entry
-        if self._is_view(node):
-            entry = self._entry(node.args[0], entries)
-            return Value(entry.storage, is_view=True) if isinstance(entry, Value) else entry
-        if not isinstance(target, torch._ops.OpOverload):
-            return None
-        return self._operator(node, entries)
+        return self._operator(node, target) if isinstance(target, OpOverload) else None
 
     def _is_view(self, node: torch.fx.Node) -> bool:
         """A result that shares its first argument's memory, by the operator's schema and, where known, by what really happened."""
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns or not node.args:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.returns or not node.args:
             return False
-        alias = target._schema.returns[0].alias_info
+        alias = node.target._schema.returns[0].alias_info
         if alias is None or alias.is_write or not isinstance(node.args[0], torch.fx.Node):
             return False
         mine, source = self._run.storage.get(node.name), self._run.storage.get(node.args[0].name)
         return mine is None or source is None or mine == source
 
-    def _higher_order(self, module: torch.fx.GraphModule, node: torch.fx.Node, entries: dict[torch.fx.Node, Entry]) -> Entry:
-        name = str(node.target)
-        subgraphs, operands = [], []
+    def _higher_order(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Entry:
+        subgraphs: list[torch.fx.GraphModule] = []
+        operands: list[Entry] = []
         for leaf in _leaves([*node.args, *node.kwargs.values()]):
-            attribute = (
-                getattr(module, str(leaf.target), None) if isinstance(leaf, torch.fx.Node) and leaf.op == "get_attr" else None
-            )
+            if not isinstance(leaf, torch.fx.Node):
+                continue
+            attribute = getattr(module, str(leaf.target), None) if leaf.op == "get_attr" else None
             if isinstance(attribute, torch.fx.GraphModule):
                 subgraphs.append(attribute)
-            elif isinstance(leaf, torch.fx.Node):
-                operands.append(self._entry(leaf, entries))
-        outer, result = (self._nested, self._outer), None
-        self._outer = self._outer or node
-        if name not in _INLINED:
-            self._nested = self._nested or f"it is called inside torch's higher-order operator {name}"
+            else:
+                operands.append(self._entry(leaf))
+        nested, outer = self._nested, self._outer
+        self._outer = outer or node
+        if str(node.target) not in _INLINED:
+            self._nested = nested or f"it is called inside torch's higher-order operator {node.target}"
+        result: Entry = None
         for subgraph in subgraphs:
             placeholders = list(subgraph.graph.find_nodes(op="placeholder"))
-            inner = dict(zip(reversed(placeholders), reversed(operands), strict=False))
-            result = self._graph(subgraph, inner)
-        self._nested, self._outer = outer
+            # The subgraph's arguments are the operator's last ones.
+            self._entries |= dict.fromkeys(placeholders) | dict(zip(reversed(placeholders), reversed(operands), strict=False))
+            result = self._graph(subgraph)
+        self._nested, self._outer = nested, outer
         return result
 
-    def _operator(self, node: torch.fx.Node, entries: dict[torch.fx.Node, Entry]) -> Entry:
-        target = node.target
-        assert isinstance(target, torch._ops.OpOverload)
-        reads = list(self._reads(node, entries))
-        written = [self._entry(argument, entries) for argument in _written(node)]
-        written_storages = [leaf.storage for entry in written for leaf in self._flatten(entry) if leaf is not None]
+    def _operator(self, node: torch.fx.Node, target: OpOverload[..., Any]) -> Entry:
         output = float_tensor(node.meta.get("val"))
         if output is None:
             return None
-        storage = written_storages[0] if written_storages else Storage("activation")
-        draft = self._draft(node, classify.op_name(target._schema.name.split("::")[1]), reads, output)
+        arguments = _given(node)
+        reads = list(self._reads(arguments))
+        written = [
+            value.storage
+            for argument in target._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in _leaves([arguments.get(argument.name)])
+            for value in _values(self._entry(leaf))
+            if value is not None
+        ]
+        storage = written[0] if written else Storage("activation")
+        draft = self._draft(node, reads, output)
         storage.weight_only = all(read.value.storage.weight_only for read in reads) and bool(reads)
         position = self._add(draft)
-        for touched in (storage, *written_storages):
+        for touched in (storage, *written):
             touched.writer = position
         return Value(storage)
 
-    def _reads(self, node: torch.fx.Node, entries: dict[torch.fx.Node, Entry]) -> Iterator[Read]:
-        schema = node.target._schema
-        named = [(schema.arguments[index].name, argument) for index, argument in enumerate(node.args)]
-        for name, argument in [*named, *node.kwargs.items()]:
+    def _reads(self, arguments: dict[str, Any]) -> Iterator[Read]:
+        for name, argument in arguments.items():
             for leaf in _leaves([argument]):
-                entry = self._entry(leaf, entries)
-                if isinstance(leaf, torch.fx.Node) and isinstance(entry, Value) and float_tensor(leaf.meta.get("val")) is not None:
+                entry = self._entry(leaf)
+                if isinstance(entry, Value) and float_tensor(leaf.meta.get("val")) is not None:
                     yield Read(leaf, entry, name)
 
-    def _draft(self, node: torch.fx.Node, name: str, reads: Sequence[Read], output: torch.Tensor) -> Draft:
+    def _draft(self, node: torch.fx.Node, reads: Sequence[Read], output: torch.Tensor) -> Draft:
+        name = _op_name(node)
         scope, module = self._scopes.scope_of(node, self._outer)
-        activations = _participating([read for read in reads if read.is_activation])
+        # Zero-dimensional activations beside others take no part in type promotion.
+        activations = [read for read in reads if read.is_activation]
+        activations = [read for read in activations if read.tensor.dim() > 0] or activations
         draft = Draft(name, name, OpClass.DEPENDENT, scope, module, output_shape=static_shape(output))
-        draft.parameters = tuple(dict.fromkeys(read.value.storage.name for read in reads if _is_parameter(read)))
-        in_loss = scope == LOSS_SCOPE or name in classify.LOSSES
-        draft.in_loss = in_loss or any(self.drafts[read.value.storage.writer or 0].in_loss for read in reads if read.is_activation)
+        draft.parameters = tuple(dict.fromkeys(read.value.storage.name for read in reads if read.is_parameter))
+        is_loss = name in classify.LOSSES
+        draft.in_loss = (
+            is_loss or scope == LOSS_SCOPE or any(self.drafts[read.producer].in_loss for read in reads if read.is_activation)
+        )
         if name in (classify.LINEAR, classify.CONV2D) and not draft.in_loss:
             self._adjustable(draft, node, reads)
         else:
-            self._other(draft, reads, activations, output)
-        if name in classify.LOSSES:
+            _other(draft, reads, activations, output)
+        if is_loss:
             draft.reduction = {0: "none", 1: "mean", 2: "sum"}.get(_arguments(node).get("reduction", 1), "mean")
-        draft.inputs = tuple(read.value.storage.writer for read in activations)
+        draft.inputs = tuple(read.producer for read in activations)
         draft.input_shapes = tuple(static_shape(read.tensor) for read in activations)
-        draft.no_grad_inputs = tuple(i for i, read in enumerate(activations) if not self._needs_grad(read.node))
+        draft.no_grad_inputs = tuple(i for i, read in enumerate(activations) if not self._requires_grad(read.node))
         if not draft.flops:
-            draft.flops = flops.other_flops(name, draft.input_shapes, draft.output_shape)
+            draft.flops = classify.other_flops(name, draft.input_shapes, draft.output_shape)
         draft.call = _call_text(node, reads, activations, draft.parameters)
         return draft
 
-    def _needs_grad(self, node: torch.fx.Node) -> bool:
-        return node.name in self._run.needs_grad or node.name not in self._run.storage
+    def _requires_grad(self, node: torch.fx.Node) -> bool:
+        """Whether its value requires a gradient; nodes of subgraphs, which the fake run does not see, count as if."""
+        return node.name in self._run.requires_grad or node.name not in self._run.storage
 
     def _adjustable(self, draft: Draft, node: torch.fx.Node, reads: Sequence[Read]) -> None:
         by_argument = {read.argument: read for read in reads}
         x, weight, bias = by_argument.get("input"), by_argument.get("weight"), by_argument.get("bias")
-        draft.reason = adjustable.weight_reason(weight, bias)
-        if self._nested or self._vmap_depth:
-            draft.reason = draft.reason or self._nested or "it is called under torch.vmap"
         if x is None or not x.is_activation or weight is None:
-            draft.op_class, draft.reason = OpClass.FIXED, ""  # a product of parameters alone
+            draft.op_class = OpClass.FIXED  # a product of parameters alone
             return
+        nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
+        draft.not_applicable = classify.weight_reason(weight, bias) or nested
         if weight.is_activation and not weight.value.storage.weight_only:
             draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
         draft.weight_shape = static_shape(weight.tensor)
-        draft.weight_name = weight.value.storage.name if _is_parameter(weight) and not weight.value.is_view else ""
-        draft.is_own_call = adjustable.is_own_call(draft.module, draft.kind, weight, self._parameter_names)
+        draft.weight_name = weight.value.storage.name if weight.is_parameter and not weight.value.is_view else ""
+        draft.is_own_call = classify.is_own_call(draft.module, draft.kind, weight, self._parameter_names)
+        draft.flops = classify.product_flops(draft.output_shape, draft.weight_shape)
         if draft.kind == classify.CONV2D:
-            draft.attributes, reason = adjustable.conv2d_attributes(x, weight, _arguments(node))
-            draft.reason = draft.reason or adjustable.module_reason(draft.module) or reason
-            draft.flops = flops.conv2d_flops(draft.output_shape, draft.weight_shape)
-        else:
-            draft.flops = flops.linear_flops(draft.output_shape, draft.weight_shape)
-
-    def _other(self, draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
-        others = [read for read in reads if not read.is_activation]
-        mixes = any(read.tensor.dim() > 0 for read in others) or output.dtype is not torch.float32
-        draft.op_class = classify.class_of(draft.name, has_activation=bool(activations), mixes_float32=mixes)
-        if draft.in_loss:
-            draft.op_class = OpClass.FIXED
-        if draft.name in classify.LOSSES:
-            draft.kind = "loss"
-        elif activations and draft.parameters and not draft.in_loss:
-            draft.reason = adjustable.unsupported_reason(draft.name)
-            if draft.reason and draft.name not in classify.RECURRENT:
-                draft.op_class = OpClass.ADJUSTABLE
+            draft.attributes, reason = classify.conv2d_attributes(x, weight, _arguments(node))
+            draft.not_applicable = draft.not_applicable or classify.padding_reason(draft.module) or reason
 
 
-def _is_parameter(read: Read) -> bool:
-    return read.value.storage.kind == "parameter" and not read.is_activation
-
-
-def _participating(activations: list[Read]) -> list[Read]:
-    """Without zero-dimensional activations beside others: they do not take part in type promotion."""
-    dimensioned = [read for read in activations if read.tensor.dim() > 0]
-    return dimensioned or activations
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
-
-
-def _written(node: torch.fx.Node) -> list[Any]:
-    schema = node.target._schema
-    given = {schema.arguments[index].name: argument for index, argument in enumerate(node.args)} | dict(node.kwargs)
-    return [
-        leaf
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in _leaves([given.get(argument.name)])
-    ]
-
-
-def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
-    schema = node.target._schema
-    values = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    values |= {schema.arguments[index].name: argument for index, argument in enumerate(node.args)}
-    return values | dict(node.kwargs)
+def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
+    mixes = any(read.tensor.dim() > 0 for read in reads if not read.is_activation) or output.dtype is not torch.float32
+    draft.op_class = classify.class_of(draft.name, has_activation=bool(activations), mixes_float32=mixes)
+    if draft.in_loss:
+        draft.op_class = OpClass.FIXED
+    if draft.name in classify.LOSSES:
+        draft.kind = "loss"
+    elif activations and draft.parameters and not draft.in_loss:
+        draft.not_applicable = classify.unsupported_reason(draft.name)
+        if draft.not_applicable and draft.name not in classify.RECURRENT:
+            draft.op_class = OpClass.ADJUSTABLE
 
 
 def _call_text(node: torch.fx.Node, reads: Sequence[Read], activations: Sequence[Read], parameters: Sequence[str]) -> str:
     positions: dict[torch.fx.Node, int] = {}
     for index, read in enumerate(activations):
         positions.setdefault(read.node, index)
-    direct = {read.node: read for read in reads if _is_parameter(read) and not read.value.is_view}
-    sizes = [min(read.tensor.shape, default=1) for read in reads if read.tensor.dim()]
+    direct = {read.node: read.value.storage.name for read in reads if read.is_parameter and not read.value.is_view}
 
     def describe(argument: torch.fx.Node) -> dict[str, Any]:
         tensor = argument.meta.get("val")
@@ -307,20 +267,52 @@ def _call_text(node: torch.fx.Node, reads: Sequence[Read], activations: Sequence
             stride = {} if tensor.is_contiguous() else {"stride": [int(step) for step in tensor.stride()]}
             return {"input": positions[argument], **stride}
         if argument in direct:
-            return {"parameter": parameters.index(direct[argument].value.storage.name), "shape": shape}
+            return {"parameter": parameters.index(direct[argument]), "shape": shape}
         text = {"tensor": shape, "dtype": str(tensor.dtype).removeprefix("torch.")}
         if tensor.dtype.is_floating_point or tensor.dtype is torch.bool:
             return text
-        return {**text, "below": max(1, _index_bound(node, reads, sizes))}
+        return {**text, "below": max(1, _index_bound(_op_name(node), reads))}
 
-    return aten_call.encode_call(node.target, node.args, node.kwargs, describe)
+    return encode_call(node.target, node.args, node.kwargs, describe)
 
 
-def _index_bound(node: torch.fx.Node, reads: Sequence[Read], sizes: Sequence[int]) -> int:
+def _index_bound(name: str, reads: Sequence[Read]) -> int:
     """Integers below it are valid wherever an operator may use them as an index."""
-    name = classify.op_name(node.target._schema.name.split("::")[1])
     if name == "embedding" and reads:
         return int(reads[0].tensor.shape[0])
     if name in classify.LOSSES and reads and reads[0].tensor.dim():
         return int(reads[0].tensor.shape[min(1, reads[0].tensor.dim() - 1)])
-    return int(min(sizes, default=1))
+    return min((int(min(read.tensor.shape)) for read in reads if read.tensor.dim()), default=1)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _values(entry: Entry) -> list[Value | None]:
+    return [value for item in entry for value in _values(item)] if isinstance(entry, list) else [entry]
+
+
+def _schema_name(target: OpOverload[..., Any]) -> str:
+    return str(target._schema.name.split("::")[1])
+
+
+def _op_name(node: torch.fx.Node) -> str:
+    return classify.op_name(_schema_name(_overload(node)))
+
+
+def _overload(node: torch.fx.Node) -> OpOverload[..., Any]:
+    assert isinstance(node.target, OpOverload)
+    return node.target
+
+
+def _given(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, as far as it gives them."""
+    names = (argument.name for argument in _overload(node)._schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    arguments = _overload(node)._schema.arguments
+    return {argument.name: argument.default_value for argument in arguments if argument.has_default_value()} | _given(node)

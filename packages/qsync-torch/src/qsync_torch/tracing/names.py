@@ -1,4 +1,4 @@
-"""Names of operators: from the module that made a call to its ``OpId``.
+"""Names of operators: from the module that made a call to its ``OpId`` (docs/artifacts.md#names-of-operators).
 
 A call that *is* the module's work (``nn.Linear``, ``nn.ReLU``) has the module's FQN; a functional call has the FQN of the
 module whose forward made it, followed by the operator's name.
@@ -7,12 +7,14 @@ module whose forward made it, followed by the operator's name.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from qsync_core.ir.op_id import OpId
 from qsync_torch.tracing.export import MODEL_PREFIX
+from qsync_torch.tracing.graph_values import Draft
 
 LOSS_SCOPE = "$loss"
 """Scope of what runs outside the model."""
@@ -33,31 +35,29 @@ class Scopes:
         stack = node.meta.get("nn_module_stack")
         name = next(reversed(stack.values()))[0] if stack else ""
         name = re.sub(r"@\d+", "", name)  # export marks second calls of a module
-        inside = name == MODEL_PREFIX or name.startswith(MODEL_PREFIX + ".")
-        if not inside:
+        if name != MODEL_PREFIX and not name.startswith(MODEL_PREFIX + "."):
             return self.scope_of(outer) if outer is not None else (LOSS_SCOPE, None)
         module = self._model.get_submodule(name[len(MODEL_PREFIX) + 1 :])
         return self._first_name[module], module
 
 
-def is_module_work(module: torch.nn.Module | None) -> bool:
-    """True for a leaf of ``torch.nn`` that runs its own forward: its one operator is named after it."""
+def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
+    """The drafts' names, in the order of execution; calls of one FQN are counted from 0."""
+    operators_of: dict[str, set[str]] = defaultdict(set)
+    for draft in drafts:
+        operators_of[draft.scope].add(draft.name)
+    calls: Counter[str] = Counter()
+    op_ids = []
+    for draft in drafts:
+        is_only_operator = len(operators_of[draft.scope]) == 1 and _is_torch_leaf(draft.module)
+        is_module_work = draft.kind == "input" or draft.is_own_call or (is_only_operator and not draft.weight_shape)
+        name = "" if is_module_work and draft.scope else draft.name
+        fqn = ".".join(filter(None, (draft.scope, name)))
+        op_ids.append(OpId(fqn, calls[fqn]))
+        calls[fqn] += 1
+    return op_ids
+
+
+def _is_torch_leaf(module: torch.nn.Module | None) -> bool:
+    """True for a leaf module of ``torch.nn``: its one operator is named after it."""
     return module is not None and type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
-
-
-class Names:
-    """Gives out OpIds in the order of execution, counting the calls of each name."""
-
-    def __init__(self) -> None:
-        self._calls: Counter[str] = Counter()
-
-    def claim(self, fqn: str) -> OpId:
-        """The next call of that name."""
-        op_id = OpId(fqn, self._calls[fqn])
-        self._calls[fqn] += 1
-        return op_id
-
-
-def functional_fqn(scope: str, name: str) -> str:
-    """FQN of a functional call: ``encoder.linear``; in the root module ``linear``."""
-    return f"{scope}.{name}" if scope else name

@@ -16,7 +16,7 @@ from qsync_torch.tracing.export import export_step, quiet_torch
 from qsync_torch.tracing.gradient_order import form_buckets, run_fake
 from qsync_torch.tracing.graph_values import Draft
 from qsync_torch.tracing.graph_walk import GraphWalk
-from qsync_torch.tracing.names import Names, functional_fqn, is_module_work
+from qsync_torch.tracing.names import name_operators
 
 
 def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
@@ -28,10 +28,10 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
 
     Returns:
         The graph.  Every linear and convolution call is an operator, functional, tied and repeated calls included; those that
-        ``apply_`` can not address say why in ``not_applicable``.
+        ``apply_`` cannot address say why in ``not_applicable``.
 
     Raises:
-        TraceError: when the model can not be exported (with the line and what to do), a parameter is not float32, or the
+        TraceError: when the model cannot be exported (with the line and what to do), a parameter is not float32, or the
             loss is not a scalar that depends on the parameters.
         JobError: when the job's batch function fails or returns something else than a Batch.
     """
@@ -48,7 +48,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         raise TraceError(f"no parameter of {job.name} gets a gradient; compute the loss from the model's output")
     walk = GraphWalk(step, run, job.model)
     walk.walk()
-    kind, reduction = loss_kind(walk.drafts, walk.loss)
+    loss, loss_reduction = loss_kind(walk.drafts, walk.loss)
     return PrecisionDag(
         model=job.name,
         operators=_operators(walk.drafts),
@@ -57,8 +57,8 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
             for name, parameter in job.model.named_parameters()
         ),
         buckets=form_buckets(trainable, run.gradient_order, bucket_cap_mb),
-        loss=kind,
-        loss_reduction=reduction,
+        loss=loss,
+        loss_reduction=loss_reduction,
         batch_size=job.batch_size,
     )
 
@@ -75,8 +75,7 @@ def _check_parameters(job: Job) -> None:
 
 
 def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
-    names = Names()
-    op_ids = [names.claim(fqn) for fqn in _fqns(drafts)]
+    op_ids = name_operators(drafts)
     _share_reasons(drafts, op_ids)
     depths: list[int] = []
     for draft in drafts:
@@ -95,7 +94,7 @@ def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
             flops=draft.flops,
             variant_group=_variant_group(draft, op_id),
             depth=depth,
-            not_applicable=draft.reason,
+            not_applicable=draft.not_applicable,
             no_grad_inputs=draft.no_grad_inputs,
         )
         for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
@@ -104,7 +103,7 @@ def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
 
 def _attributes(draft: Draft) -> dict[str, str]:
     """What a plan can lower is described by its geometry; everything else by the call to run again."""
-    if not draft.call or (draft.op_class is OpClass.ADJUSTABLE and not draft.reason):
+    if not draft.call or (draft.op_class is OpClass.ADJUSTABLE and not draft.not_applicable):
         return draft.attributes
     return {**draft.attributes, CALL_ATTRIBUTE: draft.call}
 
@@ -115,26 +114,12 @@ def _variant_group(draft: Draft, op_id: OpId) -> str:
 
 
 def _share_reasons(drafts: list[Draft], op_ids: list[OpId]) -> None:
-    """A module whose forward is swapped is swapped for all its calls: where one of them can not be addressed, none can."""
+    """A module's forward is replaced for all its calls: where one of them cannot be addressed, none can."""
     refused: dict[str, tuple[OpId, str]] = {}
     for draft, op_id in zip(drafts, op_ids, strict=True):
-        if draft.is_own_call and draft.reason:
-            refused.setdefault(op_id.fqn, (op_id, draft.reason))
+        if draft.is_own_call and draft.not_applicable:
+            refused.setdefault(op_id.fqn, (op_id, draft.not_applicable))
     for draft, op_id in zip(drafts, op_ids, strict=True):
-        if draft.is_own_call and not draft.reason and op_id.fqn in refused:
+        if draft.is_own_call and not draft.not_applicable and op_id.fqn in refused:
             other, reason = refused[op_id.fqn]
-            draft.reason = f"the same module is called as {other}, of which: {reason}"
-
-
-def _fqns(drafts: list[Draft]) -> list[str]:
-    operators_of: dict[str, set[str]] = {}
-    for draft in drafts:
-        operators_of.setdefault(draft.scope, set()).add(draft.name)
-    fqns = []
-    for draft in drafts:
-        single = is_module_work(draft.module) and len(operators_of[draft.scope]) == 1
-        if draft.kind == "input" or (draft.scope and (draft.is_own_call or (single and not draft.weight_shape))):
-            fqns.append(draft.scope)
-        else:
-            fqns.append(functional_fqn(draft.scope, draft.name))
-    return fqns
+            draft.not_applicable = f"the same module is called as {other}, of which: {reason}"
