@@ -26,7 +26,7 @@ class Interpreter:
         self.source = source
         self.calls: list[Arguments] = []
 
-    def call(self, q: Arguments, context: object) -> None:
+    def call(self, q: Arguments, describe: object) -> None:
         self.calls.append(Arguments.from_buffer_copy(q))
         if "fold" in self.source.name:
             self._fold(q)

@@ -36,10 +36,10 @@ class SimulatedLibrary:
         self.name = source.name
         self.calls = 0
 
-    def workspace_bytes(self, q: Arguments, context: object) -> int:
+    def workspace_bytes(self, q: Arguments, describe: object) -> int:
         return 64
 
-    def call(self, q: Arguments, context: object) -> None:
+    def call(self, q: Arguments, describe: object) -> None:
         self.calls += 1
         if self.name == "transpose_bytes":
             assert q.m <= q.k <= q.ldo

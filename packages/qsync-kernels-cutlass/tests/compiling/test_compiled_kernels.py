@@ -72,13 +72,13 @@ def test_the_code_is_for_the_chip(libraries):
 def test_arguments_of_another_version_are_refused_before_anything_runs(libraries):
     for library in (library for found in libraries[1].values() for library in found):
         with pytest.raises(BackendError, match=r"the call failed: the library was compiled for other arguments"):
-            library.call(Arguments(struct_bytes=8), "the call")
+            library.call(Arguments(struct_bytes=8), lambda: "the call")
 
 
 def test_sizes_that_no_kernel_takes_are_refused_before_anything_runs(libraries):
     product = libraries[1]["linear"][0]
     with pytest.raises(BackendError, match="the kernel does not take these sizes or strides"):
-        product.call(Arguments(m=-1, n=8, k=16, lda=16, ldb=16, ldo=8), "the call")
+        product.call(Arguments(m=-1, n=8, k=16, lda=16, ldb=16, ldo=8), lambda: "the call")
 
 
 def test_compiling_ahead_needs_no_gpu_and_names_what_it_refuses(libraries):

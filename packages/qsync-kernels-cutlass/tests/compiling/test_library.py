@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from qsync_core.errors import BackendError
 from qsync_kernels_cutlass.compiling import library
 from qsync_kernels_cutlass.compiling.compile import TEMPLATES
-from qsync_kernels_cutlass.compiling.library import CallContext
+from qsync_kernels_cutlass.compiling.library import describe_call
 
 HEADER = (TEMPLATES / "abi.h").read_text()
 
@@ -63,8 +62,9 @@ def test_statuses_have_words(status, meaning):
     assert meaning in library.describe_status(status)
 
 
-def test_the_context_of_an_error_names_operator_shapes_formats_and_configuration():
-    context = CallContext("linear.output", ((4, 8), (16, 8)), "int8 x int8 -> bfloat16", "path=tma")
-    assert str(BackendError(f"{context}")) == (
-        "linear.output (int8 x int8 -> bfloat16) of shapes (4, 8), (16, 8) with the configuration path=tma"
+def test_the_description_of_a_call_names_operator_shapes_formats_and_configuration():
+    described = "linear.output (int8 x int8 -> bfloat16) of shapes (4, 8), (16, 8)"
+    assert describe_call("linear.output", ((4, 8), (16, 8)), "int8 x int8 -> bfloat16") == described
+    assert describe_call("linear.output", ((4, 8), (16, 8)), "int8 x int8 -> bfloat16", "path=tma") == (
+        described + " with the configuration path=tma"
     )

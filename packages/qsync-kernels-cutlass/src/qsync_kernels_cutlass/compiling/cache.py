@@ -8,6 +8,7 @@ the machine code depends on.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -188,8 +189,6 @@ def _distrust(path: Path, kind: int) -> str | None:
 
 def _locked_file(path: Path, stopped: threading.Event) -> int | None:
     """The descriptor of a file that this process has locked; None without file locks, or when ``stopped`` is set before."""
-    import fcntl  # not on Windows, where this module is imported all the same
-
     while not stopped.is_set():
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import attrs
 
 from qsync_core.errors import BackendError
 from qsync_kernels_cutlass.sources import KernelSource
@@ -73,25 +72,10 @@ def describe_status(status: int) -> str:
     return _MEANINGS.get(status, f"the kernel returned the unknown status {status}")
 
 
-@attrs.frozen
-class CallContext:
-    """What an error message says about the call that failed; formatted only when there is an error.
-
-    Attributes:
-        op: operator (``linear.output``).
-        shapes: of the operands.
-        formats: of the operands and the output (``int8 x int8 -> bfloat16``).
-        config: text of the configuration.
-    """
-
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-    formats: str
-    config: str
-
-    def __str__(self) -> str:
-        shapes = ", ".join(str(tuple(shape)) for shape in self.shapes)
-        return f"{self.op} ({self.formats}) of shapes {shapes} with the configuration {self.config}"
+def describe_call(op: str, shapes: Iterable[Sequence[int]], formats: str, config: str = "") -> str:
+    """What an error message says about a call: ``linear.output (int8 x int8 -> bfloat16) of shapes (4, 8), (16, 8)``."""
+    described = f"{op} ({formats}) of shapes {', '.join(str(tuple(shape)) for shape in shapes)}"
+    return f"{described} with the configuration {config}" if config else described
 
 
 class Library:
@@ -121,21 +105,21 @@ class Library:
         function.argtypes = (ctypes.POINTER(Arguments),)
         return function
 
-    def call(self, arguments: Arguments, context: object) -> None:
+    def call(self, arguments: Arguments, describe: Callable[[], str]) -> None:
         """Run the kernel on ``arguments.stream``; it returns when the kernel is launched, not when it has run.
 
         Args:
             arguments: sizes, pointers and knobs.
-            context: what an error names; its text is only asked for when there is an error (:class:`CallContext`).
+            describe: what an error says about the call (:func:`describe_call`); called only when there is one.
 
         Raises:
             BackendError: when the kernel returns an error.
         """
         status: int = self._run(ctypes.byref(arguments))
         if status != OK:
-            raise BackendError(f"{context} failed: {describe_status(status)}")
+            raise BackendError(f"{describe()} failed: {describe_status(status)}")
 
-    def workspace_bytes(self, arguments: Arguments, context: object) -> int:
+    def workspace_bytes(self, arguments: Arguments, describe: Callable[[], str]) -> int:
         """Bytes of workspace that a call with these arguments needs.
 
         Raises:
@@ -143,5 +127,5 @@ class Library:
         """
         answer: int = self._workspace(ctypes.byref(arguments))
         if answer < 0:
-            raise BackendError(f"{context} cannot run: {describe_status(-answer)}")
+            raise BackendError(f"{describe()} cannot run: {describe_status(-answer)}")
         return answer

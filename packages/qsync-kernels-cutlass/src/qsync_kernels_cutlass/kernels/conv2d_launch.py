@@ -5,12 +5,15 @@ Shapes are checked and translated into arguments once; in later calls only point
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import attrs
 import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
-from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext, Library
+from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, Library, describe_call
 from qsync_kernels_cutlass.configs.config import ConvConfig, Family
 from qsync_kernels_cutlass.configs.problem import CHANNEL_ALIGNMENT, folded_channels, folded_taps
 from qsync_kernels_cutlass.kernels.operands import FORMATS, current_stream, round_up, sm_count
@@ -101,7 +104,7 @@ def _fold(library: Library, x: torch.Tensor, geometry: Geometry, size: tuple[int
         stream=current_stream(device),
         device=device,
     )
-    library.call(arguments, CallContext("conv2d (folding pixels)", (tuple(x.shape),), "int8", ""))
+    library.call(arguments, lambda: describe_call("conv2d (folding pixels)", (x.shape,), "int8"))
     return out
 
 
@@ -126,7 +129,6 @@ def turned_filters(library: Library, w: torch.Tensor, groups: int) -> torch.Tens
         (in_c * groups, group_out, filter_h, filter_w), dtype=torch.int8, device=w.device, memory_format=torch.channels_last
     )
     device, count = w.get_device(), in_c * group_out * filter_h * filter_w
-    context = CallContext("conv2d.grad_input (turning filters)", (tuple(w.shape),), "int8", "")
     for group in range(groups):
         arguments = Arguments(
             in_c=in_c,
@@ -138,7 +140,7 @@ def turned_filters(library: Library, w: torch.Tensor, groups: int) -> torch.Tens
             stream=current_stream(device),
             device=device,
         )
-        library.call(arguments, context)
+        library.call(arguments, lambda: describe_call("conv2d.grad_input (turning filters)", (w.shape,), "int8"))
     return turned
 
 
@@ -151,7 +153,7 @@ class _Launch:
     w: int
     out: int
     channel: int
-    context: CallContext
+    describe: Callable[[], str]
 
 
 class ConvLaunch:
@@ -202,7 +204,7 @@ class ConvLaunch:
             if bias_at:
                 arguments.bias = bias_at + 4 * launch.channel
             arguments.stream = stream
-            self._library.call(arguments, launch.context)
+            self._library.call(arguments, launch.describe)
 
     def _check(
         self,
@@ -249,8 +251,8 @@ class ConvLaunch:
         row = x.stride(2) if in_h > 1 else pixel * in_w
         image = x.stride(0) if images > 1 else row * in_h
         most = _images_per_launch(images, config.path, image, out_h * out_w, out_c)
-        shapes = (tuple(x.shape), tuple(w.shape))
-        context = CallContext(self._op, shapes, f"int8 x int8 -> {self._out_format}", config.text)
+        formats = f"int8 x int8 -> {self._out_format}"
+        describe = functools.partial(describe_call, self._op, (x.shape, w.shape), formats, config.text)
         launches = []
         for first in range(0, images, most):
             template = Arguments(
@@ -288,7 +290,7 @@ class ConvLaunch:
                         w=channel * group_c * filter_h * filter_w,
                         out=(first * out_h * out_w * out_c + channel) * out.element_size(),
                         channel=channel,
-                        context=context,
+                        describe=describe,
                     )
                 )
         return launches

@@ -12,7 +12,7 @@ import torch
 
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compiling.compile import compiled
-from qsync_kernels_cutlass.compiling.library import CallContext, Library, fresh_arguments
+from qsync_kernels_cutlass.compiling.library import Library, describe_call, fresh_arguments
 from qsync_kernels_cutlass.configs.validity import ALIGNMENT_BYTES
 from qsync_kernels_cutlass.sources import convert_source, transpose_source
 
@@ -124,21 +124,12 @@ class OperandCopies:
         if scale is not None:
             q.a_scale, q.a_scale_count = scale.data_ptr(), scale.numel()
         q.stream, q.device, q.sm_count = current_stream(device), device, sm_count(device)
-        self._library(key).call(q, _Copy(key, x, out))
 
+        def describe() -> str:
+            what = "transposing" if key[0] == "transpose" else "copying"
+            return describe_call(f"{what} an operand", (x.shape,), f"{FORMATS[x.dtype]} -> {FORMATS[out.dtype]}")
 
-class _Copy:
-    """The context of a copy, put into words only where there is an error."""
-
-    __slots__ = ("key", "out", "x")
-
-    def __init__(self, key: tuple[str, str], x: torch.Tensor, out: torch.Tensor) -> None:
-        self.key, self.x, self.out = key, x, out
-
-    def __str__(self) -> str:
-        what = "transposing" if self.key[0] == "transpose" else "copying"
-        formats = f"{FORMATS[self.x.dtype]} -> {FORMATS[self.out.dtype]}"
-        return str(CallContext(f"{what} an operand", (tuple(self.x.shape),), formats, ""))
+        self._library(key).call(q, describe)
 
 
 def _first(x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

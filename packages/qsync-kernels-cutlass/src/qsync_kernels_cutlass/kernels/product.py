@@ -7,7 +7,7 @@ import torch
 from qsync_core.errors import BackendError
 from qsync_kernels_cutlass.architectures import Architecture
 from qsync_kernels_cutlass.compiling.compile import compiled
-from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, CallContext
+from qsync_kernels_cutlass.compiling.library import RASTER, Arguments, describe_call
 from qsync_kernels_cutlass.configs.config import Family, GemmConfig, Scheduler
 from qsync_kernels_cutlass.configs.problem import BYTES, GemmProblem
 from qsync_kernels_cutlass.configs.validity import ALIGNMENT_BYTES
@@ -143,7 +143,7 @@ class Product:
         if self._stream_k:
             workspace = _workspace(q.workspace_bytes, a.device)
             q.workspace = workspace.data_ptr()
-        self._library.call(q, _Call(self, a, b, out))
+        self._library.call(q, lambda: self._describe(a, b, out))
         return True
 
     def _any_call(
@@ -160,7 +160,7 @@ class Product:
         a_scale, b_scale, bias = _dense(a_scale), _dense(b_scale), _dense(bias)
         problem = self._problem_with(a, b, a_scale, b_scale, bias, out)
         if problem is not None:
-            raise BackendError(f"{self.context(a, b, out)} cannot run: {problem}")
+            raise BackendError(f"{self._describe(a, b, out)} cannot run: {problem}")
         (m, k), n = a.shape, b.shape[0]
         if m == 0 or n == 0:
             return
@@ -210,17 +210,16 @@ class Product:
         q.device, q.sm_count = device, sm_count(device)
         if self._stream_k:
             q.a, q.b, q.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
-            q.workspace_bytes = self._library.workspace_bytes(q, _Call(self, a, b, out))
+            q.workspace_bytes = self._library.workspace_bytes(q, lambda: self._describe(a, b, out))
         if len(self._in_place) >= _MOST_REMEMBERED:
             self._in_place.clear()
         self._in_place[a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride()] = q
         if not self._repeated(q, a, b, a_scale, b_scale, bias, out):
-            raise BackendError(f"{self.context(a, b, out)} cannot run: an operand that was made for it does not fit")
+            raise BackendError(f"{self._describe(a, b, out)} cannot run: an operand that was made for it does not fit")
 
-    def context(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> CallContext:
-        """What an error says about a call."""
+    def _describe(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> str:
         formats = f"{FORMATS.get(a.dtype, a.dtype)} x {FORMATS.get(b.dtype, b.dtype)} -> {FORMATS.get(out.dtype, out.dtype)}"
-        return CallContext(self.op, (tuple(a.shape), tuple(b.shape)), formats, self._config.text)
+        return describe_call(self.op, (a.shape, b.shape), formats, self._config.text)
 
     def _problem_with(
         self,
@@ -267,18 +266,6 @@ def _is_vector(values: torch.Tensor, device: int) -> bool:
 def _workspace(size: int, device: torch.device) -> torch.Tensor:
     """Device memory; at least one byte, because the address of an empty allocation is null and means a missing one."""
     return torch.empty(max(1, size), dtype=torch.uint8, device=device)
-
-
-class _Call:
-    """The context of a call, put into words only where there is an error."""
-
-    __slots__ = ("operands", "product")
-
-    def __init__(self, product: Product, *operands: torch.Tensor) -> None:
-        self.product, self.operands = product, operands
-
-    def __str__(self) -> str:
-        return str(self.product.context(*self.operands))
 
 
 def _vector(values: torch.Tensor | None, size: int, padded: int) -> torch.Tensor | None:
