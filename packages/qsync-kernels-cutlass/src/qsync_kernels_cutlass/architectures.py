@@ -64,10 +64,10 @@ ARCHITECTURES = {found.name: found for found in (SM_70, SM_75, SM_80, SM_86, SM_
 
 
 def architecture(name: str) -> Architecture:
-    """An architecture by its name.
+    """The architecture of a name.
 
     Raises:
-        BackendError: when there is no such one.
+        BackendError: when no kernels are compiled for it.
     """
     if name not in ARCHITECTURES:
         raise BackendError(f"qsync-kernels-cutlass compiles for {', '.join(ARCHITECTURES)}, not for {name!r}")
@@ -75,10 +75,10 @@ def architecture(name: str) -> Architecture:
 
 
 def compilation_target(chip: str) -> Architecture:
-    """What to compile for a chip by the name that compilers have for it: ``sm_87`` runs the code of ``sm_86``.
+    """The architecture whose code runs on a chip, by the compiler's name for that: ``sm_87`` runs the code of ``sm_86``.
 
     Raises:
-        BackendError: when nothing here runs on it.
+        BackendError: when there is none.
     """
     if chip in ARCHITECTURES:
         return ARCHITECTURES[chip]
@@ -87,15 +87,15 @@ def compilation_target(chip: str) -> Architecture:
 
 
 def architecture_of(compute_capability: str) -> Architecture | None:
-    """What to compile for a device of a compute capability (``9.0``); None where nothing here runs on it.
+    """The architecture whose code runs on devices of a compute capability (``9.0``); None where there is none.
 
     Code of sm_80 runs on every 8.x, that of sm_86 on 8.6 and later 8.x, and so on; sm_90a runs on 9.0 only.
     """
     major, _, minor = compute_capability.partition(".")
     if not (major.isdigit() and minor.isdigit()):
         return None
-    asked = (int(major), int(minor))
-    if asked[0] == 9:
-        return SM_90A if asked == (9, 0) else None
-    fitting = [found for found in ARCHITECTURES.values() if found.capability[0] == asked[0] and found.capability <= asked]
+    capability = (int(major), int(minor))
+    if capability[0] == 9:
+        return SM_90A if capability == (9, 0) else None
+    fitting = [found for found in ARCHITECTURES.values() if found.capability[0] == capability[0] and found.capability <= capability]
     return max(fitting, key=lambda found: found.capability, default=None)

@@ -72,7 +72,7 @@ def _output(product: Product) -> Kernel:
 def _in_any_format(
     product: Product, config: GemmConfig, arch: Architecture, problem: GemmProblem
 ) -> Callable[[torch.dtype], Product]:
-    """The product by the format of its result; others than the one asked for are compiled when they are first needed.
+    """The product for each format of its result; formats other than the request's are compiled when they are first needed.
 
     An int8 product delivers the gradient in the format of the activation, which a request does not know: behind a LayerNorm it is
     float32, whatever the operators' outputs are.

@@ -1,7 +1,7 @@
 """Operands as tensor cores read them: rows of whole 16 bytes, the inner dimension of the layout contiguous.
 
-What already is so is taken as it is.  Everything else is copied into a workspace from torch's allocator: transposed by a kernel of
-this package where that is all it takes, converted (8-bit copies that a 16-bit product reads), or padded with zeros.
+Operands that are so already are read in place.  All others are copied into a workspace from torch's allocator: transposed by a
+kernel of this package where that is all it takes, converted (8-bit copies that a 16-bit product reads), or padded with zeros.
 """
 
 from __future__ import annotations
