@@ -25,12 +25,12 @@ from results import write_rows
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.timing import make_stopwatch
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning.chooser import Chosen
 
 LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
 
@@ -121,7 +121,7 @@ def _run(job: Job, dag: PrecisionDag, items: Sequence[profile_module.Item], real
         start = time.perf_counter()
         for item in items:
             for _ in item.holders:
-                original(item, layouts, stopwatch, Chosen(), profile_module.OPERATOR_EFFORT)
+                original(item, layouts, stopwatch, KernelChoice(), profile_module.OPERATOR_EFFORT)
         every = time.perf_counter() - start
     return Run(whole, sum(seconds.values()), every)
 

@@ -10,7 +10,6 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
 from qsync_core.tuning.search import Effort
@@ -62,7 +61,7 @@ def tuned(tmp_path_factory):
     dag = trace(job)
     path = tmp_path_factory.mktemp("tuned") / "tuning.jsonl"
     requests = distinct_requests(dag, (INT8,), *device_facts(CUDA))
-    found = tune_requests(requests, find_backends("auto"), open_store(CUDA, path), CUDA, effort=EFFORT)
+    found = tune_requests(requests, find_backends(("auto",)), open_store(CUDA, path), CUDA, effort=EFFORT)
     return job, dag, path, found
 
 
@@ -79,7 +78,7 @@ def test_every_kernel_is_tuned_and_none_beats_the_roofline(tuned):
 def test_a_second_run_measures_nothing(tuned):
     _, _dag, path, found = tuned
     requests = [entry.asked for entry in found.requests]
-    again = tune_requests(requests, find_backends("auto"), open_store(CUDA, path), CUDA, effort=EFFORT)
+    again = tune_requests(requests, find_backends(("auto",)), open_store(CUDA, path), CUDA, effort=EFFORT)
     assert again.reused == sum(len(entry.records) for entry in found.requests)
 
 
@@ -91,7 +90,7 @@ def test_the_fastest_kernels_train_as_the_reference_does(tuned):
     for operator in dag.adjustable:
         call = CallShapes.of(operator)
         chosen = chooser.for_operator(call, INT8)
-        ops = KernelChoice.parse(chosen.config).ops
+        ops = dict(chosen.pins)
         for asked in operator_requests(call, INT8, *device_facts(CUDA)):
             best = fastest[asked.role, asked.request.shapes]
             assert chosen.backend == "aten" or ops[asked.role].backend == best.key.backend

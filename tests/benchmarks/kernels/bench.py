@@ -103,7 +103,7 @@ class Bench:
     def choose(self, roles: Mapping[str, Problem]) -> KernelChoice:
         """The fastest backend and configuration for every role of an operator's call (see :mod:`qsync_core.kernels.choice`)."""
         compile_ahead(self.backends, [problem.request(self.device) for problem in roles.values()])
-        return KernelChoice({role: self._fastest(problem) for role, problem in roles.items()})
+        return KernelChoice(pins=tuple((role, self._fastest(problem)) for role, problem in roles.items()))
 
     def _fastest(self, problem: Problem) -> OpChoice:
         if problem not in self._chosen:

@@ -122,7 +122,7 @@ def _step_rows(bench: Bench, id_: str, shape: LinearShape) -> Iterator[Row]:
         for name, formats in _BACKWARD.items():
             variant = _step_variant(*formats)
             try:
-                choices[name] = str(bench.choose(_roles(shape, variant, parameter)))
+                choices[name] = bench.choose(_roles(shape, variant, parameter)).config
             except RuntimeError as error:
                 print(f"{id_}: {name}: {error}", file=sys.stderr)
                 continue

@@ -32,7 +32,7 @@ _SHOWN = 5
 
 def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float = 72.0, libraries: int = 18) -> Iterator[Row]:
     """K10: for every shape, all configurations of ``libraries`` kernels, and what tuning chose among the backend's candidates."""
-    (backend,) = find_backends(backend_name)
+    (backend,) = find_backends((backend_name,))
     ratios, details, counts = [], [], []
     for shape in (LinearShape(64, 64, 96),) if bench.quick else SHAPES:
         problem = Problem(Op.LINEAR_OUTPUT, shape, INT8)

@@ -8,7 +8,7 @@ __version__ = _version("qsync-torch")
 _check_installed("qsync-torch")
 
 _PUBLIC = {
-    "Applied": "qsync_torch.apply.apply",
+    "AppliedPlan": "qsync_torch.apply.apply",
     "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
     "apply_": "qsync_torch.apply.apply",
     "check_ranks_agree": "qsync_torch.distributed.ranks",

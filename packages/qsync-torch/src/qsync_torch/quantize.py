@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.kernels import quantize as _registers_the_operators  # noqa: F401
-from qsync_torch.kernels.binding import DEFAULT_BACKEND, quantization_text
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.kernels.binding import quantization_of
+from qsync_torch.kernels.library_ops import quantize as quantize_tensor
+from qsync_torch.kernels.selection import DEFAULT_BACKEND
 
 
 def quantize(
@@ -32,5 +34,4 @@ def quantize(
     Returns:
         The quantized tensor, dense in the layout of ``x``, and its float32 scales as a vector.
     """
-    q, scale = torch.ops.qsync.quantize(x, quantization_text(precision, granularity, rounding, backend), seed, offset)
-    return q, scale
+    return quantize_tensor(x, quantization_of(precision, granularity, rounding, KernelChoice.parse(backend)), seed, offset)

@@ -12,7 +12,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
-from qsync_torch.apply.apply import Applied
+from qsync_torch.apply.apply import AppliedPlan
 
 from .small_models import BFLOAT16, FLOAT32, INT8, Attention, ConvNet, Functional, images, named
 
@@ -52,7 +52,7 @@ def test_a_model_runs_as_planned_and_close_to_float32():
     exact, exact_grads = train_step(copy.deepcopy(model), x)
     applied = apply_(model, named(**EVERYTHING))
     y, grads = train_step(model, x)
-    assert isinstance(applied, Applied)
+    assert isinstance(applied, AppliedPlan)
     assert y.dtype is torch.float32
     assert 0 < (y - exact).norm() / exact.norm() < 0.05
     for name, grad in grads.items():

@@ -123,21 +123,23 @@ def test_compiled_and_eager_steps_count_together():
 
 
 def test_operators_have_sound_schemas_and_fakes():
-    from qsync_torch.operators import conv2d_binding, linear_binding
+    from qsync_core.geometry import Geometry
+    from qsync_core.kernels.choice import KernelChoice
+    from qsync_torch.kernels.binding import operator_binding
 
     x, scale, one = torch.randint(-9, 9, (4, 6), dtype=torch.int8), torch.ones(3), torch.ones(1)
     w = torch.randint(-9, 9, (3, 6), dtype=torch.int8)
-    linear, conv = linear_binding(INT8), conv2d_binding(INT8, padding=1)
+    linear, conv = operator_binding(INT8), operator_binding(INT8, KernelChoice(), Geometry(padding=(1, 1)))
     image, kernel = torch.randint(-9, 9, (2, 4, 5, 5), dtype=torch.int8), torch.randint(-9, 9, (3, 4, 3, 3), dtype=torch.int8)
     ops, tests = torch.ops.qsync, ("test_schema", "test_faketensor")
     calls = [
-        (ops.quantize, (torch.randn(4, 6), linear.x_text, 1, 2)),
-        (ops.linear_output, (x, one, w, scale, None, linear.text)),
-        (ops.linear_grad_input, (torch.randn(4, 3).bfloat16(), w, scale, linear.text)),
-        (ops.linear_grad_weight, (torch.randn(4, 3).bfloat16(), x, one, linear.text)),
-        (ops.conv2d_output, (image, one, kernel, scale, torch.randn(3), conv.text)),
-        (ops.conv2d_grad_input, (torch.randn(2, 3, 5, 5).bfloat16(), kernel, scale, (2, 4, 5, 5), conv.text)),
-        (ops.conv2d_grad_weight, (torch.randn(2, 3, 5, 5).bfloat16(), image, one, kernel, conv.text)),
+        (ops.quantize, (torch.randn(4, 6), linear.x.key, 1, 2)),
+        (ops.linear_output, (x, one, w, scale, None, linear.key)),
+        (ops.linear_grad_input, (torch.randn(4, 3).bfloat16(), w, scale, linear.key)),
+        (ops.linear_grad_weight, (torch.randn(4, 3).bfloat16(), x, one, linear.key)),
+        (ops.conv2d_output, (image, one, kernel, scale, torch.randn(3), conv.key)),
+        (ops.conv2d_grad_input, (torch.randn(2, 3, 5, 5).bfloat16(), kernel, scale, (2, 4, 5, 5), conv.key)),
+        (ops.conv2d_grad_weight, (torch.randn(2, 3, 5, 5).bfloat16(), image, one, kernel, conv.key)),
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments, test_utils=tests)

@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch import apply_
-from qsync_torch.kernels.binding import quantization_text
-from qsync_torch.kernels.dispatch import eager_or_dispatched
-from qsync_torch.kernels.quantize import quantize_many
+from qsync_torch.kernels.binding import quantization_of
+from qsync_torch.kernels.library_ops import is_plain, quantize_many
 
 from .small_models import INT8, ConvNet, images, named
 
-TEXT = quantization_text(Precision.INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
+PER_CHANNEL = quantization_of(Precision.INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
 
 
 class Seen(TorchDispatchMode):
@@ -55,16 +54,15 @@ def weights():
     return [torch.randn(3, 4), nn.Parameter(torch.randn(2, 5)).detach()]
 
 
-def test_who_is_called():
-    call = eager_or_dispatched(lambda x, n: ("straight", n), lambda x, n: ("dispatched", n))
+def test_which_calls_skip_the_dispatcher():
     x = torch.ones(2)
-    assert call(x, 1) == ("straight", 1)
-    assert call(nn.Parameter(x), 1) == ("straight", 1)
-    assert call(Wrapped(x), 1) == ("dispatched", 1)
+    assert is_plain(x)
+    assert is_plain(nn.Parameter(x))
+    assert not is_plain(Wrapped(x))
     with Seen():
-        assert call(x, 1) == ("dispatched", 1)
+        assert not is_plain(x)
     with FakeTensorMode():
-        assert call(x, 1) == ("dispatched", 1)
+        assert not is_plain(x)
 
 
 def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
@@ -88,12 +86,12 @@ def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
 
 def test_many_quantizations_are_dispatched_where_somebody_looks():
     xs = weights()
-    expected = quantize_many(xs, TEXT, [1, 2], 3)
+    expected = quantize_many(xs, PER_CHANNEL, [1, 2], 3)
     with Seen() as seen:
-        found = quantize_many(xs, TEXT, [1, 2], 3)
+        found = quantize_many(xs, PER_CHANNEL, [1, 2], 3)
     assert seen.names == {"quantize_many"}
     Wrapped.calls.clear()
-    unwrapped = quantize_many([xs[0], Wrapped(xs[1])], TEXT, [1, 2], 3)
+    unwrapped = quantize_many([xs[0], Wrapped(xs[1])], PER_CHANNEL, [1, 2], 3)
     assert Wrapped.calls == ["quantize_many"]
     for other in (found, unwrapped):
         assert all(torch.equal(a, b) for a, b in zip([*expected[0], *expected[1]], [*other[0], *other[1]], strict=True))
@@ -102,7 +100,7 @@ def test_many_quantizations_are_dispatched_where_somebody_looks():
 @pytest.mark.parametrize("count", [0, 2])
 def test_many_quantizations_of_fake_tensors(count):
     with FakeTensorMode() as mode:
-        qs, scales = quantize_many([mode.from_tensor(x) for x in weights()[:count]], TEXT, [1, 2][:count], 3)
+        qs, scales = quantize_many([mode.from_tensor(x) for x in weights()[:count]], PER_CHANNEL, [1, 2][:count], 3)
     assert [tuple(q.shape) for q in qs] == [(3, 4), (2, 5)][:count]
     assert [tuple(scale.shape) for scale in scales] == [(3,), (2,)][:count]
     assert all(q.dtype is torch.int8 for q in qs)

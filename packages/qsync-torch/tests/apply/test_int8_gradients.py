@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.operators import Seeds, cast_gradient, conv2d, linear, linear_binding, seeds_of
+from qsync_torch.kernels.binding import operator_binding
+from qsync_torch.operators import conv2d, linear
+from qsync_torch.operators.quantized import Seeds, cast_gradient, seeds_of
 
 from .test_linear import saved_tensors
 from .variants import INT8
@@ -67,7 +69,7 @@ def test_floor_is_biased_so_that_the_test_above_can_fail():
 def test_only_copies_that_a_product_reads_are_made(grad_input, grad_weight, needs):
     variant = attrs.evolve(INT8, grad_input=Precision(grad_input), grad_weight=Precision(grad_weight))
     wanted = {name for name, need in ((grad_input, needs[0]), (grad_weight, needs[1])) if need}
-    gradient = cast_gradient(torch.randn(4, 5), torch.rand(5) + 0.1, linear_binding(variant), needs, 0, 0)
+    gradient = cast_gradient(torch.randn(4, 5), torch.rand(5) + 0.1, operator_binding(variant), needs, 0, 0)
     assert (gradient.quantized is not None) == ("int8" in wanted)
     assert (gradient.channel_scale is not None) == (needs[0] and grad_input == "int8")
     if "int8" not in (grad_input, grad_weight) or wanted - {"int8"}:
@@ -76,7 +78,7 @@ def test_only_copies_that_a_product_reads_are_made(grad_input, grad_weight, need
 
 def test_the_gradients_of_a_seed_are_reproducible_and_of_another_are_not():
     variant = attrs.evolve(BOTH, rounding=Rounding.STOCHASTIC)
-    grad, binding = torch.randn(32, 16), linear_binding(variant)
+    grad, binding = torch.randn(32, 16), operator_binding(variant)
 
     def values(seeds):
         return cast_gradient(grad, None, binding, (True, True, False), seeds.grad, seeds.offset).quantized

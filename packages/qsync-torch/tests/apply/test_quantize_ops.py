@@ -5,15 +5,17 @@ import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.kernels.binding import Binding, parse_binding, quantization_text
+from qsync_core.ir.semantics import CastTarget
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.kernels.binding import quantization
 from qsync_torch.quantize import quantize
 
-MULTIPLIED, TRANSPOSED = ("multiplier", "channel"), ("transposed", "true")
+MULTIPLIED, TRANSPOSED = "multiplied", "transposed"
 
 
-def text(*attributes, granularity=Granularity.PER_TENSOR, rounding=Rounding.STOCHASTIC):
-    plain = parse_binding(quantization_text(Precision.INT8, granularity, rounding))
-    return Binding(plain.variant, plain.backend, plain.config, attributes).text
+def key(*flags, granularity=Granularity.PER_TENSOR, rounding=Rounding.STOCHASTIC):
+    target = CastTarget(Precision.INT8, granularity, rounding)
+    return quantization(target, KernelChoice(), MULTIPLIED in flags, TRANSPOSED in flags).key
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last"])
@@ -23,7 +25,7 @@ def test_a_multiplier_comes_first_and_is_not_rounded(device, layout):
     x = x.t().contiguous().t() if layout == "transposed" else x
     x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
     factors = torch.logspace(-3, 3, 5, device=device)
-    q, scale = torch.ops.qsync.quantize(x, text(MULTIPLIED), 5, 6, factors)
+    q, scale = torch.ops.qsync.quantize(x, key(MULTIPLIED), 5, 6, factors)
     product = x.float() * (factors.view(1, -1, 1, 1) if x.ndim == 4 else factors)
     expected, expected_scale = quantize(product, Precision.INT8, rounding=Rounding.STOCHASTIC, seed=5, offset=6)
     assert torch.equal(scale, expected_scale)
@@ -35,7 +37,7 @@ def test_a_multiplier_comes_first_and_is_not_rounded(device, layout):
 @pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_ROW])
 def test_a_transposed_copy_has_the_same_values(device, shape, granularity):
     x = torch.randn(shape, device=device)
-    q, scale, transposed = torch.ops.qsync.quantize_transposed(x, text(TRANSPOSED, granularity=granularity), 5, 6)
+    q, scale, transposed = torch.ops.qsync.quantize_transposed(x, key(TRANSPOSED, granularity=granularity), 5, 6)
     expected, expected_scale = quantize(x, Precision.INT8, granularity, Rounding.STOCHASTIC, seed=5, offset=6)
     assert torch.equal(q, expected)
     assert torch.equal(scale, expected_scale)
@@ -45,8 +47,8 @@ def test_a_transposed_copy_has_the_same_values(device, shape, granularity):
 
 def test_both_at_once(device):
     x, factors = torch.randn(6, 5, device=device), torch.rand(5, device=device) + 0.5
-    q, _, transposed = torch.ops.qsync.quantize_transposed(x, text(MULTIPLIED, TRANSPOSED), 5, 6, factors)
-    assert torch.equal(q, torch.ops.qsync.quantize(x, text(MULTIPLIED), 5, 6, factors)[0])
+    q, _, transposed = torch.ops.qsync.quantize_transposed(x, key(MULTIPLIED, TRANSPOSED), 5, 6, factors)
+    assert torch.equal(q, torch.ops.qsync.quantize(x, key(MULTIPLIED), 5, 6, factors)[0])
     assert torch.equal(transposed, q.t())
 
 
@@ -55,38 +57,30 @@ def test_many_tensors_are_quantized_as_each_alone(device, granularity):
     shapes = [(16, 8), (4, 3, 3, 3), (1, 1), (33, 129), (5, 0), (2, 6)]
     xs = [torch.randn(shape, device=device) for shape in shapes]
     xs[1] = xs[1].to(memory_format=torch.channels_last)
-    qs, scales = torch.ops.qsync.quantize_many(xs, text(granularity=granularity), list(range(len(xs))), 9)
+    qs, scales = torch.ops.qsync.quantize_many(xs, key(granularity=granularity), list(range(len(xs))), 9)
     for seed, (x, q, scale) in enumerate(zip(xs, qs, scales, strict=True)):
-        expected, expected_scale = torch.ops.qsync.quantize(x, text(granularity=granularity), seed, 9)
+        expected, expected_scale = torch.ops.qsync.quantize(x, key(granularity=granularity), seed, 9)
         assert torch.equal(q, expected)
         assert torch.equal(scale, expected_scale)
         assert q.stride() == expected.stride()
 
 
 def test_no_tensors_at_all():
-    assert torch.ops.qsync.quantize_many([], text(), [], 0) == ([], [])
+    assert torch.ops.qsync.quantize_many([], key(), [], 0) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "attribute, shape, reason",
-    [
-        (("multiplier", "row"), (4, 4), "it does not know the attribute multiplier=row of quantize"),
-        (("flipped", "true"), (4, 4), "it does not know the attribute flipped=true of quantize"),
-        (TRANSPOSED, (2, 3, 4), r"only a matrix has a transposed copy, and this tensor has the shape \[2, 3, 4\]"),
-    ],
-)
-def test_unknown_attributes_are_refused(attribute, shape, reason):
-    with pytest.raises(BackendError, match=reason):
-        torch.ops.qsync.quantize(torch.randn(shape), text(attribute), 0, 0)
+def test_only_a_matrix_has_a_transposed_copy():
+    with pytest.raises(BackendError, match=r"only a matrix has a transposed copy, and this tensor has the shape \[2, 3, 4\]"):
+        torch.ops.qsync.quantize(torch.randn(2, 3, 4), key(TRANSPOSED), 0, 0)
 
 
 def test_operators_have_sound_schemas_and_fakes():
     tests = ("test_schema", "test_faketensor")
     x, factors = torch.randn(4, 6), torch.rand(6)
     for op, arguments in (
-        (torch.ops.qsync.quantize, (x, text(MULTIPLIED), 1, 2, factors)),
-        (torch.ops.qsync.quantize_transposed, (torch.randn(2, 4, 6), text(TRANSPOSED), 1, 2)),
-        (torch.ops.qsync.quantize_transposed, (x, text(MULTIPLIED, TRANSPOSED), 1, 2, factors)),
-        (torch.ops.qsync.quantize_many, ([x, torch.randn(3, 4)], text(granularity=Granularity.PER_CHANNEL), [1, 2], 3)),
+        (torch.ops.qsync.quantize, (x, key(MULTIPLIED), 1, 2, factors)),
+        (torch.ops.qsync.quantize_transposed, (torch.randn(2, 4, 6), key(TRANSPOSED), 1, 2)),
+        (torch.ops.qsync.quantize_transposed, (x, key(MULTIPLIED, TRANSPOSED), 1, 2, factors)),
+        (torch.ops.qsync.quantize_many, ([x, torch.randn(3, 4)], key(granularity=Granularity.PER_CHANNEL), [1, 2], 3)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=tests)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync_core.ir.precision import Granularity
 from qsync_torch import apply_
 from qsync_torch.apply import lowered_call as weight_batch
-from qsync_torch.kernels import quantize as quantize_ops
+from qsync_torch.kernels.binding import Bound
 
 from .small_models import INT8, named
 
@@ -77,8 +77,13 @@ def test_an_operator_takes_its_copy_and_quantizes_no_more(monkeypatch, calls):
     on_cpu_too(monkeypatch)
     model, shapes = Net(), []
     apply_(model, PLAN)
-    original = quantize_ops.kernel_for
-    monkeypatch.setattr(quantize_ops, "kernel_for", lambda op, *rest: shapes.append((op, rest[1][0])) or original(op, *rest))
+    original = Bound.kernel
+
+    def kernel(self, op, device, *operands):
+        shapes.append((op, operands[0]))
+        return original(self, op, device, *operands)
+
+    monkeypatch.setattr(Bound, "kernel", kernel)
     model(torch.randn(4, 16))
     weights = [shape for op, shape in shapes if op == "quantize" and shape[0] == 16]
     assert weights == [(16, 16)]  # the second call of c alone

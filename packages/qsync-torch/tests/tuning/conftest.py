@@ -38,8 +38,13 @@ def install(monkeypatch):
         for module in (kernel_selection, chooser, tuned_store):
             monkeypatch.setattr(module, "installed", lambda: registry)
         kernel_selection.find_backends.cache_clear()
-        monkeypatch.setattr(binding, "_KERNELS", {})
+        forget_kernels()
         return registry
 
+    def forget_kernels():
+        for bound in binding.BOUND.values():
+            bound._kernels.clear()
+
     yield install_
+    forget_kernels()
     kernel_selection.find_backends.cache_clear()

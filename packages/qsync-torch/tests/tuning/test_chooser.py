@@ -12,7 +12,7 @@ from qsync_core.kernels.choice import KernelChoice, OpChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
 from qsync_torch.kernels.store import open_store
-from qsync_torch.tuning.chooser import Chosen, KernelChooser
+from qsync_torch.tuning.chooser import KernelChooser
 
 from .installed_backends import NamedBackend
 
@@ -33,7 +33,7 @@ def tuned(latencies, call=CALL):
 
 def test_a_cpu_takes_aten_and_a_gpu_whatever_is_fastest():
     assert KernelChooser(CPU).backend == "aten"
-    assert KernelChooser(CPU).for_operator(CALL, INT8) == Chosen("aten", "")
+    assert KernelChooser(CPU).for_operator(CALL, INT8) == KernelChoice.parse("aten", "")
     assert KernelChooser(torch.device("cuda")).backend == "auto"
 
 
@@ -52,7 +52,7 @@ def test_the_fastest_of_each_kernel(install):
     chooser = KernelChooser(CPU, "auto", store)
     chosen = chooser.for_operator(CALL, INT8)
     assert chosen.backend == "one+two+aten"
-    assert KernelChoice.parse(chosen.config).ops == {
+    assert dict(chosen.pins) == {
         "linear.output": OpChoice("two", "a"),
         "linear.grad_input": OpChoice("one", "b"),
         "linear.grad_weight": OpChoice("aten", ""),
@@ -65,13 +65,13 @@ def test_the_fastest_of_each_kernel(install):
 
 def test_without_records_the_name_decides(install):
     install(NamedBackend("one"))
-    assert KernelChooser(CPU, "auto", open_store(CPU)).for_operator(CALL, INT8) == Chosen()
+    assert KernelChooser(CPU, "auto", open_store(CPU)).for_operator(CALL, INT8) == KernelChoice.parse()
 
 
 def test_a_chain_keeps_its_order_and_takes_tuned_configurations(install):
     install(NamedBackend("one", refuses={"quantize": "it multiplies only"}), NamedBackend("two"))
     store = tuned({("one", "linear.output"): ("b", 900), ("two", "linear.output"): ("b", 1)})
-    ops = KernelChoice.parse(KernelChooser(CPU, "one+two", store).for_operator(CALL, INT8).config).ops
+    ops = dict(KernelChooser(CPU, "one+two", store).for_operator(CALL, INT8).pins)
     assert ops["linear.output"] == OpChoice("one", "b")
     assert ops["linear.grad_input"] == OpChoice("one", "a")
     assert ops["quantize"] == OpChoice("two", "a")
@@ -79,8 +79,8 @@ def test_a_chain_keeps_its_order_and_takes_tuned_configurations(install):
 
 def test_float_formats_run_pytorchs_own_kernels(install):
     install(NamedBackend("one"))
-    assert KernelChooser(CPU, "auto").for_operator(CALL, BFLOAT16) == Chosen("aten", "")
-    assert KernelChooser(CPU, "one+aten").for_operator(CALL, BFLOAT16) == Chosen("aten", "")
+    assert KernelChooser(CPU, "auto").for_operator(CALL, BFLOAT16) == KernelChoice.parse("aten", "")
+    assert KernelChooser(CPU, "one+aten").for_operator(CALL, BFLOAT16) == KernelChoice.parse("aten", "")
     with pytest.raises(BackendError, match=r"operator fc#0 can not run as bfloat16 on backend one: .* --backend one\+aten'"):
         KernelChooser(CPU, "one").for_operator(CALL, BFLOAT16, "operator fc#0")
 
@@ -103,6 +103,6 @@ def test_casts_are_chosen_by_their_shape(install):
     store = tuned({("one", "quantize"): ("b", 5), ("aten", "quantize"): ("", 50)})
     chooser = KernelChooser(CPU, "auto", store)
     key = CastKey(Precision.FLOAT32, Precision.INT8, Granularity.PER_TENSOR, Rounding.STOCHASTIC)
-    assert chooser.for_cast(key, (4, 16)) == Chosen("one", "quantize=one/b")
-    assert chooser.for_cast(key, (4096, 16)) == Chosen()
-    assert chooser.for_cast(CastKey(Precision.FLOAT32, Precision.BFLOAT16), (4, 16)) == Chosen()
+    assert chooser.for_cast(key, (4, 16)) == KernelChoice.parse("one", "quantize=one/b")
+    assert chooser.for_cast(key, (4096, 16)) == KernelChoice.parse()
+    assert chooser.for_cast(CastKey(Precision.FLOAT32, Precision.BFLOAT16), (4, 16)) == KernelChoice.parse()

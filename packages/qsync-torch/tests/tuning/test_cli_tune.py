@@ -271,7 +271,7 @@ def test_a_profile_measures_with_the_fastest_and_says_so(qsync, install, monkeyp
             cost = found.cost(op_id, variant)
             if op_id == OpId("2") and variant.compute == "int8":
                 assert cost.backend == "one"
-                ops = KernelChoice.parse(cost.config).ops
+                ops = dict(KernelChoice.parse(cost.backend, cost.config).pins)
                 assert {choice.backend for choice in ops.values()} == {"one"}
                 assert ops["quantize.weight"].config == ""
                 pinned = {(role, choice.config) for role, choice in ops.items() if role.startswith("linear")}

@@ -10,8 +10,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelConfig, Op
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_torch.aten.backend import AtenBackend
-from qsync_torch.kernels import library_ops as kernel_ops
-from qsync_torch.kernels import quantize as quantize_ops
+from qsync_torch.kernels.binding import Bound
 from qsync_torch.operators import conv2d, linear
 from qsync_torch.tuning.operands import make_operands, rotating_sets
 
@@ -48,23 +47,18 @@ def test_a_training_step_makes_exactly_these_requests(call, variant, monkeypatch
     """The kernels that an operator asks for, with shapes, formats and layouts, are those that are tuned."""
     made = []
 
-    def watched(original):
-        def kernel_for(op, text, shapes, device):
-            from qsync_torch.kernels.binding import parse_binding, request_for
+    original = Bound.kernel
 
-            request = request_for(op, parse_binding(text), shapes, device)
-            kernel = original(op, text, shapes, device)
+    def watched(self, op, device, *shapes):
+        kernel = original(self, op, device, *shapes)
 
-            def run(*arguments):
-                made.append((request, arguments))
-                return kernel(*arguments)
+        def run(*arguments):
+            made.append((self.request(op, device, *shapes), arguments))
+            return kernel(*arguments)
 
-            return run
+        return run
 
-        return kernel_for
-
-    for module in (kernel_ops, quantize_ops):
-        monkeypatch.setattr(module, "kernel_for", watched(module.kernel_for))
+    monkeypatch.setattr(Bound, "kernel", watched)
     # Activations arrive in the format that the same rung's operators write.
     dtype = torch.bfloat16 if variant.output is Precision.BFLOAT16 else torch.float32
     x = torch.randn(call.x).to(dtype)

@@ -7,6 +7,8 @@ represents the other's values, so their join is float32 (as in ``torch.promote_t
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from functools import reduce
 
 
@@ -124,3 +126,9 @@ class Granularity(enum.StrEnum):
     """One scale per output channel (dimension 0 of a linear or convolution weight)."""
     PER_ROW = "row"
     """One scale per row of the flattened 2-d activation."""
+
+    def scale_count(self, shape: Sequence[int]) -> int:
+        """How many scales a tensor of that shape has."""
+        if self is Granularity.PER_TENSOR:
+            return 1
+        return shape[0] if self is Granularity.PER_CHANNEL else math.prod(shape[:-1])

@@ -1,13 +1,16 @@
 """The table of precision semantics: which format flows where, and which casts that takes.
 
-One table for two readers: ``apply_`` (qsync-torch) carries it out, the cost mapper (qsync-planner) charges for it.  Whoever changes
-it changes both.  Source: docs/design/precision-semantics.md#casts.
+:data:`TABLE` says what each tensor of an adjustable operator is cast to, and :func:`steps_of` reads it for a variant.  ``apply_``
+(qsync-torch) runs those steps, the cost mapper (qsync-planner) charges for them, and observing puts its noise on them: an entry
+that changes here changes all three.  Source: docs/design/precision-semantics.md#casts.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import attrs
 
@@ -24,6 +27,8 @@ class CastSite(enum.StrEnum):
     """Forward: an activation, from the format it arrives in to the operator's compute format."""
     WEIGHT = "weight"
     """Forward: the float32 parameter to the compute format."""
+    BIAS = "bias"
+    """Forward: the float32 bias to the format in which the product adds it, as a part of the operator itself."""
     GRAD_OUTPUT = "grad_output"
     """Backward: the incoming gradient, from the output's format (autograd's rule) to the gradient format."""
     GRAD_INPUT = "grad_input"
@@ -66,37 +71,129 @@ def output_precision(operator: Operator, variant: Variant | None, inputs: Sequen
     return run_precision(operator, inputs)
 
 
-def gradient_precision(variant: Variant) -> Precision:
-    """The widest format to which the incoming gradient of an adjustable operator is cast."""
-    return promote(variant.grad_input, variant.grad_weight)
+@attrs.frozen(cache_hash=True)
+class CastTarget:
+    """What a tensor is cast to: a format, and for an 8-bit one how many scales it has and how it is rounded."""
+
+    precision: Precision
+    granularity: Granularity = Granularity.PER_TENSOR
+    rounding: Rounding = Rounding.NEAREST
+
+    def from_(self, source: Precision) -> CastKey | None:
+        """The kind of cast that a tensor in ``source`` takes; None where it has the format already."""
+        return None if source is self.precision else CastKey(source, self.precision, self.granularity, self.rounding)
+
+
+def _target(precision: Precision, granularity: Granularity, rounding: Rounding) -> CastTarget:
+    return CastTarget(precision, granularity, rounding) if precision.needs_scale else CastTarget(precision)
+
+
+def _input(variant: Variant) -> CastTarget:
+    return _target(variant.compute, variant.x_granularity, variant.rounding)
+
+
+def _weight(variant: Variant) -> CastTarget:
+    return _target(variant.compute, variant.w_granularity, variant.rounding)
+
+
+def _bias(variant: Variant) -> CastTarget:
+    """A product of 8-bit operands adds its bias in float32 while it dequantizes."""
+    return CastTarget(Precision.FLOAT32 if variant.compute.needs_scale else variant.compute)
+
+
+def _grad_output(variant: Variant, products: tuple[Precision, ...]) -> tuple[CastTarget, ...]:
+    """Backward products in float formats read one copy, in the widest of their formats; 8-bit ones share a quantized copy."""
+    floats = [precision for precision in products if not precision.needs_scale]
+    eight_bit = [precision for precision in dict.fromkeys(products) if precision.needs_scale]
+    wide = (CastTarget(promote(*floats)),) if floats else ()
+    return (*wide, *(_target(precision, Granularity.PER_TENSOR, variant.rounding) for precision in eight_bit))
+
+
+TABLE: dict[CastSite, Callable[..., Any]] = {
+    CastSite.INPUT: _input,
+    CastSite.WEIGHT: _weight,
+    CastSite.BIAS: _bias,
+    CastSite.GRAD_OUTPUT: _grad_output,
+}
+"""What each tensor of an adjustable operator is cast to.  :func:`steps_of` reads it, and everyone else reads :func:`steps_of`:
+``apply_`` runs these steps, the cost mapper charges for them, and observing puts its noise on them."""
+
+
+@attrs.frozen
+class OperatorSteps:
+    """How an adjustable operator runs in a variant, apart from the formats in which its activation arrives.
+
+    Attributes:
+        variant: whose steps these are.
+        x, weight, bias: what the operands of the forward product are cast to.
+        output: format of the result.
+        grad_output: copies of the incoming gradient that both backward products read, the float one first.
+        grad_output_weight_only: the same where the activation needs no gradient.
+        grad_input, grad_weight: the copy that each backward product reads.
+        grad_input_result: format of the float product for the activation's gradient, which is then cast to the activation's; None
+            where an 8-bit product writes the activation's format itself.
+        multiplied: the 8-bit copy for ``grad_input`` is of the gradient times the weight's scale of each output channel, over which
+            that product sums.
+    """
+
+    variant: Variant
+    x: CastTarget
+    weight: CastTarget
+    bias: CastTarget
+    output: Precision
+    grad_output: tuple[CastTarget, ...]
+    grad_output_weight_only: tuple[CastTarget, ...]
+    grad_input: CastTarget
+    grad_weight: CastTarget
+    grad_input_result: Precision | None
+    multiplied: bool
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the operands are 8-bit: such operators keep their copies, and no float operand, for backward."""
+        return self.x.precision.needs_scale
+
+    def gradient_copies(self, input_gradient: bool = True) -> tuple[CastTarget, ...]:
+        """Copies of the incoming gradient, with or without a gradient of the activation."""
+        return self.grad_output if input_gradient else self.grad_output_weight_only
+
+
+@functools.lru_cache(maxsize=4096)
+def steps_of(variant: Variant) -> OperatorSteps:
+    """The steps of an operator in a variant, from :data:`TABLE`."""
+    copies = TABLE[CastSite.GRAD_OUTPUT](variant, (variant.grad_input, variant.grad_weight))
+    x, weight = TABLE[CastSite.INPUT](variant), TABLE[CastSite.WEIGHT](variant)
+
+    def read_by(product: Precision) -> CastTarget:
+        """8-bit products read the copy in their format, float ones the float copy, which comes first."""
+        return next(copy for copy in copies if copy.precision is product or not product.needs_scale)
+
+    return OperatorSteps(
+        variant,
+        x,
+        weight,
+        TABLE[CastSite.BIAS](variant),
+        variant.output,
+        copies,
+        TABLE[CastSite.GRAD_OUTPUT](variant, (variant.grad_weight,)),
+        read_by(variant.grad_input),
+        read_by(variant.grad_weight),
+        None if variant.grad_input.needs_scale else variant.grad_input,
+        variant.grad_input.needs_scale and weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL,
+    )
 
 
 def gradient_precisions(variant: Variant, input_gradient: bool = True) -> tuple[Precision, ...]:
-    """The formats to which the incoming gradient of an adjustable operator is cast, each once, the 8-bit one last.
-
-    Backward products in float formats read one gradient, in the wider of their formats; products in an 8-bit format read a
-    quantized copy of the incoming gradient, one for both.
-
-    Args:
-        variant: of the operator.
-        input_gradient: whether its input's gradient is computed.
-    """
-    formats = dict.fromkeys((variant.grad_input, variant.grad_weight) if input_gradient else (variant.grad_weight,))
-    floats = [precision for precision in formats if not precision.needs_scale]
-    return (*((promote(*floats),) if floats else ()), *(precision for precision in formats if precision.needs_scale))
-
-
-def gradient_cast_key(variant: Variant, precision: Precision) -> CastKey:
-    """The cast of the incoming gradient to one of :func:`gradient_precisions`: 8-bit ones have one scale for the tensor."""
-    return CastKey(variant.output, precision, rounding=variant.rounding if precision.needs_scale else Rounding.NEAREST)
+    """Formats of the copies of the incoming gradient, the float one first, with or without a gradient of the activation."""
+    return tuple(copy.precision for copy in steps_of(variant).gradient_copies(input_gradient))
 
 
 def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> tuple[Cast, ...]:
     """Every cast that ``apply_`` performs around one operator, in the order in which they happen.
 
     * adjustable: activation and weight to the compute format (8-bit casts include finding the scale); in backward the output's
-      gradient to each of :func:`gradient_precisions` and the input's gradient to the activation's format, which an 8-bit product
-      writes by itself.  Equal formats cost nothing.
+      gradient to each of the copies that products read (:class:`OperatorSteps`) and the input's gradient to the activation's
+      format, which an 8-bit product writes by itself.  Equal formats cost nothing.
     * dependent and guarded: every activation that is narrower than the widest is cast to it, and its gradient back.
     * fixed: activations are cast to float32, and their gradients back.
     * an input that needs no gradient (``no_grad_inputs``) has none to cast.
@@ -104,28 +201,10 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
     Casts of activations are shared among consumers (see :class:`Cast`); for 8-bit targets only the forward one is, because each
     consumer computes its own gradient of the activation.
     """
-    found: list[Cast] = []
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
-        target = variant.compute
-        rounding = variant.rounding if target.needs_scale else Rounding.NEAREST
-        x_granularity = variant.x_granularity if target.needs_scale else Granularity.PER_TENSOR
-        w_granularity = variant.w_granularity if target.needs_scale else Granularity.PER_TENSOR
-        source = inputs[0]
-        if source is not target:
-            key = CastKey(source, target, x_granularity, rounding)
-            found.append(Cast(CastSite.INPUT, key, operator.input_numel(0), shared=True))
-        if target is not Precision.FLOAT32:
-            key = CastKey(Precision.FLOAT32, target, w_granularity, rounding)
-            found.append(Cast(CastSite.WEIGHT, key, operator.weight_numel))
-        input_gradient = 0 not in operator.no_grad_inputs
-        for precision in gradient_precisions(variant, input_gradient):
-            if variant.output is not precision:
-                found.append(Cast(CastSite.GRAD_OUTPUT, gradient_cast_key(variant, precision), operator.output_numel))
-        if source is not variant.grad_input and not variant.grad_input.needs_scale and input_gradient:
-            key = CastKey(variant.grad_input, source)
-            found.append(Cast(CastSite.GRAD_INPUT, key, operator.input_numel(0), shared=not target.needs_scale))
-        return tuple(found)
+        return tuple(_adjustable_casts(operator, steps_of(variant), inputs[0]))
+    found: list[Cast] = []
     target = run_precision(operator, inputs)
     for index, source in enumerate(inputs):
         if source is not target:
@@ -134,3 +213,17 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
             if index not in operator.no_grad_inputs:
                 found.append(Cast(CastSite.GRAD_INPUT, CastKey(target, source), numel, index, shared=True))
     return tuple(found)
+
+
+def _adjustable_casts(operator: Operator, steps: OperatorSteps, source: Precision) -> Iterator[Cast]:
+    input_gradient = 0 not in operator.no_grad_inputs
+    if (key := steps.x.from_(source)) is not None:
+        yield Cast(CastSite.INPUT, key, operator.input_numel(0), shared=True)
+    if (key := steps.weight.from_(Precision.FLOAT32)) is not None:
+        yield Cast(CastSite.WEIGHT, key, operator.weight_numel)
+    for copy in steps.gradient_copies(input_gradient):
+        if (key := copy.from_(steps.output)) is not None:
+            yield Cast(CastSite.GRAD_OUTPUT, key, operator.output_numel)
+    result = steps.grad_input_result
+    if input_gradient and result is not None and result is not source:
+        yield Cast(CastSite.GRAD_INPUT, CastKey(result, source), operator.input_numel(0), shared=not steps.is_quantized)

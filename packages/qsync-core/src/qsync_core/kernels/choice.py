@@ -11,8 +11,8 @@ An operator that the text does not name, or names with an empty configuration, r
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
 
 import attrs
 
@@ -50,45 +50,77 @@ class OpChoice:
             )
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class KernelChoice:
-    """Backend and configuration by operator: a name of :class:`~qsync_core.kernels.backend.Op`, or one of ``quantize``'s roles."""
+    """Whose kernels run an operator.
 
-    ops: Mapping[str, OpChoice] = attrs.field(factory=dict, hash=False)
+    Attributes:
+        chain: backends in the order in which they are asked; ``("auto",)`` takes whichever measured fastest. pins: single kernels
+        that one backend runs, by role (a name of :class:`~qsync_core.kernels.backend.Op`, or one of the roles of
+            ``quantize``), in alphabetical order.
+    """
+
+    chain: tuple[str, ...] = (FLOAT_BACKEND,)
+    pins: tuple[tuple[str, OpChoice], ...] = attrs.field(default=(), converter=lambda pins: tuple(sorted(dict(pins).items())))
 
     def __attrs_post_init__(self) -> None:
-        for op in self.ops:
-            if op not in _KNOWN:
-                raise BackendError(f"a choice of kernels is for one of {', '.join(_KNOWN)}; got {op!r}")
+        for role, _ in self.pins:
+            if role not in _KNOWN:
+                raise BackendError(f"a choice of kernels is for one of {', '.join(_KNOWN)}; got {role!r}")
 
-    def __str__(self) -> str:
-        """Canonical text: operators in alphabetical order."""
-        return "&".join(f"{op}={choice.backend}/{choice.config}" for op, choice in sorted(self.ops.items()))
+    @property
+    def backend(self) -> str:
+        """The chain as plans store it: names joined by ``+``."""
+        return "+".join(self.chain)
+
+    @property
+    def config(self) -> str:
+        """The pins as plans store them: the canonical text, empty where nothing is pinned."""
+        return "&".join(f"{role}={choice.backend}/{choice.config}" for role, choice in self.pins)
 
     @classmethod
-    def parse(cls, text: str) -> KernelChoice:
-        """Read the text of a choice; the empty text chooses nothing.
+    def parse(cls, backend: str = FLOAT_BACKEND, config: str = "") -> KernelChoice:
+        """Read what a plan stores, or a person types.
 
         Raises:
-            BackendError: when the text is not of that form.
+            BackendError: when a text is not of its form.
         """
-        ops: dict[str, OpChoice] = {}
-        for entry in filter(None, text.split("&")):
-            op, equals, chosen = entry.partition("=")
-            backend, slash, config = chosen.partition("/")
-            if not (equals and slash):
-                raise BackendError(
-                    f"not a choice of kernels: {entry!r} in {text!r}; one is written 'operator=backend/configuration', "
-                    "several are joined by '&'"
-                )
-            if op in ops:
-                raise BackendError(f"not a choice of kernels: {text!r} names {op} twice")
-            ops[op] = OpChoice(backend, config)
-        return cls(ops)
+        return _parse(backend, config)
 
-    def of(self, op: str) -> OpChoice | None:
-        """The choice for an operator, None where it is left to the chain of backends."""
-        return self.ops.get(op)
+    def of(self, role: str) -> OpChoice | None:
+        """What pins a kernel, None where it is left to the chain."""
+        return next((choice for pinned, choice in self.pins if pinned == role), None)
+
+    def asked_for(self, role: str) -> tuple[tuple[str, ...], OpChoice | None]:
+        """The backends that are asked for a kernel, in order, and the choice that pins it to one of them, if there is one."""
+        pinned = self.of(role)
+        return (self.chain, None) if pinned is None else ((pinned.backend,), pinned)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Every backend that it names, the chain's first."""
+        return tuple(dict.fromkeys((*self.chain, *(choice.backend for _, choice in self.pins))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(backend: str, config: str) -> KernelChoice:
+    pins: dict[str, OpChoice] = {}
+    for entry in filter(None, config.split("&")):
+        role, equals, chosen = entry.partition("=")
+        name, slash, knobs = chosen.partition("/")
+        if not (equals and slash):
+            raise BackendError(
+                f"not a choice of kernels: {entry!r} in {config!r}; one is written 'operator=backend/configuration', "
+                "several are joined by '&'"
+            )
+        if role in pins:
+            raise BackendError(f"not a choice of kernels: {config!r} names {role} twice")
+        pins[role] = OpChoice(name, knobs)
+    return KernelChoice(split_chain(backend), tuple(pins.items()))
+
+
+ATEN = KernelChoice()
+"""PyTorch's own kernels."""
 
 
 def split_chain(names: str) -> tuple[str, ...]:

@@ -2,64 +2,52 @@
 
 See docs/design/precision-semantics.md#parameters-and-gradients.
 
-Parameters stay plain float32 under their old names; modules keep their identity; what changes is the ``forward`` that an instance
-has.  ``Applied.remove()`` takes that away again.
+Parameters stay plain float32 under their old names; how modules are taken hold of is :mod:`qsync_torch.apply.installation`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import types
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from qsync_core.artifacts.files import load
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import split_chain
-from qsync_torch.apply.functional_calls import CallSite, CallSites, may_call_functions, places
-from qsync_torch.apply.interception import Interception, is_indifferent
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.apply.installation import Installation
 from qsync_torch.apply.kernel_check import check_backends, prebuild
-from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
-from qsync_torch.apply.plan_fit import Addressed, Assigned, assignments_of, locate, unplanned_modules
-from qsync_torch.apply.step_counter import StepCounter
+from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
+from qsync_torch.apply.plan_fit import Addressed, assignments_of, locate, unplanned_modules
+from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.distributed.ranks import check_rank0, check_ranks_agree, which_group
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.kernels.selection import default_backend
-from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.norms import in_float32, layer_norm
 
 _MARK = "_qsync_applied"
-_ABSENT: Any = object()
 
 
-class Applied:
+class AppliedPlan(Installation):
     """A plan in force on a model.  ``remove()`` restores the model exactly.
 
     Attributes:
-        model: the model.
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
-        running: the model's forward is running now, interception is active.
     """
 
     def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None) -> None:
-        self.model, self.variants, self.group = model, dict(variants), group
-        self.cache = CastCache()
-        self.sites = CallSites()
-        self.running = False
+        super().__init__(model)
+        self.variants, self.group = dict(variants), group
         self._steps = StepCounter()
         self._weights = WeightBatch(())
-        self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
     @property
     def step(self) -> int:
@@ -70,42 +58,39 @@ class Applied:
     def step(self, value: int) -> None:
         self._steps.step = value
 
-    def replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Give an instance a forward; ``make`` gets the present one as a function of (module, ...)."""
-        earlier = module.__dict__.get("forward", _ABSENT)
-        if earlier is _ABSENT:
-            inner: Callable[..., Any] = type(module).forward
-        elif isinstance(earlier, types.MethodType):
-            inner = earlier.__func__
-        else:
-            inner = lambda _, *args, **kwargs: earlier(*args, **kwargs)  # noqa: E731
-        forward = types.MethodType(functools.wraps(inner)(make(inner)), module)
-        self._replaced.append((module, earlier, forward))
-        module.__dict__["forward"] = forward
+    def start_forward(self) -> None:
+        """New random numbers, and the copies of this step's weights."""
+        self._steps.advance()
+        self._weights.prepare()
+
+    def end_forward(self) -> None:
+        """Free unused copies of weights."""
+        self._weights.release()
+
+    def lower(self, addressed: Addressed, seed: int) -> None:
+        """Install the operators in their variants; nothing changes where all of them are in float32."""
+        entries = addressed.entries
+        if all(entry.variant == Variant.plain(Precision.FLOAT32) for entry in entries.values()):
+            return
+        planned = [op_id for op_id, _ in addressed.modules]
+        planned += [op_id for by_name in addressed.functional.values() for op_ids in by_name.values() for op_id in op_ids]
+        calls = {op_id: LoweredCall(op_id, entries[op_id], seed, self._steps, self.cache) for op_id in planned}
+        for op_id, module in addressed.modules:
+            if isinstance(module, nn.Conv2d):
+                calls[op_id].prepare_conv2d(module)
+        self._weights = WeightBatch([(calls[op_id], module) for op_id, module in addressed.modules])
+        # Where every operator gives float32, formats cannot mix.
+        sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
+        self.install(addressed, calls, intercept=sixteen_bit)
 
     def remove(self) -> None:
         """Take every change back.
 
         Raises:
-            PlanError: when somebody else has replaced a forward since; take that back first.
+            PlanError: when another replacement of a forward has come on top since; take that back first.
         """
-        for module, _, forward in reversed(_last_per_module(self._replaced)):
-            if module.__dict__.get("forward") is not forward:
-                raise PlanError(
-                    f"the forward of {type(module).__name__} was replaced after apply_; take that replacement back before remove()"
-                )
-        for module, earlier, _ in reversed(self._replaced):
-            if earlier is _ABSENT:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = earlier
-        self._replaced.clear()
-        self.cache.clear()
+        super().remove()
         self.model.__dict__.pop(_MARK, None)
-
-
-def _last_per_module(replaced: list[tuple[nn.Module, Any, Any]]) -> list[tuple[nn.Module, Any, Any]]:
-    return list({id(entry[0]): entry for entry in replaced}.values())
 
 
 def apply_(
@@ -115,7 +100,7 @@ def apply_(
     group: str | None = None,
     backend: str | None = None,
     seed: int = 0,
-) -> Applied:
+) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
     Call it before wrapping the model in DistributedDataParallel or ``torch.compile``, and after ``init_process_group``: then all
@@ -147,15 +132,11 @@ def apply_(
     if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
     if isinstance(plan, (str, os.PathLike)):
-        from qsync_core.artifacts.files import load
-
         plan = load(Path(plan), PrecisionPlan)
     if backend is not None:
-        split_chain(backend)
+        KernelChoice.parse(backend)
     whole_plan = isinstance(plan, PrecisionPlan)
     if isinstance(plan, PrecisionPlan):
-        from qsync_torch.distributed.ranks import check_rank0, check_ranks_agree, which_group
-
         check_ranks_agree(plan)
         group = which_group(plan) if group is None else group
         check_rank0(plan, group)
@@ -165,8 +146,8 @@ def apply_(
     addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
     check_backends(addressed, device)
     prebuild(addressed, device)
-    applied = Applied(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
-    _install(applied, addressed, _rank_seed(seed))
+    applied = AppliedPlan(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
+    applied.lower(addressed, _rank_seed(seed))
     if isinstance(plan, PrecisionPlan):
         for fqn, module in unplanned_modules(model, addressed, plan):
             applied.replace_forward(module, functools.partial(_refuse, fqn))
@@ -201,129 +182,9 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _rank_seed(seed: int) -> int:
-    from qsync_torch.aten.random_bits import stream_key
-
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
     return stream_key(seed, rank)
-
-
-def _install(applied: Applied, addressed: Addressed, seed: int) -> None:
-    """Replace the forwards of planned modules, of modules that make planned functional calls, and of the model itself."""
-    if all(entry.variant == Variant.plain(Precision.FLOAT32) for entry in addressed.entries.values()):
-        return
-
-    def lowered(op_id: OpId, entry: Assigned) -> LoweredCall:
-        return LoweredCall(op_id, entry.variant, entry.backend, entry.config, seed, applied._steps, applied.cache)
-
-    members = [(lowered(op_id, addressed.entries[op_id]), module) for op_id, module in addressed.modules]
-    applied._weights = WeightBatch(members)
-    for call, module in members:
-        applied.replace_forward(module, functools.partial(_lowered_module, call, module))
-    interception = Interception(applied.cache, applied.sites)
-    indifferent = {id(module): module for module in applied.model.modules() if is_indifferent(module)}
-    for module in indifferent.values():
-        applied.replace_forward(module, functools.partial(_aside, interception))
-    sites = {
-        owner: CallSite({name: {o.call: lowered(o, addressed.entries[o]) for o in op_ids} for name, op_ids in by_name.items()})
-        for owner, by_name in addressed.functional.items()
-    }
-    applied.sites.all.extend(sites.values())
-    for module, site in places(applied.model, sites):
-        applied.replace_forward(module, functools.partial(_call_site, applied.sites, site))
-    around = interception if addressed.functional or _gives_sixteen_bit(addressed) else contextlib.nullcontext()
-    elsewhere = {id(applied.model), *(id(module) for _, module in addressed.modules), *indifferent}
-    for module in applied.model.modules():
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            applied.replace_forward(module, _recurrent)
-        if id(module) not in elsewhere and may_call_functions(module):
-            applied.replace_forward(module, functools.partial(_part_of_model, applied, around))
-    applied.replace_forward(applied.model, functools.partial(_whole_model, applied, around))
-
-
-def _gives_sixteen_bit(addressed: Addressed) -> bool:
-    """Whether activations of several formats can meet; where every operator gives float32 there is nothing to intercept."""
-    return any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in addressed.entries.values())
-
-
-def _lowered_module(call: LoweredCall, module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    if inner is nn.Linear.forward:
-        return lambda self, input: call.linear(input, self.weight, self.bias)
-    call.prepare_conv2d(module.stride, module.padding, module.dilation, module.groups)
-    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-def _call_site(sites: CallSites, site: CallSite | None, inner: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sites.enter(site)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            sites.leave()
-
-    return forward
-
-
-def _recurrent(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return inner(self, *in_float32(args), **in_float32(kwargs))
-
-    return forward
-
-
-def _aside(interception: Interception, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that interception has nothing to do in runs without it: asking the mode takes longer than most functions."""
-    if inner is nn.LayerNorm.forward:
-        inner = layer_norm
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not interception.step_out():
-            return inner(self, *args, **kwargs)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            interception.step_in()
-
-    return forward
-
-
-def _part_of_model(applied: Applied, around: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that gradient checkpointing, or a user, may run outside the model's forward: interception is active there too."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if applied.running:
-            return inner(self, *args, **kwargs)
-        applied.running = True
-        try:
-            with around:
-                return inner(self, *args, **kwargs)
-        finally:
-            applied.running = False
-            applied.cache.end_forward()
-
-    return forward
-
-
-def _whole_model(applied: Applied, around: AbstractContextManager[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A step: new random numbers, fresh counts and casts; outputs leave in float32, because the loss reads float32."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        applied._steps.advance()
-        applied.sites.start_step()
-        applied._weights.prepare()
-        applied.running = True
-        try:
-            with around:
-                output = inner(self, *args, **kwargs)
-        finally:
-            applied.running = False
-            applied.cache.end_forward()
-            applied._weights.release()
-        return tree_map_only(torch.Tensor, lambda y: y.to(torch.float32) if y.dtype in LOW_FLOATS else y, output)
-
-    return forward
 
 
 def _refuse(fqn: str, inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,19 +6,40 @@ While a module's forward runs it is the *site* of the functional calls it makes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from qsync_core.geometry import Pair
 from qsync_core.ir.op_id import OpId
-from qsync_torch.apply.lowered_call import LoweredCall
+
+
+class OperatorCall(Protocol):
+    """Stands where a model calls an adjustable operator."""
+
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """In place of ``F.linear``."""
+        ...
+
+    def conv2d(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        """In place of ``F.conv2d``."""
+        ...
 
 
 class CallSite:
-    """A module that makes functional calls a plan names: by operator name (``linear``, ``conv2d``) the lowered calls by index."""
+    """A module that makes functional calls a plan names: by operator name (``linear``, ``conv2d``) the calls by index."""
 
-    def __init__(self, calls: Mapping[str, Mapping[int, LoweredCall]]) -> None:
+    def __init__(self, calls: Mapping[str, Mapping[int, OperatorCall]]) -> None:
         self.calls = calls
         self.counts: dict[str, int] = dict.fromkeys(calls, 0)
 
@@ -47,7 +68,7 @@ class CallSites:
         for site in self.all:
             site.counts = dict.fromkeys(site.calls, 0)
 
-    def next_call(self, name: str) -> LoweredCall | None:
+    def next_call(self, name: str) -> OperatorCall | None:
         """What the plan says about the functional call that is being made now; None where it says nothing."""
         site = self._running[-1] if self._running else None
         if site is None or name not in site.calls:

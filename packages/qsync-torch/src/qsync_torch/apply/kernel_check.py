@@ -13,16 +13,14 @@ from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry, IntPair, pair
 from qsync_core.ir.op_id import OpId
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig
-from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, split_chain
+from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
 from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.selection import (
-    asked_for,
     find_backends,
     is_for_any_sizes,
     missing_backends,
-    parse_choice,
     reasons_against,
 )
 
@@ -43,9 +41,9 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
         BackendError: with every reason, and the operators it holds for.
     """
     reasons: dict[str, list[OpId]] = {}
-    for names in dict.fromkeys(names for entry in addressed.entries.values() for names in _named(entry)):
-        for reason in missing_backends(names):
-            reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if names in _named(entry)]
+    for name in dict.fromkeys(name for entry in addressed.entries.values() for name in entry.choice.backends):
+        for reason in missing_backends({name} - {AUTO_BACKEND}):
+            reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if name in entry.choice.backends]
     if not reasons:
         known: dict[tuple[Assigned, CallShapes], tuple[str, ...]] = {}
         for op_id, entry, call in _planned_calls(addressed):
@@ -61,27 +59,19 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
         raise BackendError(f"{count} can not run on {device.type} as they are planned: {said}; {_WAY_OUT}")
 
 
-def _named(entry: Assigned) -> tuple[str, ...]:
-    """The chain of an assignment, and every backend that its choice pins an operator to."""
-    return tuple(dict.fromkeys((entry.backend, *(choice.backend for choice in parse_choice(entry.config).ops.values()))))
-
-
 def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterator[str]:
-    label = entry.variant.label
+    label, choice = entry.variant.label, entry.choice
     if not entry.variant.compute.needs_scale:
-        if entry.backend != AUTO_BACKEND and FLOAT_BACKEND not in split_chain(entry.backend):
+        if not {AUTO_BACKEND, FLOAT_BACKEND} & set(choice.chain):
             yield (
-                f"as {label} it runs PyTorch's own kernels (backend {FLOAT_BACKEND}), and {entry.backend} was named, "
+                f"as {label} it runs PyTorch's own kernels (backend {FLOAT_BACKEND}), and {choice.backend} was named, "
                 "which is not asked for operators in float formats"
             )
             return
-        names = FLOAT_BACKEND
-    else:
-        names = entry.backend
-    config = entry.config if entry.variant.compute.needs_scale else ""
+        choice = ATEN
     roles: dict[tuple[str, ...], list[str]] = {}
     for asked in operator_requests(call, entry.variant, *device_facts(device)):
-        if refusals := reasons_against(asked.request, names, config, asked.role):
+        if refusals := reasons_against(asked.request, choice, asked.role):
             roles.setdefault(tuple(refusals), []).append(asked.role)
     for refusals, refused in roles.items():
         yield f"{', '.join(refused)} as {label} ({'; '.join(refusals)})"
@@ -103,7 +93,7 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
     The first operator of a model has no such gradient: its kernels were chosen without, and none of the backends need offer one.
     """
-    chosen = parse_choice(entry.config).ops
+    chosen = dict(entry.choice.pins)
     others = all(f"{call.kind}.{product}" in chosen for product in ("output", "grad_weight"))
     return attrs.evolve(call, input_gradient=not others or f"{call.kind}.grad_input" in chosen)
 
@@ -156,7 +146,7 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
         if not entry.variant.compute.needs_scale:
             continue
         for asked in operator_requests(call, entry.variant, *device_facts(device)):
-            _, pinned = asked_for(asked.role, entry.backend, entry.config)
+            pinned = entry.choice.of(asked.role)
             if pinned is not None and pinned.config:
                 text = f"{entry.variant} {call.w if call.kind == 'linear' else call}"
                 todo.setdefault((pinned.backend, pinned.config, f"{asked.role} {text}"), asked)
@@ -164,12 +154,12 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
     def build(item: tuple[tuple[str, str, str], OperatorRequest]) -> BackendError | None:
         (name, config, _), asked = item
         try:
-            find_backends(name)[0].build(asked.request, KernelConfig(config))
+            find_backends((name,))[0].build(asked.request, KernelConfig(config))
         except BackendError as error:
             return error if is_for_any_sizes(error) else None
         return None
 
-    compiled = [item for item in todo.items() if isinstance(find_backends(item[0][0])[0], CompilingBackend)]
+    compiled = [item for item in todo.items() if isinstance(find_backends((item[0][0],))[0], CompilingBackend)]
     with ThreadPoolExecutor(_COMPILERS) as pool:
         errors = [error for error in pool.map(build, compiled) if error is not None]
     if errors:

@@ -1,56 +1,113 @@
-"""One operator of an applied plan: its binding, its random numbers, and the calls that replace PyTorch's."""
+"""One operator of an applied plan: its kernels, its random numbers, its weight's copy, and the calls that replace PyTorch's.
+
+Which random numbers a step takes follows from how many forwards the model has run.  The count is kept in eight bytes that Python
+and torch both see.  Eager code reads a Python integer.  A compiler gets a tensor on the CPU, which custom operators read and
+advance when the graph runs: a Python integer would be a constant in it, and every step would compile the parts of a model behind a
+graph break again.
+
+The 8-bit copies of a model's weights are made together at the start of a forward, in a few launches.  A model has tens or hundreds
+of weights, most of them small: one by one, launching takes longer than rounding.  The bits are those of quantizing each alone, so
+that gradient checkpointing, which quantizes weights again one by one, sees the same values.  Copies that are kept for backward are
+alive from the beginning of the forward instead of from their operator on: the highest sum, reached when the forward ends, is the
+same.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from qsync_core.errors import NumericsError
-from qsync_core.geometry import IntPair, Pair, pair
+from qsync_core.geometry import Geometry, Pair, pair
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
-from qsync_torch.apply.step_counter import StepCounter
+from qsync_torch.apply.plan_fit import Assigned
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.kernels.binding import parse_binding, request_for
-from qsync_torch.kernels.quantize import quantize_many
-from qsync_torch.kernels.selection import reasons_against
-from qsync_torch.operators.bindings import OperatorBinding
+from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
+from qsync_torch.kernels.library_ops import quantize_many
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.conv2d import conv2d_binding, conv2d_padded, resolve_padding
-from qsync_torch.operators.linear import linear_binding, linear_bound
-from qsync_torch.operators.operands import Operand, Seeds
+from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
+from qsync_torch.operators.linear import run_linear
+from qsync_torch.operators.quantized import Operand, Seeds
 
-if TYPE_CHECKING:
-    from qsync_torch.apply.lowered_call import LoweredCall
+STEP_STRIDE = 1 << 32
+"""Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
+
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
+_LIBRARY.define("advance(Tensor(a!) offset, int stride) -> ()")
+_LIBRARY.define("offset_now(Tensor offset) -> Tensor")
+
+
+def _advance(offset: torch.Tensor, stride: int) -> None:
+    offset.add_(stride)
+
+
+def _offset_now(offset: torch.Tensor) -> torch.Tensor:
+    return offset.clone()
+
+
+_LIBRARY.impl("advance", _advance, "CompositeExplicitAutograd")
+_LIBRARY.impl("offset_now", _offset_now, "CompositeExplicitAutograd")
+torch.library.register_fake("qsync::advance", lambda offset, stride: None, lib=_LIBRARY)
+torch.library.register_fake("qsync::offset_now", lambda offset: torch.empty_like(offset), lib=_LIBRARY)
+
+
+class StepCounter:
+    """The steps of one applied model."""
+
+    def __init__(self) -> None:
+        self._memory = array("q", [0])
+        with torch.inference_mode(False):
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.int64)
+
+    @property
+    def step(self) -> int:
+        """The number of the forward that runs, or ran last, from 1 on."""
+        return self._memory[0] // STEP_STRIDE
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._memory[0] = value * STEP_STRIDE
+
+    def advance(self) -> None:
+        """A forward begins."""
+        if torch.compiler.is_compiling():
+            torch.ops.qsync.advance(self._tensor, STEP_STRIDE)
+        else:
+            self._memory[0] += STEP_STRIDE
+
+    @property
+    def offset(self) -> int | torch.Tensor:
+        """Offset of this step's random numbers; while a compiler traces, a tensor that holds it when the graph runs."""
+        return torch.ops.qsync.offset_now(self._tensor) if torch.compiler.is_compiling() else self._memory[0]
+
 
 _NO_SEEDS = Seeds()
 
 
 class LoweredCall:
-    """An operator as a plan wants it.
+    """An operator as a plan wants it; stands where the model calls ``F.linear`` or ``F.conv2d``.
 
     Calls that share a module share a variant and, within a step, the stream of their random numbers: gradient checkpointing runs
     calls again in another order, and they must round as they did before.
     """
 
-    def __init__(
-        self, op_id: OpId, variant: Variant, backend: str, config: str, seed: int, steps: StepCounter, cache: CastCache
-    ) -> None:
-        self.op_id, self.variant, self.backend, self.config = op_id, variant, backend, config
-        self._x_seed = stream_key(seed, *op_id.fqn.encode(), 0)
-        self.w_seed = stream_key(seed, *op_id.fqn.encode(), 1)
-        self._grad_seed = stream_key(seed, *op_id.fqn.encode(), 2)
+    def __init__(self, op_id: OpId, assigned: Assigned, seed: int, steps: StepCounter, cache: CastCache) -> None:
+        self.op_id, self.assigned = op_id, assigned
+        self._x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
         self._steps, self._cache = steps, cache
-        self._linear = linear_binding(variant, backend, config)
-        self.weight_text = self._linear.w_text
+        self._linear = operator_binding(assigned.variant, assigned.choice)
+        self.weight_quantization = self._linear.w
         self.prepared_weight: PreparedWeight | None = None
-        self._prepared_geometry: tuple[object, ...] = ()
-        self._prepared_convolution: OperatorBinding = self._linear
-        self._convolutions: dict[tuple[object, ...], OperatorBinding] = {}
+        self._prepared: tuple[tuple[object, ...], OperatorBinding] = ((), self._linear)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the operands are 8-bit."""
+        return self._linear.is_quantized
 
     @property
     def seeds(self) -> Seeds:
@@ -64,33 +121,16 @@ class LoweredCall:
         prepared, self.prepared_weight = self.prepared_weight, None
         return None if prepared is None else prepared.of(weight)
 
-    def _named(self, error: NumericsError) -> NumericsError:
-        return NumericsError(f"operator {self.op_id}: {error}")
-
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
         if torch.compiler.is_compiling():
-            return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache)
+            return run_linear(input, weight, bias, self._linear, self.seeds, self._cache)
         try:
-            # What happens inside is nobody's to intercept; each torch call would first ask the modes that are active.
+            # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
-                return linear_bound(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
+                return run_linear(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
-
-    def prepare_conv2d(self, stride: Pair, padding: Pair | str, dilation: Pair, groups: int) -> None:
-        """Work out the binding of a geometry beforehand, which ``torch.compile`` can not follow."""
-        if not isinstance(padding, str):
-            self._prepared_geometry = (stride, padding, dilation, groups)
-            self._prepared_convolution = self._convolution(pair(stride), pair(padding), pair(dilation), groups)
-
-    def _convolution(self, stride: IntPair, padding: IntPair, dilation: IntPair, groups: int) -> OperatorBinding:
-        key = (stride, padding, dilation, groups)
-        binding = self._convolutions.get(key)
-        if binding is None:
-            binding = conv2d_binding(self.variant, stride, padding, dilation, groups, self.backend, self.config)
-            self._convolutions[key] = binding
-        return binding
 
     def conv2d(
         self,
@@ -103,45 +143,28 @@ class LoweredCall:
         groups: int = 1,
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
+        prepared, binding = self._prepared
+        if prepared != (stride, padding, dilation, groups):
+            input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
+            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         if torch.compiler.is_compiling():
-            return self._conv2d(input, weight, bias, stride, padding, dilation, groups, None)
+            return run_conv2d(input, weight, bias, binding, self.seeds, self._cache)
         try:
             with torch._C.DisableTorchFunction():
-                return self._conv2d(input, weight, bias, stride, padding, dilation, groups, self._weight_copy(weight))
+                return run_conv2d(input, weight, bias, binding, self.seeds, self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
-    def _conv2d(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        stride: Pair,
-        padding: Pair | str,
-        dilation: Pair,
-        groups: int,
-        copy: Operand | None,
-    ) -> torch.Tensor:
-        geometry = (stride, padding, dilation, groups)
-        if geometry == self._prepared_geometry:
-            binding = self._prepared_convolution
-        else:
-            spread = pair(dilation)
-            x, sides = resolve_padding(x, weight, padding, spread)
-            binding = self._convolution(pair(stride), sides, spread, groups)
-        return conv2d_padded(x, weight, bias, binding, self.seeds, self._cache, copy)
+    def prepare_conv2d(self, module: nn.Conv2d) -> None:
+        """Work out the binding of a module's geometry beforehand, which ``torch.compile`` cannot follow."""
+        if not isinstance(module.padding, str):
+            geometry = Geometry(pair(module.stride), pair(module.padding), pair(module.dilation), module.groups)
+            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
+            self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
 
+    def _named(self, error: NumericsError) -> NumericsError:
+        return NumericsError(f"operator {self.op_id}: {error}")
 
-# ---- merged from qsync_torch.apply.lowered_call
-# The 8-bit copies of a model's weights, made together at the start of a forward in a few launches.
-#
-# A model has tens or hundreds of weights, most of them small: one by one, launching takes longer than rounding.  Where a backend
-# offers ``quantize_many``, all weights that are quantized in the same way are given to it at once.  The bits are those of
-# quantizing
-# each alone, so that gradient checkpointing, which quantizes weights again one by one, sees the same values.
-#
-# Copies that are kept for backward are alive from the beginning of the forward instead of from their operator on: the highest sum,
-# reached when the forward ends, is the same.  A copy that no operator took is dropped with the forward.
 
 DEVICE_KINDS = frozenset({"cuda"})
 """Where launching costs more than small kernels; a CPU would only have its caches emptied."""
@@ -163,41 +186,39 @@ class PreparedWeight:
 
 
 class WeightBatch:
-    """The quantized modules of an applied model."""
+    """The quantized modules of an applied model, whose weights are quantized together where a backend offers ``quantize_many``."""
 
     def __init__(self, members: Sequence[tuple[LoweredCall, nn.Module]]) -> None:
-        self._members = [(call, module) for call, module in members if call.variant.compute.needs_scale]
+        self._members = [(call, module) for call, module in members if call.is_quantized]
         self._offered: dict[tuple[object, ...], bool] = {}
 
     def prepare(self) -> None:
         """Quantize the weights of this step."""
         if not self._members or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        groups: dict[tuple[str, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
+        groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
         for call, module in self._members:
             weight = module.weight
             if weight.device.type in DEVICE_KINDS:
-                groups.setdefault((call.weight_text, weight.device), []).append((call, weight))
-        for (text, device), members in groups.items():
-            if len(members) > 1 and self._is_offered(text, tuple(tuple(weight.shape) for _, weight in members), device):
-                self._quantize(text, members)
+                groups.setdefault((call.weight_quantization, weight.device), []).append((call, weight))
+        for (quantization, device), members in groups.items():
+            if len(members) > 1 and self._is_offered(quantization, device, tuple(weight.shape for _, weight in members)):
+                self._quantize(quantization, members)
 
-    def _is_offered(self, text: str, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> bool:
-        key = (text, shapes, device)
-        if key not in self._offered:
-            binding = parse_binding(text)
-            request = request_for(Op.QUANTIZE_MANY, binding, shapes, device)
-            self._offered[key] = not reasons_against(request, binding.backend, binding.config)
-        return self._offered[key]
+    def _is_offered(self, quantization: Quantization, device: torch.device, shapes: tuple[tuple[int, ...], ...]) -> bool:
+        asked = (quantization, device, shapes)
+        if asked not in self._offered:
+            self._offered[asked] = quantization.is_offered(Op.QUANTIZE_MANY, device, *shapes)
+        return self._offered[asked]
 
     @staticmethod
-    def _quantize(text: str, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
-        offset = members[0][0].seeds.offset
-        qs, scales = quantize_many([weight.detach() for _, weight in members], text, [call.w_seed for call, _ in members], offset)
+    def _quantize(quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
+        weights, offset = [weight.detach() for _, weight in members], members[0][0].seeds.offset
+        qs, scales = quantize_many(weights, quantization, [call.w_seed for call, _ in members], offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
             call.prepared_weight = PreparedWeight(weight, Operand(q, scale))
 
     def release(self) -> None:
-        """The forward is over: what nobody took goes."""
+        """Free unused copies, at the end of the forward."""
         for call, _ in self._members:
             call.prepared_weight = None

@@ -11,6 +11,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.apply.functional_calls import split_functional
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 
@@ -23,8 +24,7 @@ class Assigned:
     """What one operator is to run as."""
 
     variant: Variant
-    backend: str = DEFAULT_BACKEND
-    config: str = ""
+    choice: KernelChoice = ATEN
 
 
 @attrs.frozen
@@ -56,8 +56,10 @@ def assignments_of(
 
     def assigned(entry: Variant | Assignment) -> Assigned:
         if isinstance(entry, Variant):
-            return Assigned(entry, backend or default)
-        return Assigned(entry.variant, backend or entry.backend or DEFAULT_BACKEND, "" if backend else entry.config)
+            return Assigned(entry, KernelChoice.parse(backend or default))
+        if backend:
+            return Assigned(entry.variant, KernelChoice.parse(backend))
+        return Assigned(entry.variant, KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
 
     if not isinstance(plan, PrecisionPlan):
         return {op_id: assigned(entry) for op_id, entry in plan.items()}

@@ -101,13 +101,6 @@ _SMALLEST = 2.0**-126
 """A smaller scale has no finite inverse in float32; such a group counts as zeros."""
 
 
-def scale_count(shape: tuple[int, ...] | torch.Size, granularity: Granularity) -> int:
-    """How many scales a tensor of that shape has."""
-    if granularity is Granularity.PER_TENSOR:
-        return 1
-    return shape[0] if granularity is Granularity.PER_CHANNEL else math.prod(shape[:-1])
-
-
 def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
     """The scales shaped so that they broadcast against the tensor they belong to."""
     if granularity is Granularity.PER_TENSOR:
@@ -133,7 +126,7 @@ def is_dense(x: torch.Tensor) -> bool:
 
 def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     """A (groups, elements) view in memory order."""
-    groups = scale_count(x.shape, granularity)
+    groups = granularity.scale_count(x.shape)
     return x.as_strided((groups, x.numel() // max(groups, 1)), (x.numel() // max(groups, 1), 1))
 
 

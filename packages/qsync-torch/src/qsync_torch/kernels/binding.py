@@ -1,97 +1,26 @@
-"""A binding: which variant an operator runs as, on whose kernels, with which configuration and geometry; and the built kernels.
+"""Bindings: how one operator, or one quantization, is run, worked out once and kept as values.
 
-A custom operator takes plain values only, so a binding travels through it as text and is read back with a cache.
+A binding holds the kernels that were built for it.  A compiled graph refers to it by ``key``, a digest of its content that is the
+same in every process; everything else that a call reads is a plain number, text or dtype, which ``torch.compile`` follows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from typing import Any
 
 import torch
 
-from qsync_core.geometry import Geometry
+from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import gradient_precision
+from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
-from qsync_core.kernels.choice import QUANTIZE_WEIGHT, KernelChoice, split_chain
+from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
+from qsync_core.kernels.requests import quantization_variant
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, parse_choice
-
-Attributes = tuple[tuple[str, str], ...]
-
-
-class Binding:
-    """How one operator is run.
-
-    Everything that a call needs is worked out here once and kept as plain strings, numbers and dtypes: ``torch.compile`` follows
-    calls through them.
-
-    Attributes:
-        variant: precisions, granularity, rounding.
-        backend: name of a kernel backend; ``a+b`` means a, and b for what a does not offer (a visible choice, never made silently).
-        config: which operators are pinned to which backend and configuration (:mod:`qsync_core.kernels.choice`); mostly empty.
-        attributes: stride, padding, dilation and groups of a convolution as canonical text, sorted by name.
-        text: canonical text; :func:`parse_binding` reads it.
-        x_text, w_text: canonical texts of the quantizations of activation and weight (8-bit formats).
-        is_quantized: the operands are quantized to an 8-bit format.
-        compute, output, gradient, grad_input: torch dtypes of the operands, the result, the output gradient after its cast, and
-            the input's gradient.
-        geometry: of a convolution.
-    """
-
-    def __init__(self, variant: Variant, backend: str = DEFAULT_BACKEND, config: str = "", attributes: Attributes = ()) -> None:
-        self.variant, self.backend, self.config, self.attributes = variant, backend, config, attributes
-        self.text = _text(variant, backend, config, attributes)
-        self.is_quantized = variant.compute.needs_scale
-        self.x_text = quantization_text(variant.compute, variant.x_granularity, variant.rounding, *_x_quantization(backend, config))
-        self.w_text = quantization_text(variant.compute, variant.w_granularity, variant.rounding, *_w_quantization(backend, config))
-        self.compute, self.output = TORCH_DTYPE[variant.compute], TORCH_DTYPE[variant.output]
-        self.gradient, self.grad_input = TORCH_DTYPE[gradient_precision(variant)], TORCH_DTYPE[variant.grad_input]
-        self.geometry = Geometry.of(dict(attributes))
-
-
-def _text(variant: Variant, backend: str, config: str, attributes: Attributes) -> str:
-    return "|".join((backend, config, str(variant), "&".join(f"{name}={value}" for name, value in attributes)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _x_quantization(backend: str, config: str) -> tuple[str, str]:
-    """Backends and configuration of the activation's quantization in an operator of this chain and choice."""
-    pinned = parse_choice(config).of(Op.QUANTIZE)
-    return (backend, "") if pinned is None else (pinned.backend, str(KernelChoice({Op.QUANTIZE: pinned})))
-
-
-@functools.lru_cache(maxsize=4096)
-def _w_quantization(backend: str, config: str) -> tuple[str, str]:
-    """The same of the weight's.  Never a configuration: weights with equal texts are quantized together, whatever their shapes."""
-    choice = parse_choice(config)
-    pinned = choice.of(QUANTIZE_WEIGHT) or choice.of(Op.QUANTIZE)
-    if pinned is None:
-        return backend, ""
-    spare = DEFAULT_BACKEND if DEFAULT_BACKEND in split_chain(backend) and pinned.backend != DEFAULT_BACKEND else ""
-    return "+".join(filter(None, (pinned.backend, spare))), ""
-
-
-@functools.lru_cache(maxsize=4096)
-def quantization_text(
-    precision: Precision, granularity: Granularity, rounding: Rounding, backend: str = DEFAULT_BACKEND, config: str = ""
-) -> str:
-    """Text of a quantization (:func:`qsync_torch.quantize.quantize`).
-
-    It is that of a binding whose variant has the granularity of whatever is quantized in the activation's place.
-    """
-    wide = Precision.FLOAT32
-    return _text(Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding), backend, config, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def parse_binding(text: str) -> Binding:
-    """Read a binding's canonical text."""
-    backend, config, variant, attributes = text.split("|")
-    pairs = (tuple(part.split("=", 1)) for part in attributes.split("&") if part)
-    return Binding(Variant.parse(variant), backend, config, tuple((name, value) for name, value in pairs))
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reasons_against
 
 
 @functools.lru_cache(maxsize=16)
@@ -103,31 +32,144 @@ def device_facts(device: torch.device) -> tuple[str, str]:
     return "cuda", f"{major}.{minor}"
 
 
-def request_for(op: str, binding: Binding, shapes: Sequence[tuple[int, ...]], device: torch.device) -> KernelRequest:
-    """The request that a call with these operand shapes puts to a backend."""
-    kind, capability = device_facts(device)
-    flags = dict(binding.attributes)
-    return KernelRequest(
-        op,
-        binding.variant,
-        tuple(shapes),
-        binding.geometry,
-        kind,
-        capability,
-        multiplied="multiplier" in flags,
-        transposed="transposed" in flags,
-    )
+class Bound:
+    """What a quantization and an operator have in common: a request for each call, and the kernels that answer it.
+
+    Attributes:
+        key: digest of the content; :data:`BOUND` finds the object.
+    """
+
+    variant: Variant
+    choice: KernelChoice
+    geometry: Geometry = NEUTRAL
+    multiplied: bool = False
+    transposed: bool = False
+
+    def _register(self, *content: object) -> None:
+        self.key = hashlib.sha256("|".join(map(str, content)).encode()).hexdigest()[:24]
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        BOUND[self.key] = self
+
+    def request(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> KernelRequest:
+        """What a call with these operand shapes asks of a backend."""
+        kind, capability = device_facts(device)
+        sizes = tuple(tuple(shape) for shape in shapes)
+        return KernelRequest(
+            op, self.variant, sizes, self.geometry, kind, capability, multiplied=self.multiplied, transposed=self.transposed
+        )
+
+    def kernel(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> Kernel:
+        """The kernel for a call, built once per operator, device and operand shapes.
+
+        Raises:
+            BackendError: with every backend's reasons.
+        """
+        asked = (op, device, shapes)
+        kernel = self._kernels.get(asked)
+        if kernel is None:
+            kernel = self._kernels[asked] = build_kernel(self.request(op, device, *shapes), self.choice)
+        return kernel
+
+    def is_offered(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> bool:
+        """Whether a backend of the choice runs the call."""
+        return not reasons_against(self.request(op, device, *shapes), self.choice)
 
 
-_KERNELS: dict[tuple[object, ...], Kernel] = {}
+BOUND: dict[str, Bound] = {}
+"""Every binding of this process, by its key."""
 
 
-def kernel_for(op: str, text: str, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Kernel:
-    """The built kernel for a call, made once per operator, binding, operand shapes and device."""
-    key = (op, text, shapes, device)
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        binding = parse_binding(text)
-        kernel = build_kernel(request_for(op, binding, shapes, device), binding.backend, binding.config)
-        _KERNELS[key] = kernel
-    return kernel
+class Quantization(Bound):
+    """A cast to an 8-bit format.
+
+    Attributes:
+        target: format, scales and rounding.
+        choice: whose kernels.
+        multiplied: the tensor is first multiplied by one factor per channel.
+        transposed: a transposed copy is wanted too.
+        dtype: of the copy.
+    """
+
+    def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
+        self.target, self.choice, self.multiplied, self.transposed = target, choice, multiplied, transposed
+        self.variant = quantization_variant(target.precision, target.granularity, target.rounding)
+        self.dtype = TORCH_DTYPE[target.precision]
+        self.granularity = target.granularity
+        self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed)
+
+
+quantization = functools.lru_cache(maxsize=4096)(Quantization)
+"""The one :class:`Quantization` of its arguments."""
+
+
+class OperatorBinding(Bound):
+    """How one adjustable operator runs: the steps of core's table, on whose kernels.
+
+    Attributes:
+        variant, choice: as planned.
+        geometry: of a convolution; ``is_linear``: there is none.
+        steps: what is cast to what (:class:`~qsync_core.ir.semantics.OperatorSteps`).
+        is_quantized: the operands are 8-bit.
+        x_dtype, w_dtype, bias_dtype, output, grad_input: dtypes of the operands after their casts, of the result, and of the float
+            product for the activation's gradient.
+        x, x_transposed, w: quantizations of activation and weight (8-bit operands); ``x_transposed`` also writes the copy (K, M).
+        grad_float, grad_float_weight_only: dtype of the incoming gradient's float copy (None: no product reads one), with and
+            without a gradient of the activation.
+        grad_input_quantized, grad_weight_quantized: that product reads the quantized copy of the incoming gradient.
+        grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
+        wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
+            whose summed dimension is contiguous.
+    """
+
+    def __init__(self, variant: Variant, choice: KernelChoice = ATEN, geometry: Geometry | None = None) -> None:
+        self.variant, self.choice, self.is_linear = variant, choice, geometry is None
+        self.geometry = geometry or NEUTRAL
+        steps = self.steps = steps_of(variant)
+        self.is_quantized = steps.is_quantized
+        self.x_dtype, self.w_dtype = TORCH_DTYPE[steps.x.precision], TORCH_DTYPE[steps.weight.precision]
+        self.bias_dtype, self.output = TORCH_DTYPE[steps.bias.precision], TORCH_DTYPE[steps.output]
+        self.grad_input = TORCH_DTYPE[variant.grad_input]
+        self.grad_float = _float_dtype(steps.gradient_copies())
+        self.grad_float_weight_only = _float_dtype(steps.gradient_copies(input_gradient=False))
+        self.grad_input_quantized = steps.grad_input.precision.needs_scale
+        self.grad_weight_quantized = steps.grad_weight.precision.needs_scale
+        self.wants_transposed = self.grad_weight_quantized and self.is_linear
+        activation = _role(choice, Op.QUANTIZE)
+        self.x = quantization(steps.x, activation)
+        self.x_transposed = quantization(steps.x, activation, transposed=True)
+        self.w = quantization(steps.weight, _weight_choice(choice))
+        eight_bit = [copy for copy in steps.gradient_copies() if copy.precision.needs_scale]
+        gradient = eight_bit[0] if eight_bit else CastTarget(Precision.INT8)
+        chosen = _role(choice, QUANTIZE_GRADIENT)
+        self.grad = tuple(tuple(quantization(gradient, chosen, m, t) for t in (False, True)) for m in (False, True))
+        self._register("operator", variant, choice.backend, choice.config, geometry)
+
+
+def _float_dtype(copies: tuple[CastTarget, ...]) -> torch.dtype | None:
+    return next((TORCH_DTYPE[copy.precision] for copy in copies if not copy.precision.needs_scale), None)
+
+
+def _role(choice: KernelChoice, role: str) -> KernelChoice:
+    """Who runs a quantization in an operator of this choice."""
+    pinned = choice.of(role)
+    return KernelChoice(choice.chain) if pinned is None else KernelChoice((pinned.backend,), ((Op.QUANTIZE, pinned),))
+
+
+def _weight_choice(choice: KernelChoice) -> KernelChoice:
+    """The same of the weight's.  Never a configuration: equal quantizations of weights run together, whatever their shapes."""
+    pinned = choice.of(QUANTIZE_WEIGHT) or choice.of(Op.QUANTIZE)
+    if pinned is None:
+        return KernelChoice(choice.chain)
+    spare = (DEFAULT_BACKEND,) if DEFAULT_BACKEND in choice.chain and pinned.backend != DEFAULT_BACKEND else ()
+    return KernelChoice((pinned.backend, *spare))
+
+
+operator_binding = functools.lru_cache(maxsize=4096)(OperatorBinding)
+"""The one :class:`OperatorBinding` of its arguments."""
+
+
+def quantization_of(
+    precision: Precision, granularity: Granularity, rounding: Rounding, choice: KernelChoice = ATEN
+) -> Quantization:
+    """The quantization of a tensor that stands by itself."""
+    return quantization(CastTarget(precision, granularity, rounding), choice)

@@ -1,33 +1,110 @@
-"""The custom operators ``torch.ops.qsync.*``: functional, with fake implementations, so that ``torch.compile`` takes them whole.
+"""The custom operators ``torch.ops.qsync.*``: quantizations and products that run a backend's kernels.
 
-Each allocates its output and calls a backend's kernel on it.  Gradients are attached where the operators are put together (
-:mod:`qsync_torch.operators`), because an operator's backward reads the saved 8-bit copies and never the float activation.
+Each is a function of tensors and a binding that allocates its results and calls the kernel.  Where a compiler, a dispatch mode,
+fake tensors or a tensor subclass want to see the call, it goes through the operator of the same name, which has a fake
+implementation and takes the binding's key; a plain eager call skips the dispatcher, which costs several microseconds.  Gradients
+are attached where operators are put together (:mod:`qsync_torch.operators`): backward reads the saved 8-bit copies and never the
+float activation.
+
+The overloads ``at`` take the offset of the random numbers in a tensor on the CPU: compilers make one graph for every step with it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 
 from qsync_core.kernels.backend import Op
-from qsync_torch.kernels.binding import kernel_for, parse_binding
-from qsync_torch.kernels.dispatch import eager_or_dispatched
+from qsync_torch.aten.quantize import quantizable
+from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
 
-_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
-_LIBRARY.define("linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
-_LIBRARY.define("linear_grad_input(Tensor grad, Tensor w, Tensor scale, str binding, ScalarType? dtype=None) -> Tensor")
-_LIBRARY.define("linear_grad_weight(Tensor grad, Tensor x, Tensor scale, str binding) -> Tensor")
-_LIBRARY.define("conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor")
-_LIBRARY.define(
-    "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor"
-)
-_LIBRARY.define("conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor")
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Offset = int | torch.Tensor
+"""Of a step's random numbers; a tensor while a compiler traces."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_OPS = torch.ops.qsync
 
 
-def _shape(x: torch.Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a call on ``x`` may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it."""
+    return type(x) in _PLAIN and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def quantize(
+    x: torch.Tensor,
+    quantization: Quantization,
+    seed: int,
+    offset: Offset,
+    multiplier: torch.Tensor | None = None,
+    *,
+    straight: bool = False,
+) -> Pair:
+    """The 8-bit copy of ``x``, dense in its layout, and its float32 scales as a vector.  Not differentiable."""
+    if not straight and not is_plain(x):
+        op = _OPS.quantize.at if isinstance(offset, torch.Tensor) else _OPS.quantize.default
+        return cast(Pair, op(x, quantization.key, seed, offset, multiplier))
+    if not x.is_contiguous():
+        x = quantizable(x, quantization.granularity)
+    q, scale = _quantized(x, quantization)
+    kernel = quantization.kernel(Op.QUANTIZE, x.device, x.shape)
+    if multiplier is None:
+        kernel(x, q, scale, seed, offset)
+    else:
+        kernel(x, q, scale, seed, offset, multiplier)
+    return q, scale
+
+
+def quantize_transposed(
+    x: torch.Tensor,
+    quantization: Quantization,
+    seed: int,
+    offset: Offset,
+    multiplier: torch.Tensor | None = None,
+    *,
+    straight: bool = False,
+) -> Triple:
+    """The 8-bit copy of ``x`` (..., K), its scales, and the copy as (K, M), M all other dimensions together."""
+    if not straight and not is_plain(x):
+        op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
+        return cast(Triple, op(x, quantization.key, seed, offset, multiplier))
+    x_MK = _rows(x).contiguous()
+    q, scale, transposed = _transposed(x_MK, x.shape, quantization)
+    kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
+    kernel(x_MK, q.view(x_MK.shape), scale, seed, offset, multiplier, transposed)
+    return q, scale, transposed
+
+
+def quantize_many(
+    xs: Sequence[torch.Tensor], quantization: Quantization, seeds: Sequence[int], offset: int, *, straight: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
+    if not straight and not all(map(is_plain, xs)):
+        return cast(Any, _OPS.quantize_many.default(xs, quantization.key, seeds, offset))
+    dense = [quantizable(x, quantization.granularity) for x in xs]
+    out = [_quantized(x, quantization) for x in dense]
+    qs, scales = [q for q, _ in out], [scale for _, scale in out]
+    if dense:
+        kernel = quantization.kernel(Op.QUANTIZE_MANY, dense[0].device, *(x.shape for x in dense))
+        kernel(dense, qs, scales, list(seeds), offset)
+    return qs, scales
+
+
+def _quantized(x: torch.Tensor, quantization: Quantization) -> Pair:
+    count = quantization.granularity.scale_count(x.shape)
+    return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(count, dtype=torch.float32)
+
+
+def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization) -> Triple:
+    q, scale = _quantized(x_MK, quantization)
+    return (
+        q.view(shape) if q.is_contiguous() else q,
+        scale,
+        torch.empty(x_MK.shape[::-1], dtype=quantization.dtype, device=x_MK.device),
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -35,69 +112,58 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _linear_output_out(x: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
-    dtype = parse_binding(binding).output
-    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=dtype)
-
-
-def _linear_output(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+def linear_output(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    binding: OperatorBinding,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
-    out = _linear_output_out(x, w, binding)
-    x_MK = _rows(x)
-    kernel = kernel_for(Op.LINEAR_OUTPUT, binding, (_shape(x_MK), _shape(w)), x.device)
+    """(..., K) and (N, K) of 8 bits to (..., N) in the output's format."""
+    if not straight and not is_plain(x):
+        return cast(torch.Tensor, _OPS.linear_output.default(x, x_scale, w, w_scale, bias, binding.key))
+    x_MK, out = _rows(x), x.new_empty((*x.shape[:-1], w.shape[0]), dtype=binding.output)
+    kernel = binding.kernel(Op.LINEAR_OUTPUT, x.device, x_MK.shape, w.shape)
     kernel(x_MK, x_scale, w, w_scale, bias, _rows(out))
     return out
 
 
-def _linear_output_fake(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+def linear_grad_input(
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    scale: torch.Tensor,
+    binding: OperatorBinding,
+    dtype: torch.dtype | None = None,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
-    return _linear_output_out(x, w, binding)
-
-
-def _linear_grad_input_out(grad: torch.Tensor, w: torch.Tensor, binding: str, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype or parse_binding(binding).grad_input
-    return grad.new_empty((*grad.shape[:-1], w.shape[1]), dtype=dtype)
-
-
-def _linear_grad_input(
-    grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, binding: str, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    out = _linear_grad_input_out(grad, w, binding, dtype)
-    grad_MN = _rows(grad)
-    kernel = kernel_for(Op.LINEAR_GRAD_INPUT, binding, (_shape(grad_MN), _shape(w)), grad.device)
+    """(..., N) and (N, K) to (..., K) in ``dtype``, by default the variant's."""
+    if not straight and not is_plain(grad):
+        return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, binding.key, dtype))
+    grad_MN, out = _rows(grad), grad.new_empty((*grad.shape[:-1], w.shape[1]), dtype=dtype or binding.grad_input)
+    kernel = binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)
     kernel(grad_MN, w, scale, _rows(out))
     return out
 
 
-def _linear_grad_input_fake(
-    grad: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, binding: str, dtype: torch.dtype | None = None
+def linear_grad_weight(
+    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: OperatorBinding, *, straight: bool = False
 ) -> torch.Tensor:
-    return _linear_grad_input_out(grad, w, binding, dtype)
-
-
-def _linear_grad_weight(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
-    out = grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
+    """(..., N) and (..., K) to (N, K) in float32."""
+    if not straight and not is_plain(grad):
+        return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, binding.key))
     grad_MN, x_MK = _rows(grad), _rows(x)
-    kernel = kernel_for(Op.LINEAR_GRAD_WEIGHT, binding, (_shape(grad_MN), _shape(x_MK)), grad.device)
+    out = grad.new_empty((grad_MN.shape[1], x_MK.shape[1]), dtype=torch.float32)
+    kernel = binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_MN.shape, x_MK.shape)
     kernel(grad_MN, x_MK, scale, out)
     return out
 
 
-def _linear_grad_weight_fake(grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, binding: str) -> torch.Tensor:
-    return grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32)
-
-
-def _conv2d_output_shape(x_shape: torch.Size, w_shape: torch.Size, binding: str) -> tuple[int, int, int, int]:
-    return (x_shape[0], w_shape[0], *parse_binding(binding).geometry.output_size(x_shape[2:], w_shape[2:]))
-
-
-_known_conv2d_output_shape = functools.lru_cache(maxsize=4096)(_conv2d_output_shape)
-
-
-def _conv2d_output_out(x: torch.Tensor, shape: tuple[int, int, int, int], binding: str) -> torch.Tensor:
-    return torch.empty(shape, dtype=parse_binding(binding).output, device=x.device, memory_format=torch.channels_last)
+def _images(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
@@ -108,81 +174,144 @@ def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
     return y.contiguous()
 
 
-def _conv2d_output(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
+def _conv2d_result(x: torch.Tensor, w: torch.Tensor, binding: OperatorBinding) -> torch.Tensor:
+    size = binding.geometry.output_size(x.shape[2:], w.shape[2:])
+    return _images(x, (x.shape[0], w.shape[0], *size), binding.output)
+
+
+def conv2d_output(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    binding: OperatorBinding,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
-    out = _conv2d_output_out(x, _known_conv2d_output_shape(x.shape, w.shape, binding), binding)
-    kernel_for(Op.CONV2D_OUTPUT, binding, (_shape(x), _shape(w)), x.device)(x, x_scale, w, w_scale, bias, out)
+    """(B, C, H, W) and (O, C / groups, KH, KW) of 8 bits to (B, O, OH, OW) in the output's format."""
+    if not straight and not is_plain(x):
+        return cast(torch.Tensor, _OPS.conv2d_output.default(x, x_scale, w, w_scale, bias, binding.key))
+    out = _conv2d_result(x, w, binding)
+    binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
 
 
-def _conv2d_output_fake(
-    x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None, binding: str
-) -> torch.Tensor:
-    return _in_layout_of(_conv2d_output_out(x, _conv2d_output_shape(x.shape, w.shape, binding), binding), x, w)
-
-
-def _conv2d_grad_input_out(grad: torch.Tensor, x_shape: Sequence[int], binding: str, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype or parse_binding(binding).grad_input
-    return torch.empty(tuple(x_shape), dtype=dtype, device=grad.device, memory_format=torch.channels_last)
-
-
-def _conv2d_grad_input(
+def conv2d_grad_input(
     grad: torch.Tensor,
     w: torch.Tensor,
     scale: torch.Tensor,
     x_shape: Sequence[int],
-    binding: str,
+    binding: OperatorBinding,
     dtype: torch.dtype | None = None,
+    *,
+    straight: bool = False,
 ) -> torch.Tensor:
-    kernel = kernel_for(Op.CONV2D_GRAD_INPUT, binding, (_shape(grad), _shape(w)), grad.device)
+    """(B, O, OH, OW) and the filters to ``x_shape`` in ``dtype``, by default the variant's."""
+    if not straight and not is_plain(grad):
+        return cast(torch.Tensor, _OPS.conv2d_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
+    dtype = dtype or binding.grad_input
+    kernel = binding.kernel(Op.CONV2D_GRAD_INPUT, grad.device, grad.shape, w.shape)
     make = getattr(kernel, "make_gradient", None)
     if make is not None:
         made = make(grad, w, scale, x_shape)
-        if made.dtype is (dtype or parse_binding(binding).grad_input):
+        if made.dtype is dtype:
             return _in_layout_of(made.contiguous(memory_format=torch.channels_last), grad)
-    out = _conv2d_grad_input_out(grad, x_shape, binding, dtype)
+    out = _images(grad, x_shape, dtype)
     kernel(grad, w, scale, out)
     return _in_layout_of(out, grad)
 
 
-def _conv2d_grad_input_fake(
-    grad: torch.Tensor,
-    w: torch.Tensor,
-    scale: torch.Tensor,
-    x_shape: Sequence[int],
-    binding: str,
-    dtype: torch.dtype | None = None,
+def conv2d_grad_weight(
+    grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: OperatorBinding, *, straight: bool = False
 ) -> torch.Tensor:
-    return _in_layout_of(_conv2d_grad_input_out(grad, x_shape, binding, dtype), grad)
-
-
-def _conv2d_grad_weight(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: str) -> torch.Tensor:
+    """(B, O, OH, OW) and (B, C, H, W) to the filters' shape and layout, which ``w`` has, in float32."""
+    if not straight and not is_plain(grad):
+        return cast(torch.Tensor, _OPS.conv2d_grad_weight.default(grad, x, x_scale, w, binding.key))
     out = torch.empty_like(w, dtype=torch.float32)
-    kernel_for(Op.CONV2D_GRAD_WEIGHT, binding, (_shape(grad), _shape(x)), grad.device)(grad, x, x_scale, out)
+    binding.kernel(Op.CONV2D_GRAD_WEIGHT, grad.device, grad.shape, x.shape)(grad, x, x_scale, out)
     return out
 
 
-def _conv2d_grad_weight_fake(
-    grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, binding: str
-) -> torch.Tensor:
-    return torch.empty_like(w, dtype=torch.float32)
+# The operators behind the functions above.  ``binding`` is the key of an OperatorBinding, ``quantization`` of a Quantization.
+
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
 
 
-for _name, _implementation, _fake in (
-    ("linear_output", _linear_output, _linear_output_fake),
-    ("linear_grad_input", _linear_grad_input, _linear_grad_input_fake),
-    ("linear_grad_weight", _linear_grad_weight, _linear_grad_weight_fake),
-    ("conv2d_output", _conv2d_output, _conv2d_output_fake),
-    ("conv2d_grad_input", _conv2d_grad_input, _conv2d_grad_input_fake),
-    ("conv2d_grad_weight", _conv2d_grad_weight, _conv2d_grad_weight_fake),
+def _operator(key: str) -> OperatorBinding:
+    return cast(OperatorBinding, BOUND[key])
+
+
+def _quantization(key: str) -> Quantization:
+    return cast(Quantization, BOUND[key])
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
+
+
+def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Pair:
+    return _quantized(quantizable(x, _quantization(key).granularity), _quantization(key))
+
+
+def _fake_quantize_transposed(
+    x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None
+) -> Triple:
+    return _transposed(_rows(x).contiguous(), x.shape, _quantization(key))
+
+
+for _name, _run, _fake, _results in (
+    ("quantize", quantize, _fake_quantize, "(Tensor, Tensor)"),
+    ("quantize_transposed", quantize_transposed, _fake_quantize_transposed, "(Tensor, Tensor, Tensor)"),
 ):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"qsync::{_name}", _fake, lib=_LIBRARY)
 
-linear_output = eager_or_dispatched(_linear_output, torch.ops.qsync.linear_output.default)
-linear_grad_input = eager_or_dispatched(_linear_grad_input, torch.ops.qsync.linear_grad_input.default)
-linear_grad_weight = eager_or_dispatched(_linear_grad_weight, torch.ops.qsync.linear_grad_weight.default)
-conv2d_output = eager_or_dispatched(_conv2d_output, torch.ops.qsync.conv2d_output.default)
-conv2d_grad_input = eager_or_dispatched(_conv2d_grad_input, torch.ops.qsync.conv2d_grad_input.default)
-conv2d_grad_weight = eager_or_dispatched(_conv2d_grad_weight, torch.ops.qsync.conv2d_grad_weight.default)
+    def _quantize(x: Any, key: str, seed: int, offset: Offset, multiplier: Any = None, run: Callable[..., Any] = _run) -> Any:
+        return run(x, _quantization(key), seed, int(offset), multiplier, straight=True)
+
+    for _overload, _type in (("", "SymInt"), (".at", "Tensor")):
+        _define(
+            f"{_name}{_overload}(Tensor x, str quantization, SymInt seed, {_type} offset, Tensor? multiplier=None) -> {_results}",
+            _quantize,
+            _fake,
+        )
+
+_define(
+    "quantize_many(Tensor[] xs, str quantization, SymInt[] seeds, SymInt offset) -> (Tensor[], Tensor[])",
+    lambda xs, key, seeds, offset: quantize_many(xs, _quantization(key), seeds, offset, straight=True),
+    lambda xs, key, seeds, offset: tuple(map(list, zip(*(_fake_quantize(x, key, 0, 0) for x in xs), strict=True))) or ([], []),
+)
+_define(
+    "linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
+    lambda x, x_scale, w, w_scale, bias, key: linear_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
+    lambda x, x_scale, w, w_scale, bias, key: x.new_empty((*x.shape[:-1], w.shape[0]), dtype=_operator(key).output),
+)
+_define(
+    "linear_grad_input(Tensor grad, Tensor w, Tensor scale, str binding, ScalarType? dtype=None) -> Tensor",
+    lambda grad, w, scale, key, dtype=None: linear_grad_input(grad, w, scale, _operator(key), dtype, straight=True),
+    lambda grad, w, scale, key, dtype=None: grad.new_empty(
+        (*grad.shape[:-1], w.shape[1]), dtype=dtype or _operator(key).grad_input
+    ),
+)
+_define(
+    "linear_grad_weight(Tensor grad, Tensor x, Tensor scale, str binding) -> Tensor",
+    lambda grad, x, scale, key: linear_grad_weight(grad, x, scale, _operator(key), straight=True),
+    lambda grad, x, scale, key: grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32),
+)
+_define(
+    "conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
+    lambda x, x_scale, w, w_scale, bias, key: conv2d_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
+    lambda x, x_scale, w, w_scale, bias, key: _in_layout_of(_conv2d_result(x, w, _operator(key)), x, w),
+)
+_define(
+    "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",
+    lambda grad, w, scale, shape, key, dtype=None: conv2d_grad_input(grad, w, scale, shape, _operator(key), dtype, straight=True),
+    lambda grad, w, scale, shape, key, dtype=None: _in_layout_of(_images(grad, shape, dtype or _operator(key).grad_input), grad),
+)
+_define(
+    "conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor",
+    lambda grad, x, x_scale, w, key: conv2d_grad_weight(grad, x, x_scale, w, _operator(key), straight=True),
+    lambda grad, x, x_scale, w, key: torch.empty_like(w, dtype=torch.float32),
+)

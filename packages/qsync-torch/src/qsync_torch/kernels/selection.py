@@ -1,39 +1,40 @@
-"""Who runs a request: the backend that a plan pins, the first of a chain that takes it, or whoever measured fastest (``auto``)."""
+"""Which backend runs a request: the one that a plan pins, the first of a chain that takes it, or the fastest measured
+(``auto``)."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 
 import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest
-from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice, OpChoice, split_chain
+from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.store import store_of_request
 
 DEFAULT_BACKEND = AtenBackend.name
-
-parse_choice = functools.lru_cache(maxsize=4096)(KernelChoice.parse)
+AUTO = (AUTO_BACKEND,)
 
 
 def default_backend(device: torch.device) -> str:
-    """Where nobody names a backend: ``auto`` on a GPU, where kernels differ; ``aten`` on a CPU."""
+    """The backend of operators for which none is named: ``auto`` on a GPU, where kernels differ; ``aten`` on a CPU."""
     return AUTO_BACKEND if device.type == "cuda" else DEFAULT_BACKEND
 
 
 @functools.lru_cache(maxsize=64)
-def find_backends(names: str) -> tuple[KernelBackend, ...]:
-    """The backends of a chain such as ``aten`` or ``triton+aten``, in the order in which they are asked; of ``auto``, all.
+def find_backends(chain: tuple[str, ...]) -> tuple[KernelBackend, ...]:
+    """The backends of a chain, in the order in which they are asked; of ``("auto",)``, all.
 
     Raises:
         BackendError: when one is not installed; the message names those that are.
     """
-    if names == AUTO_BACKEND:
+    if chain == AUTO:
         return tuple(installed().backends())
-    return tuple(_find_backend(name) for name in split_chain(names))
+    return tuple(_find_backend(name) for name in chain)
 
 
 def _find_backend(name: str) -> KernelBackend:
@@ -50,44 +51,37 @@ def _find_backend(name: str) -> KernelBackend:
     return backends[name]
 
 
-def asked_for(op: str, names: str, config: str) -> tuple[str, OpChoice | None]:
-    """The chain that is asked for one operator, and the choice that pins it to one backend, if there is one."""
-    pinned = parse_choice(config).of(op)
-    return (names, None) if pinned is None else (pinned.backend, pinned)
-
-
-def missing_backends(names: str) -> list[str]:
-    """Why backends of a chain can not be asked at all, a sentence for each that is not installed."""
+def missing_backends(names: Iterable[str]) -> list[str]:
+    """Why backends cannot be asked at all, a sentence for each that is not installed."""
     found = []
-    for name in () if names == AUTO_BACKEND else split_chain(names):
+    for name in names:
         try:
-            find_backends(name)
+            find_backends((name,))
         except BackendError as error:
             found.append(str(error))
     return found
 
 
-def reasons_against(request: KernelRequest, names: str, config: str = "", role: str = "") -> list[str]:
+def reasons_against(request: KernelRequest, choice: KernelChoice, role: str = "") -> list[str]:
     """Why none of the backends that may run a request does, as ``backend: reason``; empty when one does.
 
     A pinned configuration that its backend does not have whatever the shapes is a reason too.
 
     Args:
         request: what is to run.
-        names: backends joined by ``+``, or ``auto``.
-        config: the text of a :class:`~qsync_core.kernels.choice.KernelChoice`.
+        choice: whose kernels.
         role: under which the choice has the request, where that is not its op.
 
     Raises:
         BackendError: when one of the backends is not installed.
     """
-    chain, pinned = asked_for(role or request.op, names, config)
+    chain, pinned = choice.asked_for(role or request.op)
     refusals: list[str] = []
     for backend in find_backends(chain):
         try:
             reasons = backend.unsupported_reasons(request)
         except BackendError as error:
-            if chain != AUTO_BACKEND:  # somebody named it
+            if chain != AUTO:  # it is named
                 raise
             reasons = [str(error)]
         if not reasons:
@@ -113,21 +107,18 @@ def is_for_any_sizes(error: BackendError) -> bool:
     return bool(getattr(error, "for_any_sizes", False))
 
 
-def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
+def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
     """Build a kernel with the backend that is to run the request.
 
     A pinned configuration that its backend refuses for the shapes at hand (a smaller last batch) gives way to the same backend's
     first candidate, with a warning; not so where the backend says that it has no such configuration for any shapes.  Another
     backend is never taken.
 
-    Args:
-        request, names, config: as in :func:`reasons_against`.
-
     Raises:
         BackendError: with every backend's reasons.
     """
-    chain, pinned = asked_for(request.op, names, config)
-    if chain == AUTO_BACKEND:
+    chain, pinned = choice.asked_for(request.op)
+    if chain == AUTO:
         backend, chosen = installed().select(request, store=store_of_request(request))
         return backend.build(request, chosen)
     for backend in find_backends(chain):
@@ -144,6 +135,6 @@ def build_kernel(request: KernelRequest, names: str, config: str) -> Kernel:
             return backend.build(request, backend.candidate_configs(request)[0])
     shapes = " and ".join(str(list(shape)) for shape in request.shapes)
     raise BackendError(
-        f"{request.op} as {request.variant.label} on {shapes} can not run on {request.device_kind}: "
-        + "; ".join(reasons_against(request, names, config))
+        f"{request.op} as {request.variant.label} on {shapes} cannot run on {request.device_kind}: "
+        + "; ".join(reasons_against(request, choice))
     )

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
-import attrs
 import torch
 
-from qsync_core.geometry import NEUTRAL, Geometry, pair
+from qsync_core.geometry import NEUTRAL, Geometry, Pair
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.apply.apply import Applied
-from qsync_torch.apply.functional_calls import CallSite, CallSites, places
-from qsync_torch.apply.interception import Interception
+from qsync_torch.apply.installation import Installation
 from qsync_torch.apply.plan_fit import Assigned, locate
 from qsync_torch.observing.collector import OperatorCall, product
-from qsync_torch.operators.conv2d import resolve_padding
+from qsync_torch.operators.conv2d import resolve_geometry
 
 _ASSIGNED = Assigned(Variant.plain(Precision.FLOAT32))
 
@@ -44,56 +41,61 @@ class CallHook(Protocol):
         ...
 
 
-@attrs.define(eq=False)
-class _Calls:
-    """Counts the calls of modules, to know which operator runs now."""
+class _HookedModel(Installation):
+    """Sends the calls of operators to a hook; counts the calls of modules, to know which operator runs."""
 
-    operators: dict[OpId, Operator]
-    hook: CallHook
-    counts: Counter[str] = attrs.field(factory=Counter)
+    def __init__(self, model: torch.nn.Module, operators: Mapping[OpId, Operator], hook: CallHook) -> None:
+        super().__init__(model)
+        self._operators, self._hook = operators, hook
+        self._counts: Counter[str] = Counter()
 
-    def start(self) -> None:
-        self.counts.clear()
-        self.hook.start_forward()
+    def start_forward(self) -> None:
+        """The model's forward begins."""
+        self._counts.clear()
+        self._hook.start_forward()
+
+    def end_forward(self) -> None:
+        """Nothing to do."""
 
     def next_of(self, fqn: str) -> OpId:
         """The call of a module that begins now."""
-        self.counts[fqn] += 1
-        return OpId(fqn, self.counts[fqn] - 1)
+        self._counts[fqn] += 1
+        return OpId(fqn, self._counts[fqn] - 1)
 
     def run(
         self, op_id: OpId, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry
     ) -> torch.Tensor:
-        operator = self.operators.get(op_id)
+        """One call, through the hook where it is asked for."""
+        operator = self._operators.get(op_id)
         if operator is None:
             return product(x, weight, bias, geometry)
-        return self.hook.call(operator, x, weight, bias, geometry)
+        return self._hook.call(operator, x, weight, bias, geometry)
 
 
 class _HookedCall:
     """Stands where ``apply_`` puts an operator in a variant; ``op_id`` tells which call begins."""
 
-    def __init__(self, calls: _Calls, op_id: Callable[[], OpId]) -> None:
-        self._calls, self._op_id = calls, op_id
+    def __init__(self, model: _HookedModel, op_id: Callable[[], OpId]) -> None:
+        self._model, self._op_id = model, op_id
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
-        return self._calls.run(self._op_id(), input, weight, bias, NEUTRAL)
+        return self._model.run(self._op_id(), input, weight, bias, NEUTRAL)
 
     def conv2d(
         self,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
         groups: int = 1,
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
         # Where "same" pads one side more than the other, the operator reads a padded activation, as under ``apply_``.
-        x, sides = resolve_padding(input, weight, padding, pair(dilation))
-        return self._calls.run(self._op_id(), x, weight, bias, Geometry(pair(stride), sides, pair(dilation), groups))
+        x, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
+        return self._model.run(self._op_id(), x, weight, bias, geometry)
 
 
 @contextmanager
@@ -104,62 +106,17 @@ def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: Ca
         PlanError: when the model does not have one of the operators.
     """
     by_id = {operator.op_id: operator for operator in operators}
-    calls = _Calls(by_id, hook)
     addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED), None)
-    # The same places that apply_ takes hold of; the calls put there only pass on.
-    applied = Applied(model, {}, None)
-    with ExitStack() as stack:
-        stack.callback(applied.remove)
-        # First of all hooks: a functional call of the model itself is counted after this.
-        stack.callback(model.register_forward_pre_hook(functools.partial(_start, calls, applied.sites)).remove)
-        for op_id, module in addressed.modules:
-            call = _HookedCall(calls, functools.partial(calls.next_of, op_id.fqn))
-            applied.replace_forward(module, functools.partial(_hooked_forward, call))
+    hooked = _HookedModel(model, by_id, hook)
+    calls = {op_id: _HookedCall(hooked, functools.partial(hooked.next_of, op_id.fqn)) for op_id, _ in addressed.modules}
+    for by_name in addressed.functional.values():
         # Sites also count the calls that no hook sees.
-        sites = {
-            owner: CallSite(
-                {
-                    name: {o.call: _HookedCall(calls, functools.partial(OpId, o.fqn, o.call)) for o in op_ids}
-                    for name, op_ids in by_name.items()
-                }
-            )
-            for owner, by_name in addressed.functional.items()
-        }
-        applied.sites.all.extend(sites.values())
-        for module, site in places(model, sites):
-            stack.callback(module.register_forward_pre_hook(functools.partial(_enter, applied.sites, site)).remove)
-            stack.callback(module.register_forward_hook(functools.partial(_leave, applied.sites), always_call=True).remove)
-        applied.replace_forward(model, functools.partial(_intercepted, applied))
+        calls |= {op_id: _HookedCall(hooked, functools.partial(OpId, op_id.fqn, op_id.call)) for op_ids in by_name.values() for op_id in op_ids}
+    try:
+        hooked.install(addressed, calls, intercept=False)
         yield
-
-
-def _hooked_forward(call: _HookedCall, inner: Callable[..., Any]) -> Callable[..., Any]:
-    if inner is torch.nn.Linear.forward:
-        return lambda self, input: call.linear(input, self.weight, self.bias)
-    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-def _start(calls: _Calls, sites: CallSites, *_: Any) -> None:
-    calls.start()
-    sites.start_step()
-
-
-def _enter(sites: CallSites, site: Any, *_: Any) -> None:
-    sites.enter(site)
-
-
-def _leave(sites: CallSites, *_: Any) -> None:
-    sites.leave()
-
-
-def _intercepted(applied: Applied, inner: Callable[..., Any]) -> Callable[..., Any]:
-    interception = Interception(applied.cache, applied.sites)
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with interception:
-            return inner(self, *args, **kwargs)
-
-    return forward
+    finally:
+        hooked.remove()
 
 
 class GradientCapture:

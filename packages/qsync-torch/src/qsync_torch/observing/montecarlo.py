@@ -18,7 +18,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.apply.apply import Applied, apply_
+from qsync_torch.apply.apply import AppliedPlan, apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
 from qsync_torch.observing.replaced_functions import PairedDropout
@@ -155,7 +155,7 @@ class MonteCarloCollector:
         seed = stream_key(step.seed, step.update)
         half = self.draws // 2
         try:
-            applied: Applied = apply_(step.model, {operator.op_id: variant for operator in group}, seed=seed)
+            applied: AppliedPlan = apply_(step.model, {operator.op_id: variant for operator in group}, seed=seed)
             try:
                 sums = [
                     sum(squared_norm(step_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))

@@ -6,55 +6,36 @@ Built like :mod:`qsync_torch.operators.linear`.  A channels-last activation give
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
-from qsync_core.geometry import IntPair, Pair, pair
+from qsync_core.geometry import Geometry, IntPair, Pair, pair
 from qsync_core.ir.variant import Variant
-from qsync_torch.kernels.library_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output
-from qsync_torch.kernels.quantize import Offset
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kernels.library_ops import Offset, conv2d_grad_input, conv2d_grad_weight, conv2d_output
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
-from qsync_torch.operators.bindings import OperatorBinding
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
-from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
+from qsync_torch.operators.quantized import (
+    Gradient,
+    Grads,
+    Needs,
+    Operand,
+    Saved,
+    Seeds,
+    apply_function,
+    cast_input,
+    cast_weight,
+    first_derivative,
+    float_input,
+    keep_for_backward,
+    run_backward,
+    seeds_of,
+)
 
 
-@functools.lru_cache(maxsize=1024)
-def _binding(
-    variant: Variant,
-    backend: str,
-    config: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> OperatorBinding:
-    def text(sizes: IntPair) -> str:
-        return f"{sizes[0]},{sizes[1]}"
-
-    attributes = (("dilation", text(dilation)), ("groups", str(groups)), ("padding", text(padding)), ("stride", text(stride)))
-    return OperatorBinding(variant, backend, config, attributes)
-
-
-def conv2d_binding(
-    variant: Variant,
-    stride: Pair = 1,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    backend: str = DEFAULT_BACKEND,
-    config: str = "",
-) -> OperatorBinding:
-    """The binding of a convolution."""
-    return _binding(variant, backend, config, pair(stride), pair(padding), pair(dilation), groups)
-
-
-class _QuantizedConv2d(torch.autograd.Function):
+class QuantizedConv2d(torch.autograd.Function):
     """Float activation and weight are inputs only as places where the gradients go; they are neither read nor saved."""
 
     @staticmethod
@@ -72,15 +53,17 @@ class _QuantizedConv2d(torch.autograd.Function):
         seed: int,
         offset: Offset,
     ) -> torch.Tensor:
+        """The convolution of the 8-bit copies."""
         need_x, need_w = ctx.needs_input_grad[:2]
         # The weight's copy is needed for its shape alone when only the weight has a gradient.
         copies = (*((q_x, x_scale) if need_w else (None, None)), q_w if need_x or need_w else None, w_scale if need_x else None)
         keep_for_backward(ctx, x, copies, binding, seed, offset)
-        return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
+        return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding)
 
     @staticmethod
     @first_derivative
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, conv2d_backward)
 
 
@@ -94,33 +77,34 @@ def conv2d_product(
 ) -> torch.Tensor:
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
-        return conv2d_output(x, x_scale, weight, w_scale, bias, binding.text)
+        return conv2d_output(x, x_scale, weight, w_scale, bias, binding)
     g = binding.geometry
-    y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), g.stride, g.padding, g.dilation, g.groups)
+    cast = None if bias is None else bias.to(binding.bias_dtype)
+    y = F.conv2d(x, weight, cast, g.stride, g.padding, g.dilation, g.groups)
     return y if y.dtype is binding.output else y.to(binding.output)
 
 
 def conv2d_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
-    """Both backward products of a quantized convolution alone (:data:`~.quantized_operator.BackwardProducts`)."""
+    """Both backward products of a quantized convolution alone (:data:`~.quantized.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
             scale = gradient.grad_input_scale(saved.w_scale)
-            grad_x = conv2d_grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding.text, saved.x_dtype)
+            grad_x = conv2d_grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding, saved.x_dtype)
         else:
-            grad_x = conv2d_grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding.text)
+            grad_x = conv2d_grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding)
     if needs[1]:
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
-            grad_w = conv2d_grad_weight(gradient.quantized, saved.x, scale, saved.w, binding.text)
+            grad_w = conv2d_grad_weight(gradient.quantized, saved.x, scale, saved.w, binding)
         else:
-            grad_w = conv2d_grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding.text)
+            grad_w = conv2d_grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding)
     if needs[2]:
-        grad_b = gradient.bias_gradient().sum((0, 2, 3), dtype=torch.float32)
+        grad_b = gradient.for_bias().sum((0, 2, 3), dtype=torch.float32)
     return grad_x, grad_w, grad_b
 
 
-def conv2d_bound(
+def run_conv2d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -129,17 +113,18 @@ def conv2d_bound(
     cache: CastCache | None = None,
     weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A convolution call in a binding, with every cast of core's table; ``weight_copy`` as in ``linear_bound``."""
+    """A convolution call with every cast of core's table, of images with or without a batch; ``weight_copy`` as in
+    ``run_linear``."""
+    if x.ndim == 3:
+        return run_conv2d(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
     if not binding.is_quantized:
-        return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.compute), None, bias, binding)
+        return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_function(_QuantizedConv2d, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_function(QuantizedConv2d, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
-def resolve_padding(
-    x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: tuple[int, int]
-) -> tuple[torch.Tensor, tuple[int, int]]:
+def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: IntPair) -> tuple[torch.Tensor, IntPair]:
     """Numbers for ``padding="same"`` and ``"valid"``; pads ``x`` where the two sides differ (even kernels)."""
     if padding == "valid":
         return x, (0, 0)
@@ -152,19 +137,12 @@ def resolve_padding(
     return F.pad(x, (before_w, total_w - before_w, before_h, total_h - before_h)), (0, 0)
 
 
-def conv2d_padded(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    binding: OperatorBinding,
-    seeds: Seeds,
-    cache: CastCache | None = None,
-    weight_copy: Operand | None = None,
-) -> torch.Tensor:
-    """:func:`conv2d_bound` for images with or without a batch dimension."""
-    if x.ndim == 3:
-        return conv2d_bound(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
-    return conv2d_bound(x, weight, bias, binding, seeds, cache, weight_copy)
+def resolve_geometry(
+    x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair | str, dilation: Pair, groups: int
+) -> tuple[torch.Tensor, Geometry]:
+    """The arguments of ``F.conv2d`` as a geometry, and ``x``, padded where no geometry says it (see :func:`resolve_padding`)."""
+    x, sides = resolve_padding(x, weight, padding, pair(dilation))
+    return x, Geometry(pair(stride), sides, pair(dilation), groups)
 
 
 def conv2d(
@@ -183,7 +161,7 @@ def conv2d(
     offset: int = 0,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
-    """``F.conv2d`` in a variant, forward and backward (docs/design/precision-semantics.md#standard-variants).
+    """``F.conv2d`` in a variant, forward and backward (docs/design/precision-semantics.md#casts).
 
     Args:
         x: (B, C, H, W) or (C, H, W), float32 or a 16-bit float.
@@ -191,7 +169,7 @@ def conv2d(
         bias: (O,), float32, or None.
         variant: how it runs.
         stride, padding, dilation, groups: as in ``F.conv2d``.
-        backend, config: whose kernels.
+        backend, config: whose kernels, as plans store it (:mod:`qsync_core.kernels.choice`).
         seed, offset: of the stochastic rounding.
         cache: where casts of ``x`` are shared.
 
@@ -202,7 +180,6 @@ def conv2d(
         BackendError: when the backend refuses the variant or the shapes, with its reasons.
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
-    spread = pair(dilation)
-    padded, sides = resolve_padding(x, weight, padding, spread)
-    binding = _binding(variant, backend, config, pair(stride), sides, spread, groups)
-    return conv2d_padded(padded, weight, bias, binding, seeds_of(seed, offset), cache)
+    x, geometry = resolve_geometry(x, weight, stride, padding, dilation, groups)
+    binding = operator_binding(variant, KernelChoice.parse(backend, config), geometry)
+    return run_conv2d(x, weight, bias, binding, seeds_of(seed, offset), cache)

@@ -6,30 +6,35 @@ autograd.  8-bit formats save their 8-bit copies only and compute both gradients
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx
 
 from qsync_core.ir.variant import Variant
-from qsync_torch.kernels.library_ops import linear_grad_input, linear_grad_weight, linear_output
-from qsync_torch.kernels.quantize import Offset
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.kernels.library_ops import Offset, linear_grad_input, linear_grad_weight, linear_output
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
-from qsync_torch.operators.bindings import OperatorBinding
 from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.gradient import Gradient, Needs
-from qsync_torch.operators.operands import Operand, Seeds, cast_input, cast_weight, float_input, seeds_of
-from qsync_torch.operators.quantized_operator import Grads, Saved, apply_function, first_derivative, keep_for_backward, run_backward
+from qsync_torch.operators.quantized import (
+    Gradient,
+    Grads,
+    Needs,
+    Operand,
+    Saved,
+    Seeds,
+    apply_function,
+    cast_input,
+    cast_weight,
+    first_derivative,
+    float_input,
+    keep_for_backward,
+    run_backward,
+    seeds_of,
+)
 
 
-@functools.lru_cache(maxsize=1024)
-def linear_binding(variant: Variant, backend: str = DEFAULT_BACKEND, config: str = "") -> OperatorBinding:
-    """The binding of a linear operator."""
-    return OperatorBinding(variant, backend, config)
-
-
-class _QuantizedLinear(torch.autograd.Function):
+class QuantizedLinear(torch.autograd.Function):
     """Float activation and weight are inputs only as places where the gradients go; they are neither read nor saved."""
 
     @staticmethod
@@ -47,15 +52,17 @@ class _QuantizedLinear(torch.autograd.Function):
         seed: int,
         offset: Offset,
     ) -> torch.Tensor:
+        """The product of the 8-bit copies."""
         need_x, need_w = ctx.needs_input_grad[:2]
         kept_x = q_x if x_transposed is None else x_transposed.t()
         copies = (*((kept_x, x_scale) if need_w else (None, None)), *((q_w, w_scale) if need_x else (None, None)))
         keep_for_backward(ctx, x, copies, binding, seed, offset)
-        return linear_output(q_x, x_scale, q_w, w_scale, bias, binding.text)
+        return linear_output(q_x, x_scale, q_w, w_scale, bias, binding)
 
     @staticmethod
     @first_derivative
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, linear_backward)
 
 
@@ -69,34 +76,34 @@ def linear_product(
 ) -> torch.Tensor:
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
-        return linear_output(x, x_scale, weight, w_scale, bias, binding.text)
-    y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return linear_output(x, x_scale, weight, w_scale, bias, binding)
+    y = F.linear(x, weight, None if bias is None else bias.to(binding.bias_dtype))
     return y if y.dtype is binding.output else y.to(binding.output)
 
 
 def linear_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
-    """Both backward products of a quantized linear operator alone (:data:`~.quantized_operator.BackwardProducts`)."""
+    """Both backward products of a quantized linear operator alone (:data:`~.quantized.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
             scale = gradient.grad_input_scale(saved.w_scale)
-            grad_x = linear_grad_input(gradient.quantized, saved.w, scale, binding.text, saved.x_dtype).view(saved.x_shape)
+            grad_x = linear_grad_input(gradient.quantized, saved.w, scale, binding, saved.x_dtype).view(saved.x_shape)
         else:
-            grad_x = linear_grad_input(gradient.wide, saved.w, saved.w_scale, binding.text)
+            grad_x = linear_grad_input(gradient.wide, saved.w, saved.w_scale, binding)
     if needs[1]:
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
             quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
-            grad_w = linear_grad_weight(quantized, saved.x, scale, binding.text)
+            grad_w = linear_grad_weight(quantized, saved.x, scale, binding)
         else:
-            grad_w = linear_grad_weight(gradient.wide, saved.x, saved.x_scale, binding.text)
+            grad_w = linear_grad_weight(gradient.wide, saved.x, saved.x_scale, binding)
     if needs[2]:
-        grad = gradient.bias_gradient()
+        grad = gradient.for_bias()
         grad_b = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
     return grad_x, grad_w, grad_b
 
 
-def linear_bound(
+def run_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -105,12 +112,12 @@ def linear_bound(
     cache: CastCache | None = None,
     weight_copy: Operand | None = None,
 ) -> torch.Tensor:
-    """A linear call in a binding, with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
+    """A linear call with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
     if not binding.is_quantized:
-        return linear_product(float_input(x, binding, cache), None, weight.to(binding.compute), None, bias, binding)
+        return linear_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_function(_QuantizedLinear, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_function(QuantizedLinear, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def linear(
@@ -125,14 +132,14 @@ def linear(
     offset: int = 0,
     cache: CastCache | None = None,
 ) -> torch.Tensor:
-    """``F.linear`` in a variant, forward and backward (docs/design/precision-semantics.md#standard-variants).
+    """``F.linear`` in a variant, forward and backward (docs/design/precision-semantics.md#casts).
 
     Args:
         x: (..., K), float32 or a 16-bit float.
         weight: (N, K), float32; its gradient is float32.
         bias: (N,), float32, or None.
         variant: how it runs.
-        backend, config: whose kernels.
+        backend, config: whose kernels, as plans store it (:mod:`qsync_core.kernels.choice`).
         seed, offset: of the stochastic rounding.
         cache: where casts of ``x`` are shared.
 
@@ -143,4 +150,5 @@ def linear(
         BackendError: when the backend refuses the variant or the shapes, with its reasons.
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
-    return linear_bound(x, weight, bias, linear_binding(variant, backend, config), seeds_of(seed, offset), cache)
+    binding = operator_binding(variant, KernelChoice.parse(backend, config))
+    return run_linear(x, weight, bias, binding, seeds_of(seed, offset), cache)

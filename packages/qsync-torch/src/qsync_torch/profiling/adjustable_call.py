@@ -8,31 +8,17 @@ from functools import partial
 import torch
 
 from qsync_core.ir.dag import Operator
-from qsync_core.ir.semantics import gradient_precision
 from qsync_core.ir.variant import Variant
-from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.operators import (
-    Gradient,
-    OperatorBinding,
-    Saved,
-    Seeds,
-    cast_gradient,
-    cast_input,
-    cast_weight,
-    conv2d_backward,
-    conv2d_binding,
-    conv2d_product,
-    linear_backward,
-    linear_binding,
-    linear_product,
-)
-from qsync_torch.operators.conv2d import _QuantizedConv2d
-from qsync_torch.operators.linear import _QuantizedLinear
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
+from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
+from qsync_torch.operators.quantized import Gradient, Saved, Seeds, cast_gradient, cast_input, cast_weight
 from qsync_torch.profiling.replay_call import Armed, Prepared
 
 
 def prepare_adjustable(
-    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, backend: str, config: str = ""
+    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, choice: KernelChoice
 ) -> Prepared:
     """Random operands for an adjustable operator in a variant.
 
@@ -44,9 +30,10 @@ def prepare_adjustable(
         variant: how it runs.
         layouts: the model's parameters by FQN, for their memory layouts.
         device: where.
-        backend, config: whose kernels (:mod:`qsync_core.kernels.choice`).
+        choice: whose kernels.
     """
-    binding = _binding(operator, variant, backend, config)
+    geometry = operator.geometry if operator.kind == "conv2d" else None
+    binding = operator_binding(variant, choice, geometry)
     x = torch.randn(operator.input_shapes[0], device=device)
     if operator.attributes.get("memory_format") == "channels_last":
         x = x.to(memory_format=torch.channels_last)
@@ -69,7 +56,7 @@ def _prepare_float(
     x_needs_gradient: bool,
 ) -> Prepared:
     product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
-    dtype = TORCH_DTYPE[binding.variant.compute]
+    dtype = binding.x_dtype
     x = x.to(dtype).requires_grad_(x_needs_gradient)
     trained = [tensor for tensor in (weight, bias) if tensor is not None]
     wanted = (x, *trained) if x_needs_gradient else tuple(trained)
@@ -90,21 +77,20 @@ def _prepare_quantized(
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> Prepared:
-    variant = binding.variant
     q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
     needs = (x_needs_gradient, True, bias is not None)
     is_linear = operator.kind == "linear"
-    function, products = (_QuantizedLinear, linear_backward) if is_linear else (_QuantizedConv2d, conv2d_backward)
+    function, products = (QuantizedLinear, linear_backward) if is_linear else (QuantizedConv2d, conv2d_backward)
     kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
     saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
     forward = partial(function.apply, place, weight, bias, *q_x, q_w.values, q_w.scale, binding, 0, 0)
     trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
     if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
         armed = Armed(forward, (weight,), lambda grad: products(Gradient(grad, grad), saved, binding, needs))
-        return Prepared(lambda: armed, (kept_x,), trained, TORCH_DTYPE[gradient_precision(variant)])
+        return Prepared(lambda: armed, (kept_x,), trained, binding.grad_float)
     # The casts of the gradient are timed on their own, so the copies are made here.
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
     if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
@@ -112,10 +98,3 @@ def _prepare_quantized(
     gradient = cast_gradient(incoming, q_w.scale, binding, needs, 0, 0)
     armed = Armed(forward, (weight,), lambda grad: products(gradient, saved, binding, needs))
     return Prepared(lambda: armed, (kept_x,), trained)
-
-
-def _binding(operator: Operator, variant: Variant, backend: str, config: str) -> OperatorBinding:
-    if operator.kind == "linear":
-        return linear_binding(variant, backend, config)
-    g = operator.geometry
-    return conv2d_binding(variant, g.stride, g.padding, g.dilation, g.groups, backend, config)

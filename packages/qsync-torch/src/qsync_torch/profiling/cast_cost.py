@@ -15,11 +15,13 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.profile import CastKey, CastModel
 from qsync_core.ir.semantics import CastSite
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.binding import quantization_text
+from qsync_torch.kernels.binding import quantization_of
+from qsync_torch.kernels.library_ops import quantize
 from qsync_torch.profiling.linear_fit import fit_line
 from qsync_torch.timing import Effort, Stopwatch, repeat
-from qsync_torch.tuning.chooser import Chosen, KernelChooser
+from qsync_torch.tuning.chooser import KernelChooser
 
 SIZES = 8
 """Sizes measured per kind of cast."""
@@ -90,13 +92,11 @@ def measure_cast(
     return CastModel(key, dispatch_ns, line.intercept, line.slope, line.r2, samples)
 
 
-def make_cast(key: CastKey, chosen: Chosen) -> Callable[[torch.Tensor], object]:
+def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], object]:
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
-        from qsync_torch.kernels.quantize import quantize
-
-        text = quantization_text(key.target, key.granularity, key.rounding, chosen.backend, chosen.config)
-        return lambda x: quantize(x, text, 1, 0)
+        quantization = quantization_of(key.target, key.granularity, key.rounding, chosen)
+        return lambda x: quantize(x, quantization, 1, 0)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)
 

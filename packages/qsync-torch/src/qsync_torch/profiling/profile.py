@@ -24,7 +24,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import AUTO_BACKEND
+from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
@@ -40,7 +40,7 @@ from qsync_torch.profiling.replay_call import prepare_call
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
-from qsync_torch.tuning.chooser import Chosen, KernelChooser
+from qsync_torch.tuning.chooser import KernelChooser
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def profile(
         for item in items:
             advance(f"{item.operator.kind} {item.variant.label}")
             chosen = kernels[item]
-            name = item.name if chosen == Chosen() else f"{item.name} {chosen.backend} {chosen.config}"
+            name = item.name if chosen == KernelChoice() else f"{item.name} {chosen.backend} {chosen.config}"
             cost = _measured(store, name, OpCost, partial(_measure, item, layouts, stopwatch, chosen, operator_effort))
             if cost is None:
                 continue
@@ -221,23 +221,23 @@ def chooser_of(device: torch.device, backend: str | None, tuning: Path | None) -
     return KernelChooser(device, backend, None if backend == DEFAULT_BACKEND else open_store(device, tuning))
 
 
-def _chosen(chooser: KernelChooser, item: Item) -> Chosen:
+def _chosen(chooser: KernelChooser, item: Item) -> KernelChoice:
     operator = item.operator
     if not operator.is_adjustable:
-        return Chosen()
+        return KernelChoice()
     return chooser.for_operator(CallShapes.of(operator), item.variant, f"operator {operator.op_id}")
 
 
-def _of(variant: Variant, kernels: Mapping[Item, Chosen]) -> dict[OpId, Chosen]:
+def _of(variant: Variant, kernels: Mapping[Item, KernelChoice]) -> dict[OpId, KernelChoice]:
     return {op_id: chosen for item, chosen in kernels.items() if item.variant == variant for op_id in item.holders}
 
 
 def _measure(
-    item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, chosen: Chosen, effort: Effort
+    item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, chosen: KernelChoice, effort: Effort
 ) -> OpCost | None:
     operator, device = item.operator, stopwatch.device
     if operator.is_adjustable:
-        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, chosen.backend, chosen.config)
+        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, chosen)
         return measure_operator(prepare, stopwatch, effort, backend=chosen.backend, config=chosen.config)
     prepare = partial(prepare_call, operator, device, item.variant.compute)
     try:

@@ -22,10 +22,10 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
-from qsync_torch.tuning.chooser import Chosen
 
 BATCHES = 4
 """Different batches that the measured steps go through in turn."""
@@ -90,7 +90,7 @@ def measure_step(
     stopwatch: Stopwatch,
     effort: Effort,
     base: StepMeasurement | None = None,
-    chosen: Mapping[OpId, Chosen] | None = None,
+    chosen: Mapping[OpId, KernelChoice] | None = None,
 ) -> StepMeasurement:
     """Measure whole steps with every adjustable operator of ``dag`` in ``variant``; the runner's model is left as it was found.
 
@@ -101,7 +101,7 @@ def measure_step(
     if variant != Variant.plain(Precision.FLOAT32):
         from qsync_torch.apply.apply import apply_
 
-        kernels = {operator.op_id: (chosen or {}).get(operator.op_id, Chosen()) for operator in dag.adjustable}
+        kernels = {operator.op_id: (chosen or {}).get(operator.op_id, KernelChoice()) for operator in dag.adjustable}
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
         applied = apply_(runner.model, entries)
     try:

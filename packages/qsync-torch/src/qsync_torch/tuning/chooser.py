@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import attrs
 import torch
 
 from qsync_core.errors import BackendError
@@ -17,15 +16,7 @@ from qsync_core.plugins.registry import Answer
 from qsync_core.tuning.store import TuningStore
 from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.installed import installed
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend, find_backends, reasons_against
-
-
-@attrs.frozen
-class Chosen:
-    """What an :class:`~qsync_core.ir.plan.Assignment` stores: backends joined by ``+``, and the text of a choice."""
-
-    backend: str = DEFAULT_BACKEND
-    config: str = ""
+from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend, find_backends, reasons_against
 
 
 class KernelChooser:
@@ -33,7 +24,7 @@ class KernelChooser:
 
     Attributes:
         device: where the kernels run.
-        backend: ``auto``, or backends joined by ``+``: of those the first that takes a request.
+        chain: backends of which the first that takes a request runs it; ``("auto",)``: the fastest.
         untuned: requests that were answered without a measurement, by operator.
     """
 
@@ -49,17 +40,17 @@ class KernelChooser:
             BackendError: when a named backend is not installed.
         """
         self.device = device
-        self.backend = default_backend(device) if backend is None else backend
-        find_backends(self.backend)
+        self.chain = split_chain(default_backend(device) if backend is None else backend)
+        find_backends(self.chain)
         self._store = store
         self.untuned: set[KernelRequest] = set()
 
     @property
     def _is_trivial(self) -> bool:
         """ATen alone: it has one configuration, so there is nothing to choose."""
-        return self.backend == DEFAULT_BACKEND
+        return self.chain == (DEFAULT_BACKEND,)
 
-    def for_operator(self, call: CallShapes, variant: Variant, name: str = "") -> Chosen:
+    def for_operator(self, call: CallShapes, variant: Variant, name: str = "") -> KernelChoice:
         """Backends and configurations of one operator in a variant, forward and backward.
 
         Args:
@@ -71,39 +62,40 @@ class KernelChooser:
             BackendError: when no backend that may be asked runs one of its kernels, with every reason.
         """
         if not variant.compute.needs_scale:
-            if self.backend != AUTO_BACKEND and FLOAT_BACKEND not in split_chain(self.backend):
+            if not {AUTO_BACKEND, FLOAT_BACKEND} & set(self.chain):
+                chain = "+".join(self.chain)
                 raise BackendError(
-                    f"{name or call.kind} can not run as {variant.label} on backend {self.backend}: operators in float formats run "
-                    f"on PyTorch's own kernels; add them as 'qsync … --backend {self.backend}+{FLOAT_BACKEND}'"
+                    f"{name or call.kind} can not run as {variant.label} on backend {chain}: operators in float formats run "
+                    f"on PyTorch's own kernels; add them as 'qsync … --backend {chain}+{FLOAT_BACKEND}'"
                 )
-            return Chosen(FLOAT_BACKEND)
+            return KernelChoice()
         ops: dict[str, OpChoice] = {}
         for asked in operator_requests(call, variant, *device_facts(self.device)):
             if self._is_trivial:
-                if reasons := reasons_against(asked.request, self.backend):
+                if reasons := reasons_against(asked.request, KernelChoice()):
                     raise BackendError(f"{name or call.kind} can not run {asked.role} as {variant.label}: {'; '.join(reasons)}")
                 continue
             answer = self.answer(asked.request)
             # Weights are quantized together, whatever their shapes, so that one's configuration is of no use.
             ops[asked.role] = OpChoice(answer.backend, "" if asked.role == QUANTIZE_WEIGHT else answer.config)
-        return _chosen(ops) if ops else Chosen()
+        return _chosen(ops) if ops else KernelChoice()
 
-    def for_cast(self, key: CastKey, shape: Sequence[int]) -> Chosen:
+    def for_cast(self, key: CastKey, shape: Sequence[int]) -> KernelChoice:
         """Who quantizes a tensor of this shape.
 
         Raises:
             BackendError: as :meth:`for_operator`.
         """
         if self._is_trivial or not key.target.needs_scale:
-            return Chosen()
+            return KernelChoice()
         kind, capability = device_facts(self.device)
         variant = quantization_variant(key.target, key.granularity, key.rounding)
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
-    def versions(self, chosen: Iterable[Chosen]) -> dict[str, str]:
+    def versions(self, chosen: Iterable[KernelChoice]) -> dict[str, str]:
         """Versions of the backends that were chosen, other than PyTorch's own kernels, as a profile records them."""
-        used = {name for kernels in chosen for name in split_chain(kernels.backend)} - {DEFAULT_BACKEND}
+        used = {name for kernels in chosen for name in kernels.chain} - {DEFAULT_BACKEND}
         versions = installed().backend_versions() if used else {}
         return {f"backend {name}": versions.get(name, "unknown") for name in sorted(used)}
 
@@ -114,7 +106,7 @@ class KernelChooser:
             BackendError: when nobody does, with every reason.
         """
         registry = installed()
-        names = None if self.backend == AUTO_BACKEND else split_chain(self.backend)
+        names = None if self.chain == AUTO else self.chain
         answers = registry.answers(request, names, store=self._store)
         if names is not None:
             # A chain: the first that takes the request, however fast the others are.
@@ -127,10 +119,10 @@ class KernelChooser:
         return answer
 
 
-def _chosen(ops: dict[str, OpChoice]) -> Chosen:
+def _chosen(ops: dict[str, OpChoice]) -> KernelChoice:
     used = {choice.backend for choice in ops.values()}
     # One order for all operators, ATen last, because it takes almost everything.
-    chain = "+".join(sorted(used, key=lambda name: (name == DEFAULT_BACKEND, name)))
+    chain = tuple(sorted(used, key=lambda name: (name == DEFAULT_BACKEND, name)))
     if used == {DEFAULT_BACKEND} and not any(choice.config for choice in ops.values()):
-        return Chosen()
-    return Chosen(chain, str(KernelChoice(ops)))
+        return KernelChoice()
+    return KernelChoice(chain, tuple(ops.items()))

@@ -10,7 +10,6 @@ import torch
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import OperatorRequest
-from qsync_torch.aten.quantize import scale_count
 from qsync_torch.dtypes import TORCH_DTYPE
 
 Arguments = tuple[Any, ...]
@@ -40,7 +39,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     result = asked.result_shape
 
     def scales(shape: tuple[int, ...], granularity: Granularity) -> torch.Tensor:
-        count = scale_count(shape, granularity)
+        count = granularity.scale_count(shape)
         return torch.rand(count, device=device) * 0.01 + 0.001 if variant.compute.needs_scale else torch.empty(0, device=device)
 
     if request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
@@ -68,7 +67,7 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     shape = request.shapes[0]
     x = _random(shape, asked.source, device)
     q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
-    scale = torch.empty(scale_count(shape, variant.x_granularity), dtype=torch.float32, device=device)
+    scale = torch.empty(variant.x_granularity.scale_count(shape), dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
     arguments: Arguments = (x, q, scale, 1, 0)
     if request.multiplied or request.transposed:

@@ -1,0 +1,229 @@
+"""What 8-bit operators share: the casts of operands and gradients, what autograd keeps, and how backward goes.
+
+With G the incoming gradient (..., N), w_q (N, K) and x_q (M, K) the saved copies with scales s_w[n] and s_x, a product in int8
+needs one scale for everything that it sums.  ``grad_input`` sums over the output channels n, along which the weight's scales lie,
+so G is multiplied by them before it is quantized: s_g · g_q = G · s_w.  Then
+
+* grad_input[m, k] = s_g · Σ_n g_q[m, n] · w_q[n, k], and
+* grad_weight[n, k] = (s_g · s_x / s_w[n]) · Σ_m g_q[m, n] · x_q[m, k],
+
+the same quantized copy in both.  Where the weight has one scale, or ``grad_input`` is computed in a float format, G is quantized as
+it is.  Stochastic rounding draws independently of the operands' rounding, so both products stay unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from qsync_core.errors import NumericsError
+from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION
+from qsync_torch.kernels.binding import OperatorBinding
+from qsync_torch.kernels.library_ops import Offset, quantize, quantize_transposed
+from qsync_torch.operators.cast_cache import CastCache, float_key
+
+_QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
+"""Formats that are quantized; a float operator takes 8-bit inputs too."""
+
+
+class Operand(NamedTuple):
+    """An operand in the compute format; for 8-bit formats with its scales and, where a backward product wants it, a copy (K, M)."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    transposed: torch.Tensor | None = None
+
+
+class Seeds(NamedTuple):
+    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all."""
+
+    x: int = 0
+    w: int = 1
+    offset: Offset = 0
+    grad: int = 2
+
+
+def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
+    """The streams of one seed."""
+    return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
+
+
+def cast_input(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: CastCache | None = None) -> Operand:
+    """The activation quantized as the operator's steps say, shared through ``cache``.
+
+    Not differentiable: the operator itself takes the gradient to the activation.
+    """
+    if x.dtype not in _QUANTIZED:
+        raise _refused(x, binding)
+    # The copy that a backward product reads; on a CPU products read operands in any layout.
+    transposed = binding.wants_transposed and x.device.type == "cuda" and torch.is_grad_enabled()
+    run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
+    if cache is None or not cache.applies_to(x):
+        return Operand(*run(x.detach(), quantization, seeds.x, seeds.offset))
+    key = (quantization.target, transposed)
+    found: Operand = cache.cast(x, key, seeds.x, lambda seed: Operand(*run(x.detach(), quantization, seed, seeds.offset)))
+    return found
+
+
+def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | None = None) -> torch.Tensor:
+    """The activation in a float compute format; differentiable, its gradient is cast back once for all who share the cast."""
+    dtype = binding.x_dtype
+    if x.dtype is dtype:
+        return x
+    if x.dtype not in PRECISION:
+        raise _refused(x, binding)
+    if cache is None or not cache.applies_to(x):
+        return x.to(dtype)
+    cast: torch.Tensor = cache.cast(x, float_key(x.dtype, dtype), 0, lambda seed: x.to(dtype))
+    return cast
+
+
+def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
+    return NumericsError(
+        f"an operator in {binding.variant.label} takes float32 or a 16-bit float, got {x.dtype}; cast its input first"
+    )
+
+
+def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds) -> Operand:
+    """The float32 parameter, quantized."""
+    return Operand(*quantize(weight.detach(), binding.w, seeds.w, seeds.offset))
+
+
+Needs = tuple[bool, bool, bool]
+"""Whether activation, weight and bias want a gradient."""
+Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Gradients of activation, weight and bias; None where none is wanted."""
+
+
+class Gradient(NamedTuple):
+    """An incoming gradient and its copies.
+
+    Attributes:
+        incoming: as autograd delivers it.
+        wide: in the operator's float gradient format; None where no product reads one.
+        quantized: 8-bit values, of a linear operator as (M, N); ``scale``: their one scale; None where no product reads them.
+        transposed: the 8-bit values as (N, M), where the product for the weight's gradient wants them so.
+        channel_scale: the weight's scales, if the gradient was multiplied by them first.
+    """
+
+    incoming: torch.Tensor
+    wide: torch.Tensor | None = None
+    quantized: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    transposed: torch.Tensor | None = None
+    channel_scale: torch.Tensor | None = None
+
+    def grad_input_scale(self, w_scale: torch.Tensor) -> torch.Tensor:
+        """The one scale of an 8-bit product with the weight."""
+        assert self.scale is not None
+        return self.scale if self.channel_scale is not None else self.scale * w_scale
+
+    def grad_weight_scale(self, x_scale: torch.Tensor) -> torch.Tensor:
+        """The scale, or one per output channel, of an 8-bit product with the activation."""
+        assert self.scale is not None
+        scale = self.scale * x_scale
+        return scale if self.channel_scale is None else scale / self.channel_scale
+
+    def for_bias(self) -> torch.Tensor:
+        """The copy whose sum is the bias's gradient: the float one where there is one."""
+        return self.incoming if self.wide is None else self.wide
+
+
+def cast_gradient(
+    grad: torch.Tensor, w_scale: torch.Tensor | None, binding: OperatorBinding, needs: Needs, seed: int, offset: Offset
+) -> Gradient:
+    """Make the copies that the backward products of ``needs`` read.
+
+    Args:
+        grad: in the output's shape and format.
+        w_scale: the weight's scales, one or one per output channel; needed for an 8-bit gradient of the activation only.
+        binding: how the operator runs.
+        needs: which gradients are wanted.
+        seed, offset: which random numbers the stochastic rounding takes.
+    """
+    need_x, need_w, _ = needs
+    dtype = binding.grad_float if need_x else binding.grad_float_weight_only
+    wide = grad if grad.dtype is dtype else None if dtype is None else grad.to(dtype)
+    for_input, for_weight = need_x and binding.grad_input_quantized, need_w and binding.grad_weight_quantized
+    if not for_input and not for_weight:
+        return Gradient(grad, wide)
+    multiplier = w_scale if for_input and w_scale is not None and w_scale.numel() > 1 else None
+    transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
+    quantization = binding.grad[multiplier is not None][transpose]
+    # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.
+    source = grad.reshape(-1, grad.shape[-1]) if binding.is_linear else grad
+    if transpose:
+        q, scale, transposed = quantize_transposed(source, quantization, seed, offset, multiplier)
+        return Gradient(grad, wide, q, scale, transposed, multiplier)
+    q, scale = quantize(source, quantization, seed, offset, multiplier)
+    return Gradient(grad, wide, q, scale, None, multiplier)
+
+
+class Saved(NamedTuple):
+    """What a quantized operator keeps for backward.
+
+    Attributes:
+        x, x_scale: the activation's 8-bit copy, for linear as it came or as (M, K) with M contiguous; None where the weight wants
+            no gradient.
+        w, w_scale: the weight's copy; None where no product reads it.
+        x_shape, x_dtype: of the float activation.
+    """
+
+    x: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    w: torch.Tensor | None
+    w_scale: torch.Tensor | None
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+
+
+BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs], Grads]
+"""Both backward products of an operator, from the saved copies.
+
+The gradient of the activation comes in the variant's format, or in the activation's where the product is an 8-bit one; those of
+weight and bias come in float32."""
+
+
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    """``function.apply``, straight in plain eager mode: what PyTorch prepares for functorch takes longer than the rest of it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
+    """``once_differentiable``, which only a backward pass that is recorded itself (``create_graph=True``) has to pay for."""
+    recorded = once_differentiable(backward)
+
+    def call(ctx: Any, grad: torch.Tensor) -> Any:
+        return recorded(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
+
+    return call
+
+
+def keep_for_backward(
+    ctx: Any,
+    x: torch.Tensor,
+    copies: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    binding: OperatorBinding,
+    seed: int,
+    offset: Offset,
+) -> None:
+    """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
+    ctx.save_for_backward(*copies)
+    ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seed, offset
+
+
+def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a quantized operator's inputs."""
+    binding, needs = ctx.binding, ctx.needs_input_grad[:3]
+    saved = Saved(*ctx.saved_tensors, ctx.x_shape, ctx.x_dtype)
+    gradient = cast_gradient(grad, saved.w_scale, binding, needs, ctx.seed, ctx.offset)
+    grad_x, grad_w, grad_b = products(gradient, saved, binding, needs)
+    if grad_x is not None and grad_x.dtype is not ctx.x_dtype:
+        grad_x = grad_x.to(ctx.x_dtype)
+    return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None
