@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qsync_core.geometry import Geometry
 from qsync_core.kernels.support import MAX_CONTRACTION
 from qsync_torch.aten.int8 import im2col_channels_last, int8_conv2d, int8_product
 
@@ -44,7 +45,7 @@ def test_convolutions_are_exact(device, kernel, stride, padding, dilation, group
     x = torch.randint(-127, 128, (2, 6, 7, 9), dtype=torch.int8)
     w = torch.randint(-127, 128, (12, 6 // groups, *kernel), dtype=torch.int8)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    found = int8_conv2d(x.to(device, memory_format=layout), w.to(device), stride, padding, dilation, groups).cpu()
+    found = int8_conv2d(x.to(device, memory_format=layout), w.to(device), Geometry(stride, padding, dilation, groups)).cpu()
     expected = F.conv2d(x.double(), w.double(), None, stride, padding, dilation, groups)
     assert torch.equal(found.double(), expected.permute(0, 2, 3, 1).reshape(-1, 12))
 
@@ -56,14 +57,14 @@ def test_patches_that_do_not_overlap(channels, size, kernel, stride):
     x = torch.randint(-127, 128, (1, channels, *size), dtype=torch.int8)
     w = torch.randint(-127, 128, (3, channels, *kernel), dtype=torch.int8)
     expected = F.conv2d(x.double(), w.double(), None, stride)
-    assert torch.equal(int8_conv2d(x, w, stride, (0, 0), (1, 1), 1).double(), expected.permute(0, 2, 3, 1).reshape(-1, 3))
+    assert torch.equal(int8_conv2d(x, w, Geometry(stride)).double(), expected.permute(0, 2, 3, 1).reshape(-1, 3))
 
 
 def test_a_pointwise_convolution_copies_nothing():
     x = torch.randint(-127, 128, (2, 5, 5, 8), dtype=torch.int8)
-    patches = im2col_channels_last(x, (1, 1), (1, 1), (0, 0), (1, 1))
+    patches = im2col_channels_last(x, (1, 1), Geometry())
     assert patches.data_ptr() == x.data_ptr()
-    assert im2col_channels_last(x, (1, 1), (2, 2), (0, 0), (1, 1)).shape == (2 * 3 * 3, 8)
+    assert im2col_channels_last(x, (1, 1), Geometry((2, 2))).shape == (2 * 3 * 3, 8)
 
 
 @pytest.mark.parametrize("m, k, n", [(1, 2, 1), (1, 5, 3), (4, 2, 1), (1, 1, 1), (17, 33, 9)])

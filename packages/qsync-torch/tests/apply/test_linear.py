@@ -104,7 +104,7 @@ def test_second_derivatives_are_refused(device):
 )
 def test_refused_variants_name_operator_shapes_and_reason(changes, reason):
     variant = attrs.evolve(INT8, **changes)
-    with pytest.raises(BackendError, match=rf"linear.output as .* on \[4, 8\] and \[2, 8\] can not run on cpu: .*aten: .*{reason}"):
+    with pytest.raises(BackendError, match=rf"linear.output as .* on \[4, 8\] and \[2, 8\] cannot run on cpu: .*aten: .*{reason}"):
         linear(torch.randn(4, 8), torch.randn(2, 8), None, variant)
 
 

@@ -10,6 +10,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
 from qsync_torch import apply_
@@ -205,7 +206,7 @@ def test_a_configuration_that_its_backend_does_not_have_stops_the_run_before_its
     assert all("forward" not in module.__dict__ for module in model.modules())
     request = operator_requests(CallShapes("linear", (4, 6), (8, 6), (4, 8)), INT8, "cpu")[-1].request
     with pytest.raises(Unobtainable):
-        kernel_selection.build_kernel(request, "one", f"{request.op}=one/tile=9")
+        kernel_selection.build_kernel(request, KernelChoice.parse("one", f"{request.op}=one/tile=9"))
 
 
 def test_a_product_that_kernels_were_not_chosen_for_is_not_asked_for(install):

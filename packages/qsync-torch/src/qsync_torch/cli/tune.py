@@ -171,6 +171,7 @@ def _graph(job: str, batch_size: int | None) -> PrecisionDag:
 
 
 def _backends(names: str | None) -> list[KernelBackend]:
+    from qsync_core.kernels.choice import split_chain
     from qsync_torch.kernels.selection import find_backends
 
     return list(find_backends(split_chain(names or "auto")))

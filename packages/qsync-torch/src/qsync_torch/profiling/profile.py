@@ -24,12 +24,12 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
+from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.job import Job, check_same_model
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
+from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.adjustable_call import prepare_adjustable
 from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
@@ -117,12 +117,12 @@ def profile(
     type_ = device_type(target, share, memory_cap_bytes)
     software = software_versions(target)
     dag_digest = digest(dag)
-    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, chooser.backend))
+    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, chooser.chain))
     stopwatch = make_stopwatch(target)
 
     items = distinct_items(dag, variants)
     kernels = {item: _chosen(chooser, item) for item in items}
-    if chooser.backend == AUTO_BACKEND and chooser.untuned:
+    if chooser.chain == AUTO and chooser.untuned:
         note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
     layouts = dict(job.model.named_parameters())
     cast_sites = possible_casts(variants)
@@ -283,8 +283,8 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
 
 
-def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, backend: str) -> str:
-    content = [dag_digest, attrs.asdict(type_), software, job.name, job.batch_size, backend]
+def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, chain: tuple[str, ...]) -> str:
+    content = [dag_digest, attrs.asdict(type_), software, job.name, job.batch_size, "+".join(chain)]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
