@@ -148,13 +148,18 @@ def test_inference_without_gradients():
 
 
 def test_q_k_and_v_share_one_cast_of_the_activation(monkeypatch):
-    from qsync_torch.kernels import quantize as quantize_ops
+    from qsync_torch.kernels.binding import Bound
 
     model, x = Attention(), torch.randn(2, 5, 16)
     applied = apply_(model, named(q=INT8, k=INT8, v=INT8, out=BFLOAT16))
     casts = []
-    original = quantize_ops.kernel_for
-    monkeypatch.setattr(quantize_ops, "kernel_for", lambda op, *rest: casts.append((op, rest[1])) or original(op, *rest))
+    original = Bound.kernel
+
+    def kernel(self, op, device, *shapes):
+        casts.append((op, shapes))
+        return original(self, op, device, *shapes)
+
+    monkeypatch.setattr(Bound, "kernel", kernel)
     model(x).sum().backward()
     quantized = [shapes[0] for op, shapes in casts if op == "quantize"]
     assert sorted(quantized) == [(2, 5, 16), (16, 16), (16, 16), (16, 16)]

@@ -10,6 +10,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import ATEN
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import adjustable_call
 from qsync_torch.profiling.cast_keys import possible_casts
@@ -31,7 +32,7 @@ def test_the_timed_backward_starts_from_copies_that_are_made_before(monkeypatch)
     original = adjustable_call.cast_gradient
     monkeypatch.setattr(adjustable_call, "cast_gradient", lambda *arguments: made.append(1) or original(*arguments))
     layouts = {"conv.weight": torch.empty(6, 4, 3, 3).to(memory_format=torch.channels_last)}
-    prepared = adjustable_call.prepare_adjustable(_convolution(), INPUT, layouts, torch.device("cpu"), "aten")
+    prepared = adjustable_call.prepare_adjustable(_convolution(), INPUT, layouts, torch.device("cpu"), ATEN)
     armed = prepared.arm()
     saved = watch_saved(armed.run, prepared.activations, prepared.parameters)
     assert (saved.inputs, saved.own_bytes) == ((0,), 6 * 4 * 9 + 4 + 6 * 4)

@@ -111,7 +111,11 @@ def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: Ca
     calls = {op_id: _HookedCall(hooked, functools.partial(hooked.next_of, op_id.fqn)) for op_id, _ in addressed.modules}
     for by_name in addressed.functional.values():
         # Sites also count the calls that no hook sees.
-        calls |= {op_id: _HookedCall(hooked, functools.partial(OpId, op_id.fqn, op_id.call)) for op_ids in by_name.values() for op_id in op_ids}
+        calls |= {
+            op_id: _HookedCall(hooked, functools.partial(OpId, op_id.fqn, op_id.call))
+            for op_ids in by_name.values()
+            for op_id in op_ids
+        }
     try:
         hooked.install(addressed, calls, intercept=False)
         yield

@@ -14,10 +14,8 @@ from collections.abc import Iterable
 import attrs
 import torch
 
-from qsync_core.ir.dag import OpClass, Operator
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import CastSite, casts, gradient_precisions
+from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -278,8 +276,6 @@ class GradientCopies:
 
 
 _EXACT = CastNoise(Precision.FLOAT32)
-_OPERATOR = Operator(OpId("operator"), "linear", OpClass.ADJUSTABLE, (OpId("input"),), ((1, 1),), (1, 1), weight_shape=(1, 1))
-"""Stands for any operator whose input needs a gradient: sizes do not change what is rounded."""
 
 
 @attrs.frozen
@@ -303,27 +299,18 @@ class VariantNoise:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, variant: Variant) -> VariantNoise:
-        """What ``apply_`` rounds, by :func:`qsync_core.ir.semantics.casts`, where the neighbours of the operator are float32."""
-        steps = casts(_OPERATOR, attrs.evolve(variant, output=Precision.FLOAT32), (Precision.FLOAT32,))
-        found = {
-            (cast.site, cast.key.target): CastNoise(cast.key.target, cast.key.granularity, cast.key.rounding) for cast in steps
-        }
-        x, weight = (found.get((site, variant.compute), _EXACT) for site in (CastSite.INPUT, CastSite.WEIGHT))
-        # Float products write their result in the operands' format; it is cast on to that of the activation.
-        grad_input = next((CastNoise(cast.key.source) for cast in steps if cast.site is CastSite.GRAD_INPUT), _EXACT)
-        precisions = gradient_precisions(variant)
-        to_input, to_weight = (
-            found.get((CastSite.GRAD_OUTPUT, precision if precision in precisions else precisions[0]), _EXACT)
-            for precision in (variant.grad_input, variant.grad_weight)
+        """What ``apply_`` rounds, by :func:`qsync_core.ir.semantics.steps_of`, where the neighbours of the operator are float32."""
+        steps = steps_of(variant)
+        x, weight, bias, to_input, to_weight = (
+            CastNoise(target.precision, target.granularity, target.rounding)
+            for target in (steps.x, steps.weight, steps.bias, steps.grad_input, steps.grad_weight)
         )
-        by_channel = weight.precision.needs_scale and weight.granularity is Granularity.PER_CHANNEL
-        in_16_bit = not (variant.compute.needs_scale or variant.grad_weight.needs_scale)
+        # Float products write their results in the operands' format, from which they are cast on.
+        in_float = not (steps.is_quantized or to_weight.precision.needs_scale)
         return cls(
-            OperandNoise(x, weight, _EXACT if variant.compute.needs_scale else weight),
-            CastNoise(variant.output),
-            GradientCopies(
-                to_input, to_weight, len(precisions) == 1, weight if by_channel and variant.grad_input.needs_scale else None
-            ),
-            grad_input,
-            CastNoise(variant.grad_weight) if in_16_bit else _EXACT,
+            OperandNoise(x, weight, bias),
+            CastNoise(steps.output),
+            GradientCopies(to_input, to_weight, len(steps.grad_output) == 1, weight if steps.multiplied else None),
+            _EXACT if steps.grad_input_result is None else CastNoise(steps.grad_input_result),
+            CastNoise(variant.grad_weight) if in_float else _EXACT,
         )

@@ -24,6 +24,8 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.timeline import Interval, Timeline
+from qsync_torch.operators.conv2d import QuantizedConv2d
+from qsync_torch.operators.linear import QuantizedLinear
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import op_name
 
@@ -34,7 +36,7 @@ _RECORDED = 2
 """Steps run under the profiler; the last is kept, the first pays for what the profiler sets up."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
-_LOWERED = {"_QuantizedLinear": "linear", "_QuantizedConv2d": "conv2d"}
+_LOWERED = {QuantizedLinear.__name__: "linear", QuantizedConv2d.__name__: "conv2d"}
 """Autograd functions that stand where a lowered functional call was."""
 _ALL_REDUCE = ("gloo:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 
