@@ -64,7 +64,6 @@ def tuples(items: st.SearchStrategy[Any], max_size: int = 4, **more: Any) -> st.
 
 
 parameters = st.builds(Parameter, names, shapes, st.sampled_from(["float32", "int64"]), st.booleans())
-buckets = st.builds(Bucket, tuples(names), counts)
 
 
 @st.composite
@@ -90,9 +89,11 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
                 variant=draw(variants),
             )
         )
-    return PrecisionDag(
-        draw(texts), tuple(operators), draw(tuples(parameters)), draw(tuples(buckets)), draw(texts), draw(texts), draw(counts)
-    )
+    found = draw(tuples(parameters, unique_by=lambda parameter: parameter.fqn))
+    order = draw(st.permutations([parameter.fqn for parameter in found]))
+    cut = draw(st.integers(0, len(order)))
+    buckets = tuple(Bucket(tuple(part), draw(counts)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
+    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(counts))
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
@@ -123,18 +124,17 @@ def profiles(draw: st.DrawFn) -> Profile:
         optimizer_state_bytes=draw(counts),
         input_bytes=draw(counts),
         collective=draw(st.none() | collectives),
-        steps=draw(tuples(steps)),
+        steps=draw(tuples(steps, unique_by=lambda step: step.variant)),
     )
 
 
 @st.composite
 def observations(draw: st.DrawFn) -> Observations:
-    iterations = draw(tuples(counts))
+    iterations = draw(st.lists(counts, max_size=4, unique=True).map(sorted).map(tuple))
     values = st.lists(finite, min_size=len(iterations), max_size=len(iterations)).map(tuple)
     series = st.builds(Series, st.none() | op_ids, st.none() | variants, texts, texts, values)
-    return Observations(
-        draw(texts), draw(digests), iterations, draw(positive), draw(texts), draw(tuples(series)), draw(string_maps)
-    )
+    found = draw(tuples(series, unique_by=lambda one: (one.op_id, one.variant, one.collector, one.term)))
+    return Observations(draw(texts), draw(digests), iterations, draw(positive), draw(texts), found, draw(string_maps))
 
 
 omegas = st.dictionaries(op_ids, st.dictionaries(variants, st.floats(0, 1e300), max_size=3), max_size=4)
@@ -151,7 +151,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             count=draw(positive),
             role=draw(st.sampled_from(Role)),
             base=draw(precisions),
-            ladder=draw(tuples(variants)),
+            ladder=draw(tuples(variants, unique=True)),
             memory_bytes=draw(counts),
             share=draw(fractions),
             sync_per_step=draw(st.booleans()),
@@ -159,7 +159,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         for name in group_names
     )
     ends = st.tuples(st.sampled_from(group_names), st.sampled_from(group_names))
-    return Cluster(draw(texts), groups, draw(tuples(st.builds(Link, ends, finite, finite))))
+    links = tuples(st.builds(Link, ends, finite, finite), unique_by=lambda link: frozenset(link.between))
+    return Cluster(draw(texts), groups, draw(links))
 
 
 @st.composite
@@ -179,7 +180,7 @@ def local_dfgs(draw: st.DrawFn, bucket_count: int | None = None) -> LocalDfg:
 @st.composite
 def global_dfgs(draw: st.DrawFn) -> GlobalDfg:
     bucket_count = draw(st.integers(0, 2))
-    groups = draw(st.lists(local_dfgs(bucket_count), min_size=1, max_size=3).map(tuple))
+    groups = draw(tuples(local_dfgs(bucket_count), 3, min_size=1, unique_by=lambda group: group.group))
     return GlobalDfg(groups, tuple(draw(positive) for _ in groups))
 
 
@@ -190,6 +191,7 @@ verdicts = st.builds(Verdict, counts, counts, finite, texts)
 @st.composite
 def plans(draw: st.DrawFn) -> PrecisionPlan:
     group_names = draw(st.lists(names, max_size=3, unique=True))
+    ids = draw(tuples(op_ids, 3, unique=True))
     groups = tuple(
         GroupPlan(
             group=name,
@@ -197,7 +199,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
             count=draw(counts),
             device=draw(devices),
             base=draw(precisions),
-            assignments=draw(st.dictionaries(op_ids, assignments, max_size=3)),
+            assignments={op_id: draw(assignments) for op_id in ids},
             memory_budget_bytes=draw(counts),
             predicted_peak_bytes=draw(counts),
             predicted_busy_ns=draw(counts),
@@ -208,7 +210,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
     return PrecisionPlan(
         model=draw(texts),
         dag_digest=draw(digests),
-        operator_ids=draw(tuples(op_ids)),
+        operator_ids=ids,
         input_digests=draw(string_maps),
         solver=draw(texts),
         indicator=draw(texts),
@@ -220,7 +222,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         rank0_group=draw(st.sampled_from(["", *group_names])),
         verdict=draw(st.none() | verdicts),
         baselines=draw(st.dictionaries(texts, counts, max_size=2)),
-        local_batches=draw(st.dictionaries(texts, counts, max_size=2)),
+        local_batches={name: draw(counts) for name in group_names if draw(st.booleans())},
         notes=draw(tuples(texts)),
     )
 
@@ -239,7 +241,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         counts,
     )
     source = draw(st.sampled_from(["predicted", "measured"]))
-    peaks = draw(st.dictionaries(texts, counts, max_size=2))
+    peaks = draw(st.dictionaries(st.sampled_from(sorted(rank_group.values())), counts, max_size=2))
     return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks)
 
 

@@ -17,8 +17,9 @@ from artifact_examples import examples
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.errors import ArtifactError
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.dfg import LocalDfg, Phase, Resource
+from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
@@ -164,6 +165,10 @@ def _reorder(tree: dict[str, Any]) -> None:
     tree["source"] = tree.pop("source")
 
 
+def _second_reduction(tree: dict[str, Any]) -> None:
+    tree["nodes"].append(tree["nodes"][-2] | {"node_id": len(tree["nodes"])})
+
+
 _LAYER = "bert.encoder.layer.0.attention.self.query#0"
 _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (Timeline, _set(["iteration_ns"], "5"), "iteration_ns: expected an integer, got str"),
@@ -214,6 +219,37 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (LocalDfg, _set(["nodes", 2, "deps"], [2]), "depends on 2, which does not come before it"),
     (LocalDfg, _set(["nodes", 2, "node_id"], 9), "has id 9 at position 2"),
     (Observations, _set(["series", 0, "values"], [1.0]), "series loss.value of None has 1 values for 10 iterations"),
+    (Observations, _set(["iterations", 3], 12), "the observed iterations must ascend, got (10, 11, 12, 12, 14"),
+    (Observations, lambda tree: tree["series"].append(tree["series"][1]), f"lossvar.omega of {_LAYER} at int8 has two series"),
+    (PrecisionDag, lambda tree: tree["parameters"].append(tree["parameters"][0]), "word_embeddings.weight is listed twice"),
+    (PrecisionDag, lambda tree: tree["buckets"].append(tree["buckets"][0]), "output.dense.bias is in the gradient buckets twice"),
+    (PrecisionDag, _set(["buckets", 0, "parameters"], ["nothing"]), "bucket holds nothing, which is no parameter of the model"),
+    (Profile, lambda tree: tree["steps"].append(tree["steps"][0]), "Profile.steps has two measurements of the step at int8"),
+    (LocalDfg, _second_reduction, "gradient bucket 0 is reduced by two nodes"),
+    (GlobalDfg, _set(["groups", 1, "group"], "train"), "group 'train' stands in the graph twice"),
+    (Cluster, lambda tree: tree["links"].append(tree["links"][0]), "two links connect the groups ['infer', 'train']"),
+    (Cluster, lambda tree: tree["groups"][1]["ladder"].append(tree["groups"][1]["ladder"][0]), "of group 'infer' has int8 twice"),
+    (Timeline, _set(["peak_bytes"], {"guests": 5}), "peak_bytes has a peak of group 'guests', to which no rank belongs"),
+    (
+        PrecisionPlan,
+        lambda tree: tree["operator_ids"].pop(0),
+        f"'train' assigns a variant to {_LAYER}, which is not one",
+    ),
+    (
+        PrecisionPlan,
+        lambda tree: tree["groups"][1]["assignments"].pop(_LAYER),
+        f"group 'infer' has no assignment for {_LAYER}",
+    ),
+    (
+        PrecisionPlan,
+        lambda tree: tree["unaddressed_ids"].append(_LAYER),
+        f"{_LAYER} stands twice in",
+    ),
+    (
+        PrecisionPlan,
+        _set(["local_batches"], {"guests": 5}),
+        "local_batches has a batch for group 'guests', but",
+    ),
     (PrecisionPlan, _set(["groups", 1, "group"], "train"), "a plan has one entry per group"),
     (PrecisionPlan, _set(["rank0_group"], "nobody"), "rank 0 is to belong to group 'nobody'"),
     (PrecisionPlan, _set(["groups", 1, "role"], "boss"), "groups[1].role: expected one of train, infer; got 'boss'"),
@@ -251,7 +287,7 @@ def test_what_can_not_be_stored() -> None:
     assert "intervals[0].op_id: expected a OpId, got str" in not_stored(
         attrs.evolve(timeline, intervals=(attrs.evolve(interval, op_id="a#0"),))
     )
-    assert "rank_group: expected a mapping, got tuple" in not_stored(attrs.evolve(timeline, rank_group=(), intervals=()))
+    assert "rank_group: expected a mapping, got tuple" in not_stored(_unchecked(timeline, rank_group=(), intervals=()))
     assert "intervals: expected a tuple, got str" in not_stored(attrs.evolve(timeline, intervals=""))
     assert "intervals[0]: expected a Interval, got int" in not_stored(_unchecked(timeline, intervals=(5,)))
     assert "surrogates not allowed" in not_stored(attrs.evolve(timeline, model="\ud800"))

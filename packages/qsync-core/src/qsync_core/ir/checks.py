@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import attrs
 
 MAX_INT = 2**62
 """Upper bound of every stored count, so that sums of thousands of them stay inside 64 bits elsewhere."""
 
+H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
@@ -25,6 +26,16 @@ def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
     non_negative_int(instance, attribute, value)
     if value == 0:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be at least 1, got 0")
+
+
+def first_repeated(values: Iterable[H]) -> H | None:
+    """The first value that was there before, None where all differ."""
+    seen: set[H] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
 
 
 def optional(validator: Validator) -> Validator:

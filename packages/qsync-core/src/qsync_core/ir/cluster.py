@@ -62,6 +62,10 @@ class DeviceGroup:
     share: float = attrs.field(default=1.0, validator=checks.fraction)
     sync_per_step: bool = False
 
+    def __attrs_post_init__(self) -> None:
+        if twice := checks.first_repeated(self.ladder):
+            raise ValueError(f"the ladder of group {self.name!r} has {twice.label} twice")
+
 
 @attrs.frozen
 class Link:
@@ -84,6 +88,8 @@ class Cluster:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"the groups of a cluster have different names, got {names}")
+        if twice := checks.first_repeated(frozenset(link.between) for link in self.links):
+            raise ValueError(f"two links connect the groups {sorted(twice)}")
         for link in self.links:
             for end in link.between:
                 if end not in names:

@@ -171,6 +171,14 @@ class PrecisionDag:
                 if producer not in position:
                     raise ValueError(f"operator {operator.op_id} reads {producer}, which does not come before it")
             position[operator.op_id] = index
+        known = [parameter.fqn for parameter in self.parameters]
+        if twice := checks.first_repeated(known):
+            raise ValueError(f"parameter {twice} is listed twice")
+        packed = [fqn for bucket in self.buckets for fqn in bucket.parameters]
+        if twice := checks.first_repeated(packed):
+            raise ValueError(f"parameter {twice} is in the gradient buckets twice")
+        if stray := sorted(set(packed) - set(known)):
+            raise ValueError(f"a gradient bucket holds {stray[0]}, which is no parameter of the model")
 
     @cached_property
     def index(self) -> dict[OpId, int]:

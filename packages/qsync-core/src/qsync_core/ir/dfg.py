@@ -76,6 +76,8 @@ class LocalDfg:
                     raise ValueError(f"node {position} ({node.name!r}) depends on {dep}, which does not come before it")
             if (node.bucket is None) == (node.phase is Phase.COMMUNICATION):
                 raise ValueError(f"node {position} ({node.name!r}): communication nodes, and only they, have a bucket")
+        if (twice := checks.first_repeated(node.bucket for node in self.nodes if node.bucket is not None)) is not None:
+            raise ValueError(f"gradient bucket {twice} is reduced by two nodes")
 
 
 @attrs.frozen
@@ -92,6 +94,8 @@ class GlobalDfg:
     def __attrs_post_init__(self) -> None:
         if len(self.groups) != len(self.ranks) or not self.groups:
             raise ValueError(f"{len(self.groups)} groups but {len(self.ranks)} rank counts")
+        if twice := checks.first_repeated(group.group for group in self.groups):
+            raise ValueError(f"group {twice!r} stands in the graph twice")
         buckets = {tuple(node.bucket for node in g.nodes if node.bucket is not None) for g in self.groups}
         if len(buckets) != 1:
             raise ValueError("the groups reduce different gradient buckets, or in a different order")

@@ -83,6 +83,7 @@ quantizer E‖v̂‖² = ‖v‖² + Var[v̂], the second summand being Proposit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -184,6 +185,11 @@ class Observations:
                     f"series {series.collector}.{series.term} of {series.op_id} has {len(series.values)} values "
                     f"for {len(self.iterations)} iterations"
                 )
+        if any(later <= earlier for earlier, later in itertools.pairwise(self.iterations)):
+            raise ValueError(f"the observed iterations must ascend, got {self.iterations[:20]}")
+        if twice := checks.first_repeated((s.op_id, s.variant, s.collector, s.term) for s in self.series):
+            op_id, variant, collector, term = twice
+            raise ValueError(f"{collector}.{term} of {op_id} at {variant.label if variant else variant} has two series")
 
     @cached_property
     def _by_key(self) -> dict[tuple[OpId | None, Variant | None, str, str], Series]:

@@ -118,6 +118,17 @@ class PrecisionPlan:
             raise ValueError(f"a plan has one entry per group, got {names}")
         if self.rank0_group and self.rank0_group not in names:
             raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
+        if stray := sorted(set(self.local_batches) - set(names)):
+            raise ValueError(f"local_batches has a batch for group {stray[0]!r}, but the plan's groups are {names}")
+        if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):
+            raise ValueError(f"operator {twice} stands twice in operator_ids and unaddressed_ids")
+        operators = set(self.operator_ids)
+        for group in self.groups:
+            if differing := operators.symmetric_difference(group.assignments):
+                first = min(differing)
+                problem = "has no assignment for" if first in operators else "assigns a variant to"
+                where = "is" if first in operators else "is not"
+                raise ValueError(f"group {group.group!r} {problem} {first}, which {where} one of the plan's operator_ids")
 
     def group(self, name: str) -> GroupPlan:
         """The part of one group.

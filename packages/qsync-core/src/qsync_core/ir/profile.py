@@ -189,6 +189,8 @@ class Profile:
         keys = [model.key for model in self.casts]
         if len(keys) != len(set(keys)):
             raise ValueError("Profile.casts has two models for one kind of cast")
+        if twice := checks.first_repeated(step.variant for step in self.steps):
+            raise ValueError(f"Profile.steps has two measurements of the step at {twice.label}")
 
     def cost(self, op_id: OpId, variant: Variant) -> OpCost:
         """The cost of an operator in a variant.

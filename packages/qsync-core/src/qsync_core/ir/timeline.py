@@ -55,3 +55,5 @@ class Timeline:
         for interval in self.intervals:
             if interval.rank not in self.rank_group:
                 raise ValueError(f"interval {interval.name!r} is of rank {interval.rank}, which belongs to no group")
+        if stray := sorted(set(self.peak_bytes) - set(self.rank_group.values())):
+            raise ValueError(f"peak_bytes has a peak of group {stray[0]!r}, to which no rank belongs")
