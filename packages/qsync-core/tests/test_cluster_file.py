@@ -181,7 +181,7 @@ def test_no_groups() -> None:
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"can not read .*none\.toml: No such file or directory"):
+    with pytest.raises(ClusterError, match=r"cannot read .*none\.toml: No such file or directory"):
         read_cluster(tmp_path / "none.toml")
     path = tmp_path / "c.toml"
     path.write_bytes(b"name = '\xff'")

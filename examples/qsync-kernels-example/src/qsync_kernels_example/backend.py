@@ -24,7 +24,7 @@ class ExampleBackend:
         return [KernelSpec(Op.LINEAR_OUTPUT, (str(Precision.INT8),), ("cpu", "cuda"))]
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request, each reason a sentence; empty means it can."""
+        """Why it cannot run the request, each reason a sentence; empty means it can."""
         variant, reasons = request.variant, []
         if request.op != Op.LINEAR_OUTPUT:
             return [f"it offers {Op.LINEAR_OUTPUT} only, not {request.op}"]
@@ -48,10 +48,10 @@ class ExampleBackend:
         """The kernel of a request.
 
         Raises:
-            BackendError: when the request is not supported or the configuration can not be read.
+            BackendError: when the request is not supported or the configuration cannot be read.
         """
         if reasons := self.unsupported_reasons(request):
-            raise BackendError(f"backend example can not run {request.op} on {list(request.shapes)}: {'; '.join(reasons)}")
+            raise BackendError(f"backend example cannot run {request.op} on {list(request.shapes)}: {'; '.join(reasons)}")
         found = re.fullmatch(r"rows=([1-9][0-9]*)", config.text)
         if found is None:
             raise BackendError(f"backend example has no configuration {config.text!r}; one is written 'rows=256'")

@@ -34,7 +34,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ClusterError: when the file can not be read, is not TOML, or describes something impossible; the message says where.
+        ClusterError: when the file cannot be read, is not TOML, or describes something impossible; the message says where.
     """
     name = os.fspath(path)
     try:
@@ -44,7 +44,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
             raise ClusterError(f"{name} has more than {_MAX_FILE_BYTES} bytes; a cluster file has a few lines per device group")
         text = data.decode("utf-8")
     except OSError as error:
-        raise ClusterError(f"can not read {name}: {error.strerror or error}") from None
+        raise ClusterError(f"cannot read {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ClusterError(f"{name} is not UTF-8 text (byte {error.start}); a cluster file is written in TOML") from None
     return parse_cluster(text, where=name, default_name=os.path.splitext(os.path.basename(name))[0])

@@ -71,7 +71,7 @@ def find_chip(device: str) -> Chip | None:
 
 
 def precision_problem(device: str, precision: Precision) -> str | None:
-    """Why a device can not run a precision, as the end of a sentence; None where it can or the device is not a known chip."""
+    """Why a device cannot run a precision, as the end of a sentence; None where it can or the device is not a known chip."""
     chip = find_chip(device)
     if chip is None or precision in chip.precisions:
         return None

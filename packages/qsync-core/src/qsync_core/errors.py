@@ -8,7 +8,7 @@ class QSyncError(Exception):
 
 
 class ArtifactError(QSyncError):
-    """An artifact file or byte string can not be read: truncated, altered, of another kind or schema."""
+    """An artifact file or byte string cannot be read: truncated, altered, of another kind or schema."""
 
 
 class PlanError(QSyncError):
@@ -20,7 +20,7 @@ class InfeasibleError(PlanError):
 
 
 class ClusterError(QSyncError):
-    """A cluster description is wrong or asks for what a device can not do."""
+    """A cluster description is wrong or asks for what a device cannot do."""
 
 
 class JobError(QSyncError):
@@ -28,15 +28,15 @@ class JobError(QSyncError):
 
 
 class TraceError(QSyncError):
-    """A model can not be exported into a graph."""
+    """A model cannot be exported into a graph."""
 
 
 class ObservationError(QSyncError):
-    """Statistics of a training run can not be used (NaN or infinite values, missing operators)."""
+    """Statistics of a training run cannot be used (NaN or infinite values, missing operators)."""
 
 
 class BackendError(QSyncError):
-    """No kernel backend can run what was asked, or the one that was named can not."""
+    """No kernel backend can run what was asked, or the named one cannot."""
 
 
 class PluginError(QSyncError):

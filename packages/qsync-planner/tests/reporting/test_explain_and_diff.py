@@ -78,7 +78,8 @@ def test_diff_names_changed_inputs_and_groups() -> None:
     case = random_case(3, infer_groups=1)
     other = allocate(*case.with_memory(10**9).arguments)
     assert diff_plans(one, other)["inputs_changed"] == ["cluster"]
-    smaller = attrs.evolve(one, groups=one.groups[:1])
+    train = one.groups[0].group
+    smaller = attrs.evolve(one, groups=one.groups[:1], local_batches={train: one.local_batches[train]})
     assert diff_plans(one, smaller)["groups_removed"] == ["infer0"]
     assert diff_plans(smaller, one)["groups_added"] == ["infer0"]
 

@@ -37,7 +37,8 @@ def plan_of(dag, lowered: set[str]) -> PrecisionPlan:
     }
     device = DeviceType("cpu", DeviceKind.CPU)
     group = GroupPlan("infer", Role.INFER, 1, device, Precision.FLOAT32, assignments)
-    fields = {"model": dag.model, "dag_digest": "", "operator_ids": (), "input_digests": {}, "solver": "", "indicator": ""}
+    fields = {"model": dag.model, "dag_digest": "", "input_digests": {}, "solver": "", "indicator": ""}
+    fields["operator_ids"] = tuple(assignments)
     times = {"time_limit_ns": 0, "predicted_iteration_ns": 0, "objective": 0.0, "bound": None}
     return PrecisionPlan(**fields, **times, groups=(group,), rank0_group="infer")
 

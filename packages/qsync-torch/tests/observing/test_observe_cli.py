@@ -151,10 +151,10 @@ def test_no_collector_is_one_sentence_before_anything_is_trained(folder):
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        (".", "can not write .: it is a folder; name a file in it"),
-        ("..", "can not write ..: it is a folder; name a file in it"),
-        ("none/o.qsync", "can not write none/o.qsync: there is no folder {folder}/none; make it, or name another"),
-        ("x" * 240, "can not write " + "x" * 240 + ": File name too long"),
+        (".", "cannot write .: it is a folder; name a file in it"),
+        ("..", "cannot write ..: it is a folder; name a file in it"),
+        ("none/o.qsync", "cannot write none/o.qsync: there is no folder {folder}/none; make it, or name another"),
+        ("x" * 240, "cannot write " + "x" * 240 + ": File name too long"),
     ],
 )
 def test_an_output_that_can_not_be_written_is_refused_before_anything_is_trained(folder, output, says):

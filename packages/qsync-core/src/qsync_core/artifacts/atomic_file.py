@@ -1,4 +1,4 @@
-"""Writing a file so that readers see the old content or the new one, never a part."""
+"""Writing a file so that readers see the old content or the new one, never a part; and whether it can be written at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    # The rename itself reaches the disk with the directory; where directories can not be opened it is the system's business.
+    # The rename itself reaches the disk with the directory; where directories cannot be opened the system sees to it.
     with contextlib.suppress(OSError):
         directory = os.open(folder, os.O_RDONLY)
         try:
@@ -42,26 +42,22 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
             os.close(directory)
 
 
-# ---- merged from qsync_core.artifacts.atomic_file
-# Whether a file can be written, asked before the work that is to fill it.
-
-
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that :func:`~qsync_core.artifacts.atomic_file.write_atomically` could not write; nothing is left behind.
+    """Refuse a path that :func:`write_atomically` could not write, before the work that is to fill it; nothing is left behind.
 
     Raises:
-        ArtifactError: when it is a folder, or in a folder that does not exist or can not be written.
+        ArtifactError: when it is a folder, or in a folder that does not exist or cannot be written.
     """
     name = os.fspath(path)
     target = os.path.realpath(name)
     folder, file = os.path.split(target)
     if os.path.isdir(target):
-        raise ArtifactError(f"can not write {name}: it is a folder; name a file in it")
+        raise ArtifactError(f"cannot write {name}: it is a folder; name a file in it")
     if not os.path.isdir(folder):
-        raise ArtifactError(f"can not write {name}: there is no folder {folder}; make it, or name another")
+        raise ArtifactError(f"cannot write {name}: there is no folder {folder}; make it, or name another")
     try:
         # As the file will be written, because permissions do not tell all: a file system may be read-only, a name too long for it.
         with tempfile.NamedTemporaryFile(prefix=f".{file}.", suffix=".0000000.tmp", dir=folder):
             pass
     except OSError as error:
-        raise ArtifactError(f"can not write {name}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot write {name}: {error.strerror or error}") from None

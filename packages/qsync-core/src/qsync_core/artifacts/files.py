@@ -44,7 +44,7 @@ def to_bytes(artifact: Any) -> bytes:
     """The canonical encoding: equal artifacts give equal bytes.
 
     Raises:
-        ArtifactError: when the object is no artifact, or holds what can not be stored (NaN, a value of another type).
+        ArtifactError: when the object is no artifact, or holds what cannot be stored (NaN, a value of another type).
     """
     kind = type(artifact).__name__
     if KINDS.get(kind) is not type(artifact):
@@ -52,7 +52,7 @@ def to_bytes(artifact: Any) -> bytes:
     try:
         content: bytes = msgpack.packb(to_plain(artifact), use_bin_type=True)
     except (CodecError, UnicodeEncodeError, OverflowError, ValueError) as error:
-        raise ArtifactError(f"this {kind} can not be stored: {error}") from None
+        raise ArtifactError(f"this {kind} cannot be stored: {error}") from None
     if len(content) > MAX_BYTES:
         raise ArtifactError(f"this {kind} takes {len(content)} bytes; artifacts have at most {MAX_BYTES}")
     front = _FRONT.pack(MAGIC, kind.encode("ascii"), schema_version(kind), len(content))
@@ -112,13 +112,13 @@ def save(artifact: Any, path: str | os.PathLike[str]) -> None:
     """Write an artifact; readers of ``path`` see the old content or the new, never a part.
 
     Raises:
-        ArtifactError: when the object can not be stored or the file can not be written; what stood at ``path`` stays.
+        ArtifactError: when the object cannot be stored or the file cannot be written; what stood at ``path`` stays.
     """
     data = to_bytes(artifact)
     try:
         write_atomically(path, data)
     except OSError as error:
-        raise ArtifactError(f"can not write {os.fspath(path)}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from None
 
 
 @overload
@@ -133,7 +133,7 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
         kind: the class it must be of; None takes any artifact.
 
     Raises:
-        ArtifactError: when the file can not be read or is not a valid artifact of that kind.
+        ArtifactError: when the file cannot be read or is not a valid artifact of that kind.
     """
     name = os.fspath(path)
     try:
@@ -145,7 +145,7 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
                 raise ArtifactError(f"{name} has {status.st_size} bytes; artifacts have at most {MAX_BYTES}")
             data = file.read(status.st_size)
     except OSError as error:
-        raise ArtifactError(f"can not read {name}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot read {name}: {error.strerror or error}") from None
     return from_bytes(data, kind, name=name)
 
 

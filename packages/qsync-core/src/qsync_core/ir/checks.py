@@ -1,4 +1,4 @@
-"""Validators for artifact fields: what a value must satisfy whoever made it, checked when the object is built."""
+"""Validators for artifact fields: checked whenever an object is built."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Names of the observed terms: what collectors (qsync-torch) write and indicators (qsync-planner) read.
+"""Observations: the device-independent numbers that indicators need, collected over the first updates of a run.
 
-See docs/design/indicator.md#omega.
+A *collector* (qsync-torch) writes series of a named *term* for an operator and, where the term depends on it, a variant; an
+*indicator* (qsync-planner) is arithmetic on them (docs/design/indicator.md#omega).  The terms:
 
 Notation: an adjustable operator computes ``y = v · x`` from its activation input ``v`` and its weight ``x`` (the paper's letters;
 ``lossvar`` below writes x and w for the two, as docs/design/indicator.md does).  ``L`` is the loss, all gradients are those of the
@@ -131,13 +132,6 @@ WEIGHT_NUMEL = "weight_numel"
 WEIGHT_ERROR = "weight_error"
 
 
-# ---- merged from qsync_core.ir.observations
-# Observations: the device-independent numbers that indicators need, collected over the first updates of a run.
-#
-# A *collector* (qsync-torch) writes series of a named *term* for an operator and, where the term depends on it, a variant; an
-# *indicator* (qsync-planner) is arithmetic on them.
-
-
 @attrs.frozen
 class Series:
     """One term over the observed iterations.
@@ -146,8 +140,8 @@ class Series:
         op_id: the operator; None for a number of the whole model (γ, the loss).
         variant: the variant the term is for; None where it does not depend on one (norms, exponents).
         collector: who wrote it; term: what it is (the collector documents its terms and their units).
-        values: one per entry of ``Observations.iterations``.  They may be NaN or infinite in memory, so that whoever reads them can
-            name the operator; such observations are not stored.
+        values: one per entry of ``Observations.iterations``.  They may be NaN or infinite in memory, so that a reader can name the
+            operator; such observations are not stored.
     """
 
     op_id: OpId | None
@@ -199,6 +193,6 @@ class Observations:
         """The values of one series.
 
         Raises:
-            KeyError: when nobody wrote it.
+            KeyError: when there is no such series.
         """
         return self._by_key[op_id, variant, collector, term].values

@@ -1,4 +1,4 @@
-"""Names of operators: the module that makes the call, and the how-manieth call it is."""
+"""Names of operators: the module that makes a call, and the index of that call."""
 
 from __future__ import annotations
 

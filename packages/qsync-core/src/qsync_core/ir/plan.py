@@ -91,7 +91,7 @@ class PrecisionPlan:
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group (equal unless the solver is dynamic-batch).
         notes: anything else a reader must know.
-        unaddressed_ids: linear and convolution operators that ``apply_`` can not change; they run in float32 as they are.
+        unaddressed_ids: linear and convolution operators that ``apply_`` cannot change; they run in float32 as they are.
     """
 
     model: str

@@ -51,7 +51,7 @@ class OpCost:
         forward_dispatch_ns, backward_dispatch_ns: time the CPU is busy issuing it.
         forward_compute_ns, backward_compute_ns: time the device is busy with it.
         saves_inputs: positions of the inputs that autograd keeps, in the format in which the operator receives them after
-            its cast; a kept tensor is shared with whoever else keeps the same one.
+            its cast; operators that keep the same tensor share it.
         saves_output: whether autograd keeps the output (relu, softmax).
         saved_own_bytes: bytes that it alone keeps: int8 copies, masks, statistics, low-precision weight copies.
         workspace_bytes: largest temporary allocation during its forward or backward.

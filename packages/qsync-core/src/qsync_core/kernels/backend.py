@@ -109,7 +109,7 @@ class KernelBackend(Protocol):
         ...
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request, each reason a sentence; empty means it can."""
+        """Why it cannot run the request, each reason a sentence; empty means it can."""
         ...
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
@@ -139,10 +139,10 @@ class CompilingBackend(Protocol):
         Args:
             requests: what is going to run.
             arch: the chip, as compilers name it: ``sm_75``, ``sm_90a``.
-            progress: told how many kernels are done.
+            progress: receives how many kernels are done.
 
         Returns:
-            Whatever the backend tells; its attribute ``kernels``, if it has one, is how many kernels are in the cache for them now.
+            Whatever the backend reports; its attribute ``kernels``, if present, is how many kernels the cache holds for them now.
 
         Raises:
             BackendError: when a compiler is missing, or a kernel does not compile.

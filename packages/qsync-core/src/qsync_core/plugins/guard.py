@@ -28,7 +28,7 @@ class guard:
     """A context manager around one call into a plugin.
 
     Args:
-        what: what is called, as the subject of a sentence that names the plugin or is told beside its name: ``its qsync_doctor``,
+        what: what is called, as the subject of a sentence that names the plugin, or stands beside its name: ``its qsync_doctor``,
             ``backend cutlass: its build``.
         failed: receives ``{what} failed with {error}`` and the error; may raise in its turn, else the body ends here.
         passing: errors that the call's contract allows; they leave the guard as they are.

@@ -44,7 +44,7 @@ class DeviceFacts:
 
     Attributes:
         kind: ``cpu`` or ``cuda``.
-        name: as tuning records have it; empty where nobody knows.
+        name: as tuning records have it; empty where it is unknown.
         compute_capability: ``9.0`` and so on, empty on a CPU.
         software: versions that latencies depend on; None for a device that is not here.
     """
@@ -66,7 +66,7 @@ class TruthRequest:
         variants: in which the adjustable operators are lowered.
         budget_s: seconds that measuring may take.
         device: where; empty for the kind of device in the observations.
-        announce: told the cost in one sentence before measuring starts.
+        announce: receives the cost in one sentence before measuring starts.
         progress: ``progress(done, total, text)`` moves a progress bar.
     """
 
@@ -162,7 +162,7 @@ def qsync_trace_job(job: str) -> PrecisionDag | None:
 def qsync_describe_device(device: str) -> DeviceFacts | None:
     """Say what a device of this machine is.
 
-    When called: by core's commands, which can not ask a device themselves.
+    When called: by core's commands, which cannot ask a device themselves.
     Parameters: ``cpu``, ``cuda`` or ``cuda:0``.
     Returns: what kernels depend on, or None where the plugin does not know the device or it is not here.
     Must not: raise where there is no such device.

@@ -42,7 +42,7 @@ class Answer:
 
     Attributes:
         backend: its name.
-        reasons: why it can not run the request; empty when it can.
+        reasons: why it cannot run the request; empty when it can.
         config: the tuned configuration; its first candidate where it was never tuned.
         latency_ns: what tuning measured, None where it was never tuned.
         exact: the latency is of the request's own shapes; else it is scaled from the nearest ones.
@@ -80,7 +80,7 @@ class Registry:
     def load(cls, entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
         """A registry with every installed plugin.
 
-        Plugins that can not be imported, or whose hooks do not fit, are listed in ``disabled``.
+        Plugins that cannot be imported, or whose hooks do not fit, are listed in ``disabled``.
 
         Args:
             entry_points: the plugins; None takes the installed ones (entry-point group ``qsync``).
@@ -331,7 +331,7 @@ class Registry:
         return self._backends
 
     def why_disabled(self, backend: str) -> str:
-        """A sentence on a backend that a plugin offers and that can not be used; empty where no plugin offers it."""
+        """A sentence on a backend that a plugin offers and that cannot be used; empty where no plugin offers it."""
         self.backends()
         if backend not in self._unusable:
             return ""
@@ -428,7 +428,7 @@ def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore |
         if reasons := backend.unsupported_reasons(request):
             return Answer(backend.name, tuple(reasons))
         configs = [config.text for config in backend.candidate_configs(request)]
-    except BackendError as error:  # a backend that fails here can not run the request, and the others may
+    except BackendError as error:  # a backend that fails here cannot run the request, and the others may
         return Answer(backend.name, (" ".join(str(error).split()).removeprefix(f"backend {backend.name}: "),))
     match = store.look_up(backend.name, request, configs) if store is not None else None
     if match is None:

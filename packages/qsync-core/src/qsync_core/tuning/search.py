@@ -96,7 +96,7 @@ def tune(
     """
     what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)}"
     if reasons := backend.unsupported_reasons(request):
-        raise BackendError(f"backend {backend.name} can not run {what}: {'; '.join(reasons)}")
+        raise BackendError(f"backend {backend.name} cannot run {what}: {'; '.join(reasons)}")
     offered = list(backend.candidate_configs(request))
     candidates = offered[: max(1, effort.budget)]
     known = store.find(backend.name, request, [config.text for config in offered] if valid is None else valid)
@@ -159,7 +159,7 @@ class _Search:
             if config.text not in self._kernels:
                 self._kernels[config.text] = self.backend.build(self.request, config)
             found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
-        except Exception as error:  # somebody else's code: whatever it raises must not stop the others
+        except Exception as error:  # a kernel of a plugin: whatever it raises must not stop the others
             said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)
             if is_temporary(error) and not isinstance(error, DeviceLostError):

@@ -59,7 +59,7 @@ class Plugin:
 
 @pytest.fixture
 def qsync(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the command with the plugin above and one that can not be imported."""
+    """Runs the command with the plugin above and one that cannot be imported."""
     monkeypatch.setattr(sys.modules[__name__], "plugin_object", Plugin(), raising=False)
     monkeypatch.setitem(sys.modules, "qsync_test_plugin", sys.modules[__name__])
     points = [

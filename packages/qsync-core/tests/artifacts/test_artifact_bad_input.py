@@ -281,7 +281,7 @@ def test_what_can_not_be_stored() -> None:
     assert "a dict is not an artifact; artifacts are PrecisionDag, Profile" in not_stored({})
     timeline, observations = EXAMPLES[Timeline], EXAMPLES[Observations]
     interval = Interval("x", OpId("a"), Phase.FORWARD, Resource.COMPUTE, 0, 0, 0)
-    assert not_stored(attrs.evolve(timeline, model=5)) == "this Timeline can not be stored: model: expected a string, got int"
+    assert not_stored(attrs.evolve(timeline, model=5)) == "this Timeline cannot be stored: model: expected a string, got int"
     wrong = attrs.evolve(timeline, intervals=(interval, attrs.evolve(interval, phase="forward")))
     assert "intervals[1].phase: expected a Phase, got str" in not_stored(wrong)
     assert "intervals[0].op_id: expected a OpId, got str" in not_stored(
@@ -304,13 +304,13 @@ def _unchecked(value: Any, **changes: Any) -> Any:
 
 
 def test_files_that_can_not_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"can not read .*none\.qsync: No such file or directory"):
+    with pytest.raises(ArtifactError, match=r"cannot read .*none\.qsync: No such file or directory"):
         artifact.load(tmp_path / "none.qsync")
-    with pytest.raises(ArtifactError, match=r"can not read .*: Is a directory"):
+    with pytest.raises(ArtifactError, match=r"cannot read .*: Is a directory"):
         artifact.load(tmp_path)
     with pytest.raises(ArtifactError, match=r"/dev/zero is not a regular file"):
         artifact.load("/dev/zero")
-    with pytest.raises(ArtifactError, match=r"can not write .*a\.qsync: No such file or directory"):
+    with pytest.raises(ArtifactError, match=r"cannot write .*a\.qsync: No such file or directory"):
         artifact.save(EXAMPLES[Timeline], tmp_path / "missing" / "a.qsync")
 
 

@@ -171,7 +171,7 @@ def full_disk() -> Exception:
         raise OSError(errno.ENOSPC, "No space left on device")
     except OSError:
         try:
-            raise BackendError("the cache can not be written; name another folder") from None
+            raise BackendError("the cache cannot be written; name another folder") from None
         except BackendError as error:
             return error
 
@@ -234,7 +234,7 @@ def test_any_other_failure_is_remembered(store: TuningStore, error: Exception) -
 
 def test_a_search_that_failed_for_reasons_that_may_pass_says_so(store: TuningStore) -> None:
     backend = FailsOnce(latencies_ns={"a": 1}, error=full_disk())
-    with pytest.raises(BackendError, match=r"a: the cache can not be written; .*; that may pass, and the next search tries again"):
+    with pytest.raises(BackendError, match=r"a: the cache cannot be written; .*; that may pass, and the next search tries again"):
         tune(backend, LINEAR_INT8, measure, store)
     assert tune(backend, LINEAR_INT8, measure, reopened(store)).config == "a"
 
@@ -252,7 +252,7 @@ def test_memory_that_runs_out_in_a_later_round_keeps_what_was_measured(store: Tu
 
 
 def test_errors_name_the_reasons(store: TuningStore) -> None:
-    with pytest.raises(BackendError, match=r"backend fake can not run linear\.output in int8 of shapes .*: too small"):
+    with pytest.raises(BackendError, match=r"backend fake cannot run linear\.output in int8 of shapes .*: too small"):
         tune(FakeBackend(reasons=("too small",)), LINEAR_INT8, measure, store)
     with pytest.raises(BackendError, match="b: configuration b needs more shared memory than there is"):
         tune(FakeBackend(latencies_ns={"b": None}), LINEAR_INT8, measure, store)

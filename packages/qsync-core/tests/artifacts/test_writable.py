@@ -1,4 +1,4 @@
-"""Paths that can not be written are refused before anything is computed for them."""
+"""Paths that cannot be written are refused before anything is computed for them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def test_a_folder(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("made").mkdir()
     with pytest.raises(ArtifactError) as error:
         check_writable(Path(path))
-    assert str(error.value) == f"can not write {Path(path)}: it is a folder; name a file in it"
+    assert str(error.value) == f"cannot write {Path(path)}: it is a folder; name a file in it"
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as error:
         check_writable(tmp_path / "none" / "o.qsync")
-    expected = f"can not write {tmp_path}/none/o.qsync: there is no folder {tmp_path}/none; make it, or name another"
+    expected = f"cannot write {tmp_path}/none/o.qsync: there is no folder {tmp_path}/none; make it, or name another"
     assert str(error.value) == expected
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     for length in (240, 300):  # the first only by the name it has while it is written
-        with pytest.raises(ArtifactError, match=f"can not write .*/x{{{length}}}: File name too long"):
+        with pytest.raises(ArtifactError, match=f"cannot write .*/x{{{length}}}: File name too long"):
             check_writable(tmp_path / ("x" * length))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(ArtifactError, match=r"can not write .*/o\.qsync: Permission denied"):
+    with pytest.raises(ArtifactError, match=r"cannot write .*/o\.qsync: Permission denied"):
         check_writable(tmp_path / "o.qsync")
 
 
