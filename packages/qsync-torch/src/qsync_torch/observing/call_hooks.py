@@ -145,7 +145,7 @@ class GradientCapture:
             def record(grad: torch.Tensor) -> None:
                 calls[operator.op_id] = OperatorCall(operator, *operands, grad, geometry)
 
-            output.register_hook(record)  # type: ignore[no-untyped-call]
+            output.register_hook(record)
         return output
 
     def calls(self) -> Iterator[OperatorCall]:

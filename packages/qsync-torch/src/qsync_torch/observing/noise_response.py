@@ -148,7 +148,7 @@ class NoiseResponse:
         places = ((Place.X, x_copy), (Place.WEIGHT, weight_copy), (Place.BIAS, bias_copy), (Place.OUTPUT, output))
         for place, tensor in places:
             if tensor is not None:
-                tensor.register_hook(functools.partial(self._passed, site, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(functools.partial(self._passed, site, place))
         return output
 
     def carry_back(self, phase: Phase, edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], *, again: bool) -> None:
@@ -211,7 +211,7 @@ class NoiseResponse:
         # Only the gradient of the output is in memory anyway; of the other one, two bytes tell the spacing of a format as well.
         setattr(site, noisy, grad.detach() if noisy is Place.GRAD_OUTPUT else grad.detach().bfloat16())
         copy = self._copy(grad)
-        copy.register_hook(functools.partial(self._responded, site, noisy))  # type: ignore[no-untyped-call]
+        copy.register_hook(functools.partial(self._responded, site, noisy))
         return copy
 
     def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:

@@ -94,7 +94,7 @@ def _lean_attention(
     mask, reading = _without_empty_rows(query, key, attn_mask, is_causal)
     kept = None
     if dropout_p > 0:
-        shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])  # type: ignore[no-untyped-call]
+        shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         kept = _random_mask(query, torch.Size((*shape, query.shape[-2], key.shape[-2])), dropout_p) != 0
     options = _Options(mask, reading, kept, dropout_p, _factor(query, scale))
     return _Attention.apply(query, key, value, options)  # type: ignore[no-any-return,no-untyped-call]
