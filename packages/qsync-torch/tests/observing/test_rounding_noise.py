@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.observing.rounding_noise import CastNoise, DeferredSum, Fetched, element_variance
+from qsync_core.ir.semantics import CastTarget
+from qsync_torch.observing.rounding_noise import DeferredSum, Fetched, add_response, add_response_by_magnitude, element_variance
 
 CASTS = [
-    CastNoise(Precision.BFLOAT16),
-    CastNoise(Precision.FLOAT16),
-    *(CastNoise(Precision.INT8, granularity, rounding) for granularity in Granularity for rounding in Rounding),
-    CastNoise(Precision.FLOAT8_E4M3FN, Granularity.PER_TENSOR, Rounding.STOCHASTIC),
+    CastTarget(Precision.BFLOAT16),
+    CastTarget(Precision.FLOAT16),
+    *(CastTarget(Precision.INT8, granularity, rounding) for granularity in Granularity for rounding in Rounding),
+    CastTarget(Precision.FLOAT8_E4M3FN, Granularity.PER_TENSOR, Rounding.STOCHASTIC),
 ]
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -21,7 +22,7 @@ LAYOUTS = {
 
 def _responded(cast, tensor, h):
     into = DeferredSum()
-    cast.respond(tensor, h, into)
+    add_response(cast, tensor, h, into)
     return Fetched([into]).value(into)
 
 
@@ -53,8 +54,8 @@ def test_the_magnitude_alone_tells_the_average(precision):
     torch.manual_seed(0)
     tensor, h = torch.randn(200_000) * 10.0 ** torch.linspace(-4, 2, 200_000), torch.randn(200_000)
     into = DeferredSum()
-    CastNoise(precision).respond_by_magnitude(tensor.bfloat16().float(), h, into)
-    assert Fetched([into]).value(into) == pytest.approx(_responded(CastNoise(precision), tensor, h), rel=0.03)
+    add_response_by_magnitude(precision, tensor.bfloat16().float(), h, into)
+    assert Fetched([into]).value(into) == pytest.approx(_responded(CastTarget(precision), tensor, h), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +68,4 @@ def test_what_the_format_holds_has_no_noise(cast):
 
 def test_grid_points_have_no_noise_in_int8():
     tensor = torch.tensor([[-127.0, 3.0, 0.0], [64.0, -1.0, 126.0]])
-    assert _responded(CastNoise(Precision.INT8, rounding=Rounding.STOCHASTIC), tensor, torch.ones(2, 3)) == 0.0
+    assert _responded(CastTarget(Precision.INT8, rounding=Rounding.STOCHASTIC), tensor, torch.ones(2, 3)) == 0.0

@@ -12,9 +12,10 @@ import torch
 
 from qsync_core.ir import observations as terms
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.collector import OperatorCall, Term, low_precision
-from qsync_torch.observing.rounding_noise import CastNoise, VariantNoise, cast_scale
+from qsync_torch.observing.rounding_noise import cast_scale
 
 
 class PaperCollector:
@@ -62,14 +63,14 @@ class LossVarCollector:
         found: dict[Term, torch.Tensor | float] = {}
         squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
 
-        def weighted(operand: str, cast: CastNoise) -> torch.Tensor:
+        def weighted(operand: str, cast: CastTarget) -> torch.Tensor:
             variance = call.variance(operand, cast.precision, cast.granularity, cast.rounding)
             return torch.sum(variance * squares[operand], dtype=torch.float64)
 
         for variant in low_precision(variants):
-            noise = VariantNoise.of(variant)
-            found[variant, terms.X_VAR_GRAD] = weighted("x", noise.operands.x)
-            found[variant, terms.W_VAR_GRAD] = weighted("weight", noise.operands.weight)
-            if not noise.output.is_exact:
-                found[variant, terms.Y_VAR_GRAD] = weighted("output", noise.output)
+            steps = steps_of(variant)
+            found[variant, terms.X_VAR_GRAD] = weighted("x", steps.x)
+            found[variant, terms.W_VAR_GRAD] = weighted("weight", steps.weight)
+            if steps.output is not Precision.FLOAT32:
+                found[variant, terms.Y_VAR_GRAD] = weighted("output", CastTarget(steps.output))
         return found

@@ -19,10 +19,11 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, product
-from qsync_torch.observing.rounding_noise import VariantNoise
+from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.observing.second_derivatives import refuse_checkpointing, second_derivatives
 
 FEWEST_PRODUCTS, MOST_PRODUCTS = 4, 8
@@ -128,7 +129,8 @@ class HessianCollector:
             found[op_id, None, terms.TOP_EIGENVALUE] = eigenvalues[id(weight)]
             found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
             for variant in variants:
-                error = VariantNoise.of(variant).operands.weight.expected_square(weight)
+                cast = steps_of(variant).weight
+                error = element_variance(weight, cast.precision, cast.granularity, cast.rounding)
                 found[op_id, variant, terms.WEIGHT_ERROR] = float(error.sum(dtype=torch.float64))
         return found
 

@@ -17,6 +17,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
@@ -25,14 +26,25 @@ from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
-from qsync_torch.observing.rounding_noise import CastNoise, DeferredSum, Fetched, GradientCopies, OperandNoise, Scales, VariantNoise
+from qsync_torch.observing.rounding_noise import (
+    EXACT,
+    DeferredSum,
+    Fetched,
+    GradientCopies,
+    OperandCasts,
+    Scales,
+    VariantNoise,
+    add_response,
+    add_response_by_magnitude,
+    mean_error,
+)
 from qsync_torch.observing.second_derivatives import second_derivatives
 
 _DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
-Source = OperandNoise | GradientCopies | CastNoise
+Source = OperandCasts | GradientCopies | CastTarget
 """What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result."""
 Key = tuple[OpId, Place, Source]
 """An operator, where the noise is (``X`` stands for both operands) and what makes it."""
@@ -105,11 +117,11 @@ class _Pass:
         self._step = step
         self._noise = {variant: VariantNoise.of(variant) for variant in low_precision(variants)}
         # Variants share casts: the response to each is computed once.
-        self._operands = {noise.operands for noise in self._noise.values() if not noise.operands.is_exact}
-        self._outputs = {noise.output for noise in self._noise.values() if not noise.output.is_exact}
-        self._copies = {noise.copies for noise in self._noise.values() if not noise.copies.is_exact}
-        self._grad_inputs = {noise.grad_input for noise in self._noise.values() if not noise.grad_input.is_exact}
-        self._grad_weights = {noise.grad_weight for noise in self._noise.values() if not noise.grad_weight.is_exact}
+        self._operands = {noise.operands for noise in self._noise.values() if noise.operands}
+        self._outputs = {noise.output for noise in self._noise.values() if noise.output}
+        self._copies = {noise.copies for noise in self._noise.values() if noise.copies}
+        self._grad_inputs = {noise.grad_input for noise in self._noise.values() if noise.grad_input}
+        self._grad_weights = {noise.grad_weight for noise in self._noise.values() if noise.grad_weight}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
         self._calls: dict[OpId, list[OpId]] = {}
@@ -141,7 +153,10 @@ class _Pass:
                 for op_id in found.calls:
                     self._add_operand(phase, op_id, found.parameter, found.h * share, place, {}, share)
             for (op_id, _), gradient in self._parameter_gradients.items():
-                self._add_parameter_gradient(op_id, gradient)
+                # What the product writes is rounded as well; no response stands between that and the gradient.
+                for cast in self._grad_weights:
+                    into = self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares
+                    add_response(cast, gradient, torch.ones_like(gradient), into)
         return self._terms(parts)
 
     def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
@@ -205,7 +220,7 @@ class _Pass:
                 self._add_operand(phase, site.operator.op_id, site.operand(place), h, place, site.scales[place])
             elif place is Place.OUTPUT:
                 for cast in self._outputs:
-                    cast.respond(site.output, h, self._sums[phase][site.operator.op_id, place, cast].squares)
+                    add_response(cast, site.output, h, self._sums[phase][site.operator.op_id, place, cast].squares)
             else:
                 self._add_gradient(site, place, h)
 
@@ -227,11 +242,6 @@ class _Pass:
             earlier = self._parameter_gradients.get(key)
             self._parameter_gradients[key] = gradient if earlier is None else earlier + gradient
 
-    def _add_parameter_gradient(self, op_id: OpId, gradient: torch.Tensor) -> None:
-        """What a product writes is rounded as well, and no response stands between that and the gradient."""
-        for cast in self._grad_weights:
-            cast.respond(gradient, torch.ones_like(gradient), self._sums[Phase.GRADIENT][op_id, Place.WEIGHT, cast].squares)
-
     def _add_operand(
         self,
         phase: Phase,
@@ -244,11 +254,11 @@ class _Pass:
     ) -> None:
         for operands in self._operands:
             cast = {Place.X: operands.x, Place.WEIGHT: operands.weight, Place.BIAS: operands.bias}[place]
-            if cast.is_exact:
+            if cast == EXACT:
                 continue
             sums = self._sums[phase][op_id, Place.X, operands]
-            cast.respond(tensor, h, sums.squares, scales)
-            if (mean := cast.mean(tensor)) is not None:
+            add_response(cast, tensor, h, sums.squares, scales)
+            if (mean := mean_error(cast, tensor)) is not None:
                 sums.bias.add(_dot(mean, h), constant=share)
 
     def _add_gradient(self, site: Site, place: Place, h: torch.Tensor) -> None:
@@ -257,23 +267,23 @@ class _Pass:
             assert site.grad_input is not None
             tensor = site.grad_input.float()
             for cast in self._grad_inputs:
-                cast.respond_by_magnitude(tensor, h, sums[op_id, place, cast].squares)
+                add_response_by_magnitude(cast.precision, tensor, h, sums[op_id, place, cast].squares)
             return
         assert site.grad_output is not None
         for copies in self._copies:
             into = sums[op_id, place, copies]
             for cast, copied, response in lowered_copies(site, copies, site.grad_output, h, self._direction):
-                cast.respond(copied, response, into.squares)
-                if (mean := cast.mean(copied)) is not None:
+                add_response(cast, copied, response, into.squares)
+                if (mean := mean_error(cast, copied)) is not None:
                     into.bias.add(_dot(mean, response))
 
     def _terms(self, parts: int) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}
         fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
 
-        def total(phase: Phase, op_id: OpId, place: Place, source: Source) -> float:
+        def total(phase: Phase, op_id: OpId, place: Place, source: Source | None) -> float:
             """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
-            if source.is_exact:
+            if source is None:
                 return 0.0
             sums = self._sums[phase]
             scale = 1.0 if phase in (Phase.MASK_NOISE, Phase.GRADIENT) else self._scale
@@ -287,18 +297,18 @@ class _Pass:
                 continue  # nothing is known of it, and zeros would say that it is harmless
             masks = self._masks_behind.get(op_id, 0)
             for v, rounded in self._noise.items():
-                sources: tuple[tuple[Place, Source, str, str, str], ...] = (
+                sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
                     (Place.X, rounded.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
                     (Place.OUTPUT, rounded.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
                 )
                 for place, source, smooth, flips, noise in sources:
-                    if source.is_exact:
+                    if source is None:
                         continue
                     found[op_id, v, smooth] = total(Phase.RESPONSE, op_id, place, source)
                     if self._has_masks:
                         found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, op_id, place, source)
                         found[op_id, v, noise] = total(Phase.MASK_NOISE, op_id, place, source) / (max(masks, 1) * parts)
-                if not rounded.copies.is_exact:
+                if rounded.copies is not None:
                     found[op_id, v, terms.GRADIENT] = (
                         total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, rounded.copies)
                         + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, rounded.grad_input)

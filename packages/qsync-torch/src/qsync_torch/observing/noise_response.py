@@ -21,9 +21,10 @@ from torch.autograd.graph import GradientEdge
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
+from qsync_core.ir.semantics import CastTarget
 from qsync_torch.observing.collector import product
 from qsync_torch.observing.mask_flips import Masks
-from qsync_torch.observing.rounding_noise import CastNoise, GradientCopies, Scales, cast_scale
+from qsync_torch.observing.rounding_noise import EXACT, GradientCopies, Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
 
 
@@ -220,7 +221,7 @@ class NoiseResponse:
 
 def lowered_copies(
     site: Site, copies: GradientCopies, grad: torch.Tensor, h: torch.Tensor, direction: Mapping[torch.Tensor, torch.Tensor]
-) -> Iterator[tuple[CastNoise, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[CastTarget, torch.Tensor, torch.Tensor]]:
     """The copies that products read in a lower format: the cast, what is cast, and the response to noise on that.
 
     Args:
@@ -230,8 +231,7 @@ def lowered_copies(
         direction: u, a tensor per trainable parameter.
     """
     if copies.shared and not copies.to_input.precision.needs_scale:
-        if not copies.is_exact:
-            yield copies.to_input, grad, h
+        yield copies.to_input, grad, h
         return
     # ⟨g, u⟩ depends on the copy for the weight's gradient by ⟨grad_outputᵀ·x, u⟩ alone and on that for the bias's by ⟨grad, u⟩;
     # the rest goes through the input's.  A bias's gradient is the sum of a float copy if there is one, else of the gradient itself.
@@ -247,9 +247,9 @@ def lowered_copies(
         by_input = by_input + by_bias
     else:
         by_weight = by_weight + by_bias
-    if not copies.to_weight.is_exact:
+    if copies.to_weight != EXACT:
         yield copies.to_weight, grad, by_weight
-    if not copies.to_input.is_exact:
+    if copies.to_input != EXACT:
         yield copies.to_input, *_multiplied(site, copies, grad, by_input)
 
 

@@ -1,12 +1,11 @@
 """Noise of rounding: what the casts of a variant add to an operator's tensors (docs/design/indicator.md#propagation).
 
 From one element's rounding error, in closed form (paper, Proposition 2; docs/design/indicator.md#element-variance), to the sum that
-one cast contributes (:class:`CastNoise`), to all that a variant rounds around an operator (:class:`VariantNoise`).
+one cast contributes (:func:`add_response`), to all that a variant rounds around an operator (:class:`VariantNoise`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ import attrs
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import steps_of
+from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.dtypes import TORCH_DTYPE
 
@@ -146,88 +145,47 @@ Scales = dict[Granularity, torch.Tensor]
 """Int8 scales of a tensor: 0-d, or (channels, 1)."""
 
 
-@attrs.frozen
-class CastNoise:
-    """A format and how it is reached: what casting a float32 tensor to it changes.  float32 itself changes nothing."""
+def add_response(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales | None = None) -> None:
+    """Add Σ variance·h² of a cast to a sum, with as few passes over memory and as few launches as eager functions need.
 
-    precision: Precision
-    granularity: Granularity = Granularity.PER_TENSOR
-    rounding: Rounding = Rounding.NEAREST
+    Args:
+        cast: what ``tensor`` is cast to.
+        tensor, h: of one shape; neither is changed.
+        into: where to add it.
+        scales: of this tensor, from earlier calls; gets what is found now.
+    """
+    small = tensor.dtype is torch.float32 and tensor.numel() < 2**31
+    in_one_pass = cast.rounding is Rounding.STOCHASTIC and cast.granularity is not Granularity.PER_ROW
+    if small and not cast.precision.needs_scale:
+        norm = torch.linalg.vector_norm(nearest_error(tensor, cast.precision).mul_(h))
+        into.add(norm, norm)
+    elif small and cast.precision.is_fixed_point and in_one_pass:
+        _add_response_of_integers(cast.granularity, tensor, h, into, {} if scales is None else scales)
+    else:
+        variance = element_variance(tensor, cast.precision, cast.granularity, cast.rounding)
+        if cast.rounding is Rounding.FLOOR and cast.precision.needs_scale:
+            variance = variance / 4  # of s²/12 + s²/4 the second is the squared mean
+        into.add(torch.sum(variance.mul_(h).mul_(h), dtype=torch.float64))
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is rounded."""
-        return self.precision is Precision.FLOAT32
 
-    def expected_square(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Expected squared error of each element; see :func:`element_variance`."""
-        return element_variance(tensor, self.precision, self.granularity, self.rounding)
-
-    def variance(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Variance of each element's error around its mean, in the tensor's shape."""
-        squared = self.expected_square(tensor)
-        # Of s²/12 + s²/4 the second is the squared mean.
-        return squared / 4 if self.rounding is Rounding.FLOOR and self.precision.needs_scale else squared
-
-    def respond(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales | None = None) -> None:
-        """Add Σ variance·h² to a sum, with as few passes over memory and as few launches as eager functions need.
-
-        Args:
-            tensor, h: of one shape; neither is changed.
-            into: where to add it.
-            scales: of this tensor, from earlier calls; gets what is found now.
-        """
-        small = tensor.dtype is torch.float32 and tensor.numel() < 2**31
-        if small and not self.precision.needs_scale:
-            norm = torch.linalg.vector_norm(nearest_error(tensor, self.precision).mul_(h))
-            into.add(norm, norm)
-        elif (
-            small
-            and self.precision.is_fixed_point
-            and self.rounding is Rounding.STOCHASTIC
-            and self.granularity is not Granularity.PER_ROW
-        ):
-            self._respond_to_integers(tensor, h, into, {} if scales is None else scales)
-        else:
-            into.add(torch.sum(self.variance(tensor).mul_(h).mul_(h), dtype=torch.float64))
-
-    def _respond_to_integers(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales) -> None:
-        """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
-        values, h = _by_channel_in_memory_order(tensor, h)
-        scale = scales.get(self.granularity)
-        if scale is None:
-            dim = None if self.granularity is Granularity.PER_TENSOR else 1
-            largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
-            scale = scales[self.granularity] = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
-        weighted = (values / scale).remainder_(1)
-        factors: tuple[torch.Tensor, ...] = (scale, scale)
-        if scale.dim():
-            h, factors = h * scale, ()
-        weighted.mul_(h)
-        norm = torch.linalg.vector_norm(weighted)
-        into.add(torch.dot(weighted.view(-1), h.view(-1)), *factors)
-        into.add(norm, norm, *factors, constant=-1.0)
-
-    def respond_by_magnitude(self, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
-        """The same for a float format where only the magnitude of the elements is known: s²/12 stands for the variance.
-
-        Args:
-            tensor: float32, exact to some bits.
-        """
-        # The bits of the exponent alone are the power of two below the element.
-        power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**self.precision.min_exponent)
-        norm = torch.linalg.vector_norm(power.mul_(h))
-        into.add(norm, norm, constant=4.0**-self.precision.mantissa_bits / 12)
-
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Mean error of each element, None where it is zero everywhere.
-
-        Floor rounding to an 8-bit format has -s/2, for residuals uniform in a cell, and 0 for the exact zeros after a ReLU.
-        """
-        if self.rounding is not Rounding.FLOOR or not self.precision.needs_scale:
-            return None
-        spacing = element_spacing(tensor, self.precision, self.granularity)
-        return (spacing / -2).masked_fill(tensor == 0, 0.0)
+def _add_response_of_integers(
+    granularity: Granularity, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales
+) -> None:
+    """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
+    values, h = _by_channel_in_memory_order(tensor, h)
+    scale = scales.get(granularity)
+    if scale is None:
+        dim = None if granularity is Granularity.PER_TENSOR else 1
+        largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
+        scale = scales[granularity] = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
+    weighted = (values / scale).remainder_(1)
+    factors: tuple[torch.Tensor, ...] = (scale, scale)
+    if scale.dim():
+        h, factors = h * scale, ()
+    weighted.mul_(h)
+    norm = torch.linalg.vector_norm(weighted)
+    into.add(torch.dot(weighted.view(-1), h.view(-1)), *factors)
+    into.add(norm, norm, *factors, constant=-1.0)
 
 
 def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,18 +197,43 @@ def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch
     return a.reshape(first, -1), b.reshape(first, -1)
 
 
+def add_response_by_magnitude(precision: Precision, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:
+    """The same for a float format where only the magnitude of the elements is known: s²/12 stands for the variance.
+
+    Args:
+        precision: a float format lower than float32.
+        tensor: float32, exact to some bits.
+        h: of its shape; neither is kept.
+        into: where to add it.
+    """
+    # The bits of the exponent alone are the power of two below the element.
+    power = (tensor.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**precision.min_exponent)
+    norm = torch.linalg.vector_norm(power.mul_(h))
+    into.add(norm, norm, constant=4.0**-precision.mantissa_bits / 12)
+
+
+def mean_error(cast: CastTarget, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Mean error of each element, None where it is zero everywhere.
+
+    Floor rounding to an 8-bit format has -s/2, for residuals uniform in a cell, and 0 for the exact zeros after a ReLU.
+    """
+    if cast.rounding is not Rounding.FLOOR or not cast.precision.needs_scale:
+        return None
+    spacing = element_spacing(tensor, cast.precision, cast.granularity)
+    return (spacing / -2).masked_fill(tensor == 0, 0.0)
+
+
+EXACT = CastTarget(Precision.FLOAT32)
+"""Rounds nothing."""
+
+
 @attrs.frozen
-class OperandNoise:
-    """What the forward product reads: all that the noise of its output depends on.  A bias is cast for a product of floats only."""
+class OperandCasts:
+    """What the operands of the forward product are cast to: all that the noise of its output depends on."""
 
-    x: CastNoise
-    weight: CastNoise
-    bias: CastNoise
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all operands are float32."""
-        return self.x.is_exact and self.weight.is_exact and self.bias.is_exact
+    x: CastTarget
+    weight: CastTarget
+    bias: CastTarget
 
 
 @attrs.frozen
@@ -258,59 +241,52 @@ class GradientCopies:
     """Which copies of an operator's incoming gradient a variant makes.
 
     Attributes:
-        to_input, to_weight: the casts of what is read by the product that gives the input's gradient, and by the weight's.
+        to_input, to_weight: the copies that the product for the input's gradient reads, and that for the weight's.
         shared: whether both products read one copy.
-        multiplied: the weight's cast, where the 8-bit copy for the input's gradient is of the gradient times the weight's scale of
-            each output channel, which the product with the weight would have to multiply with otherwise.
+        multiplied: the weight's cast, where the copy for the input's gradient is of the gradient times the weight's scale of each
+            output channel.
     """
 
-    to_input: CastNoise
-    to_weight: CastNoise
+    to_input: CastTarget
+    to_weight: CastTarget
     shared: bool
-    multiplied: CastNoise | None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether both products read the float32 gradient."""
-        return self.to_input.is_exact and self.to_weight.is_exact
-
-
-_EXACT = CastNoise(Precision.FLOAT32)
+    multiplied: CastTarget | None
 
 
 @attrs.frozen
 class VariantNoise:
-    """All that a variant rounds around one operator of a float32 model, from the table of precision semantics.
+    """All that a variant rounds around one operator of a float32 model; None for what it leaves exact.
 
     Attributes:
         operands: of the forward product.
         output: its result, in the format that the next operator receives.
         copies: of the incoming gradient.
-        grad_input: the gradient of the input, exact where the product writes the activation's own format.
-        grad_weight: the gradients of weight and bias, exact where the product writes float32.
+        grad_input: the float product for the gradient of the input; exact where the product writes the activation's own format.
+        grad_weight: the gradients of weight and bias; exact where the product writes float32.
     """
 
-    operands: OperandNoise
-    output: CastNoise
-    copies: GradientCopies
-    grad_input: CastNoise
-    grad_weight: CastNoise
+    operands: OperandCasts | None
+    output: CastTarget | None
+    copies: GradientCopies | None
+    grad_input: CastTarget | None
+    grad_weight: CastTarget | None
 
     @classmethod
-    @functools.lru_cache(maxsize=256)
     def of(cls, variant: Variant) -> VariantNoise:
-        """What ``apply_`` rounds, by :func:`qsync_core.ir.semantics.steps_of`, where the neighbours of the operator are float32."""
+        """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32."""
         steps = steps_of(variant)
-        x, weight, bias, to_input, to_weight = (
-            CastNoise(target.precision, target.granularity, target.rounding)
-            for target in (steps.x, steps.weight, steps.bias, steps.grad_input, steps.grad_weight)
-        )
-        # Float products write their results in the operands' format, from which they are cast on.
-        in_float = not (steps.is_quantized or to_weight.precision.needs_scale)
+        operands = OperandCasts(steps.x, steps.weight, steps.bias)
+        multiplied = steps.weight if steps.multiplied else None
+        copies = GradientCopies(steps.grad_input, steps.grad_weight, len(steps.grad_output) == 1, multiplied)
+        written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
         return cls(
-            OperandNoise(x, weight, bias),
-            CastNoise(steps.output),
-            GradientCopies(to_input, to_weight, len(steps.grad_output) == 1, weight if steps.multiplied else None),
-            _EXACT if steps.grad_input_result is None else CastNoise(steps.grad_input_result),
-            CastNoise(variant.grad_weight) if in_float else _EXACT,
+            None if operands == OperandCasts(EXACT, EXACT, EXACT) else operands,
+            _rounded(steps.output),
+            None if copies.to_input == copies.to_weight == EXACT else copies,
+            _rounded(steps.grad_input_result),
+            _rounded(written),
         )
+
+
+def _rounded(precision: Precision | None) -> CastTarget | None:
+    return None if precision in (None, Precision.FLOAT32) else CastTarget(precision)
