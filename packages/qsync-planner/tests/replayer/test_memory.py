@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 from hand_models import BF16, FP32, I8, LADDER, op, profile
 from hypothesis import given, settings
@@ -17,10 +19,22 @@ from qsync_core.ir.semantics import CastSite, casts, gradient_precisions, output
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
-from qsync_planner.replayer.memory import MemoryEstimate, MemoryLedger, estimate_memory
+from qsync_planner.replayer.memory import MemoryEstimate, MemoryLedger
 
 KEEPS_INPUT = OpCost(0, 0, 0, 0, saves_inputs=(0,))
 INT8_COPY = OpCost(0, 0, 0, 0, saved_own_bytes=32)
+
+
+def estimate_memory(
+    dag: PrecisionDag,
+    profile: Profile,
+    variants: Mapping[OpId, Variant],
+    *,
+    model: CostModel | None = None,
+    distributed: bool = True,
+) -> MemoryEstimate:
+    mapper = CostMapper(dag, model or CostModel(dag, profile), variants)
+    return MemoryLedger(mapper, distributed=distributed).estimate()
 
 
 def one_layer() -> PrecisionDag:

@@ -11,7 +11,7 @@ import attrs
 import click
 
 from qsync_core.cli.output import emit, json_option, progress_bar
-from qsync_planner.cli.table import print_table
+from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,15 +158,14 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         ArtifactError: when truth or page cannot be written; before anything is measured.
         PluginError: naming an indicator that was asked for and fails.
     """
-    from qsync_core.artifacts.atomic_file import check_writable, write_atomically
+    from qsync_core.artifacts.atomic_file import check_writable
     from qsync_core.errors import ObservationError
     from qsync_planner.indicator_check import compare, read_truth
     from qsync_planner.indicator_check.page import render_page
 
     if observations is None:
         raise click.UsageError("--check needs OBSERVATIONS; they say which updates and batches to measure")
-    if request.page is not None and request.page.suffix not in (".html", ".htm"):
-        raise ObservationError(f"the comparison is written as a page; give --page a name that ends in .html, got {request.page}")
+    check_page_name(request.page, "the comparison", "give --page", ObservationError)
     if not (math.isfinite(request.budget_s) and request.budget_s > 0):
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():
@@ -180,10 +179,7 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     measured = _truth(observations, dag, variants, request)
     check = compare(omegas, read_truth(measured, dag), [*notes, *_differences(observations, measured)])
     if request.page is not None:
-        try:
-            write_atomically(request.page, render_page(check).encode())
-        except OSError as error:
-            raise ObservationError(f"cannot write {request.page}: {error.strerror or error}") from None
+        write_text(request.page, render_page(check), ObservationError)
     return check
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import click
 from qsync_core.cli.options import artifact_argument, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
-from qsync_planner.cli.table import print_table
+from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,9 +176,7 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
     print_table(console, ["iteration time", "predicted"], rows)
     rows = []
     for group in plan.groups:
-        counts: dict[str, int] = {}
-        for assignment in group.assignments.values():
-            counts[assignment.variant.label] = counts.get(assignment.variant.label, 0) + 1
+        counts = Counter(assignment.variant.label for assignment in group.assignments.values())
         memory = format_bytes(group.predicted_peak_bytes)
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
@@ -238,20 +237,15 @@ def show_tradeoff(
     Raises:
         PlanError: without a sensitivity or HiGHS, or when the page cannot be written or has another name than a page's.
     """
-    from qsync_core.artifacts.atomic_file import write_atomically
     from qsync_core.errors import PlanError
     from qsync_planner.allocator.exact.tradeoff import tradeoff
     from qsync_planner.reporting.tradeoff_page import render_page
 
-    if output is not None and output.suffix not in (".html", ".htm"):
-        raise PlanError(f"the trade-off curve is written as a page; give it a name that ends in .html, got {output}")
+    check_page_name(output, "the trade-off curve", "give it", PlanError)
     with progress_bar("trade-off curve") as update:
         found = tradeoff(dag, cluster, profiles, sensitivity, progress=update)
     if output is not None:
-        try:
-            write_atomically(output, render_page(found).encode())
-        except OSError as error:
-            raise PlanError(f"cannot write {output}: {error.strerror or error}") from None
+        write_text(output, render_page(found), PlanError)
     data = {"output": None if output is None else str(output), **found.as_dict()}
     emit(json_flag, data, lambda console: _render(console, found, output))
 

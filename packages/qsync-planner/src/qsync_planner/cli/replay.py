@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import click
 
 from qsync_core.cli.options import artifact_argument, profiles_option
 from qsync_core.cli.output import emit, json_option
+from qsync_core.units import format_bytes, format_ns
+from qsync_planner.cli.writing import print_table, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,28 +76,19 @@ def replay(
         if output:
             save(timeline, output)
         if perfetto:
-            from qsync_core.artifacts.atomic_file import write_atomically
-
-            try:
-                write_atomically(perfetto, json.dumps(to_perfetto(timeline)).encode())
-            except OSError as error:
-                raise PlanError(f"cannot write {perfetto}: {error.strerror or error}") from None
+            write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
     data = {**prediction.as_dict(), "local_batches": batches}
     emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
 
 
 def _print_prediction(console: Console, model: str, prediction: Prediction, batches: dict[str, int]) -> None:
-    from rich.table import Table
-
-    from qsync_core.units import format_bytes, format_ns
-
     console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration", markup=False)
-    heads = ("group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", "local batch")
-    table = Table(*heads, box=None, pad_edge=False)
+    rows = []
     for name, group in prediction.groups.items():
         times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)
-        table.add_row(name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes), str(batches[name]))
-    console.print(table)
+        rows.append([name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes), batches[name]])
+    head = ["group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", "local batch"]
+    print_table(console, head, rows)
 
 
 @click.command()
@@ -145,14 +139,10 @@ def _verification_data(found: Verification, top: int) -> dict[str, Any]:
 
 
 def _print_verification(console: Console, found: Verification, top: int) -> None:
-    from rich.table import Table
+    rows: list[list[str]] = []
 
-    from qsync_core.units import format_bytes, format_ns
-
-    table = Table("group", "what", "predicted", "measured", "error", box=None, pad_edge=False)
-
-    def row(group: str, what: str, comparison: Comparison, text: Any = format_ns) -> None:
-        table.add_row(group, what, text(comparison.predicted), text(comparison.measured), _percent(comparison))
+    def row(group: str, what: str, comparison: Comparison, text: Callable[[int], str] = format_ns) -> None:
+        rows.append([group, what, text(comparison.predicted), text(comparison.measured), _percent(comparison)])
 
     row("job", "iteration", found.iteration)
     for phase in found.phases:
@@ -161,7 +151,7 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
         row(name, "peak memory", comparison, format_bytes)
     for operator in found.operators[:top]:
         row(operator.group, f"{operator.op_id} ({operator.phase}, {operator.resource})", operator.time)
-    console.print(table)
+    print_table(console, ["group", "what", "predicted", "measured", "error"], rows)
     worst = found.worst
     if worst is not None:
         where = f"{worst.op_id} on group {worst.group}, {worst.phase} {worst.resource}"

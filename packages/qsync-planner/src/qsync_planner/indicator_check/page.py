@@ -12,6 +12,7 @@ import attrs
 from qsync_planner.indicator_check.agreement import KEPT_PERCENT, Agreement, Ranks
 from qsync_planner.indicator_check.compare import Check
 from qsync_planner.indicator_check.truth import DRAWS, ITERATIONS
+from qsync_planner.reporting.html_page import html_page, svg, svg_line, svg_text
 
 _T = TypeVar("_T", Agreement, Ranks)
 _SPLITS = {ITERATIONS: "truth (batches)", DRAWS: "truth (draws)"}
@@ -123,8 +124,7 @@ def draw_scatter(check: Check, indicator: str) -> str:
                 f'<circle cx="{xs.at(truth):.1f}" cy="{ys.at(omega):.1f}" r="3.5" class="variant-{number}{hollow}">'
                 f"<title>{escape(f'{subject} in {variant.name}: truth {truth:.3g}, Ω {omega:.3g}')}</title></circle>"
             )
-    label = escape(f"Ω by {indicator} against the truth", quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    return svg(WIDTH, HEIGHT, f"Ω by {indicator} against the truth", parts)
 
 
 class Axis:
@@ -160,14 +160,14 @@ def _grid(xs: Axis, ys: Axis) -> list[str]:
     parts = [f'<rect x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}" class="frame"/>']
     for power, text in xs.ticks():
         x = xs.at_power(power)
-        parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
-        parts.append(_text(x, bottom + 14, text, "middle"))
+        parts.append(svg_line(x, _TOP, x, bottom, "grid"))
+        parts.append(svg_text(x, bottom + 14, text, "middle"))
     for power, text in ys.ticks():
         y = ys.at_power(power)
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(_LEFT - 5, y + 3, text, "end"))
-    parts.append(_text((_LEFT + right) / 2, HEIGHT - 10, "measured", "middle"))
-    parts.append(_text(4, _TOP + 8, "Ω", "start"))
+        parts.append(svg_line(_LEFT, y, right, y, "grid"))
+        parts.append(svg_text(_LEFT - 5, y + 3, text, "end"))
+    parts.append(svg_text((_LEFT + right) / 2, HEIGHT - 10, "measured", "middle"))
+    parts.append(svg_text(4, _TOP + 8, "Ω", "start"))
     return parts
 
 
@@ -177,47 +177,19 @@ def _diagonals(xs: Axis, ys: Axis) -> list[str]:
     for shift, css in ((0.0, "same"), (math.log10(2), "twice"), (-math.log10(2), "twice")):
         low, high = max(xs.low, ys.low - shift), min(xs.high, ys.high - shift)
         if low < high:
-            x1, y1, x2, y2 = xs.at_power(low), ys.at_power(low + shift), xs.at_power(high), ys.at_power(high + shift)
-            parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>')
+            parts.append(svg_line(xs.at_power(low), ys.at_power(low + shift), xs.at_power(high), ys.at_power(high + shift), css))
     return parts
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ --ink: #1d2430; --soft: #5b6675; --paper: #ffffff; --line: #d9dee6; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ee; --soft: #9aa5b4; --paper: #15181d; --line: #333a44; }} }}
-body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto;
-  padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin-top: 2rem; }}
-p.note {{ color: var(--soft); font-size: .9rem; }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: .25rem .5rem; border-bottom: 1px solid var(--line); }}
-th {{ font-weight: 600; color: var(--soft); font-size: .85rem; }} th:nth-child(-n+2), td:nth-child(-n+2) {{ text-align: left; }}
-tr.truth td {{ color: var(--soft); font-style: italic; }}
-.scroll {{ overflow-x: auto; }} .pictures {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
-figure {{ margin: 0; flex: 1 1 380px; max-width: 520px; }} figcaption {{ font-weight: 600; }}
-svg {{ width: 100%; height: auto; display: block; }} svg text {{ fill: var(--soft); font: 10px system-ui, sans-serif; }}
-.frame {{ fill: none; stroke: var(--line); }} .grid {{ stroke: var(--line); stroke-width: .6; }}
-.same {{ stroke: var(--soft); }} .twice {{ stroke: var(--soft); stroke-width: .6; stroke-dasharray: 4 3; }}
-circle {{ fill-opacity: .75; stroke-width: 1.2; }} circle.hollow {{ fill-opacity: 0; }}
-.key {{ display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin: 0 .4em 0 1em; }}
-{colours}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>The truth is measured: one operator at a time runs in low precision, everything else in float32, and Ω is how far the gradients
-of all parameters move. {scope}</p>
+_STYLE = """th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; } tr.truth td { color: var(--soft); font-style: italic; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 380px; max-width: 520px; }
+figcaption { font-weight: 600; } .frame { fill: none; stroke: var(--line); }
+.same { stroke: var(--soft); } .twice { stroke: var(--soft); stroke-width: .6; stroke-dasharray: 4 3; }
+circle { fill-opacity: .75; stroke-width: 1.2; } circle.hollow { fill-opacity: 0; }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin: 0 .4em 0 1em; }
+"""
+_BODY = """<p>The truth is measured: one operator at a time runs in low precision, everything else in float32, and Ω is how far the
+gradients of all parameters move. {scope}</p>
 {legend}
 <div class="pictures">
 {pictures}
@@ -227,10 +199,7 @@ of all parameters move. {scope}</p>
 {agreement}
 <p class="note">τ and Spearman compare rankings, 1 is perfect; {legend_of_rows}.</p>
 {decrements}
-{notes}
-</body>
-</html>
-"""
+{notes}"""
 
 
 def render_page(check: Check) -> str:
@@ -240,9 +209,7 @@ def render_page(check: Check) -> str:
     )
     batches = f"{check.iterations} batch{'es' if check.iterations != 1 else ''}"
     pictures = (f"<figure><figcaption>{escape(name)}</figcaption>{draw_scatter(check, name)}</figure>" for name in check.indicators)
-    return _PAGE.format(
-        title=escape(f"{check.model}: indicators against the truth"),
-        colours=_colours(check),
+    body = _BODY.format(
         scope=f"Here: {measured}, {batches}.",
         legend=_legend(check),
         pictures="\n".join(pictures),
@@ -251,6 +218,7 @@ def render_page(check: Check) -> str:
         decrements=_decrements(check),
         notes="".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences(check)),
     )
+    return html_page(f"{check.model}: indicators against the truth", f"{_STYLE}{_colours(check)}\n", body)
 
 
 def _colours(check: Check) -> str:

@@ -18,7 +18,7 @@ updates, each of which costs O(log V) for every operator whose memory changes.  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
@@ -26,12 +26,10 @@ from typing import NamedTuple
 import attrs
 
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import CostModel, Evaluation
+from qsync_planner.replayer.cost_model import Evaluation
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 
@@ -60,30 +58,6 @@ class MemoryEstimate:
     saved_bytes: int
     transient_bytes: int
     peak_bytes: int
-
-
-def estimate_memory(
-    dag: PrecisionDag,
-    profile: Profile,
-    variants: Mapping[OpId, Variant],
-    *,
-    model: CostModel | None = None,
-    distributed: bool = True,
-) -> MemoryEstimate:
-    """Predicted peak memory of one rank under an assignment of variants.
-
-    Args:
-        dag: the model.
-        profile: its measurements on the device.
-        variants: the variant of every adjustable operator.
-        model: a calibrated cost model of the same graph and profile; None for the plain sum of parts.
-        distributed: whether DDP keeps its bucket copies of the gradients.
-
-    Raises:
-        PlanError: when the variants do not fit the model or were not profiled.
-    """
-    mapper = CostMapper(dag, model or CostModel(dag, profile), variants)
-    return MemoryLedger(mapper, distributed=distributed).estimate()
 
 
 @attrs.frozen

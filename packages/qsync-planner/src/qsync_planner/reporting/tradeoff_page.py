@@ -13,6 +13,7 @@ from html import escape
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.search import PROVEN_GAP
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint
+from qsync_planner.reporting.html_page import html_page, svg, svg_line, svg_text
 
 WIDTH, HEIGHT = 960, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 16, 22, 48
@@ -20,51 +21,15 @@ _COLOURS = ("#7b5ea7", "#3f78b5", "#2a9d8f", "#d99a2b", "#c8553d", "#8a6d3b", "#
 _DECADES = 6
 """An Ω this many powers of ten below the largest is drawn as 0."""
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ --ink: #1d2430; --soft: #5b6675; --paper: #ffffff; --line: #d9dee6; --lane: #f1f3f7; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e9ee; --soft: #9aa5b4; --paper: #15181d; --line: #333a44; --lane: #20252c; }}
-}}
-body {{ color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto;
-  padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: .2rem; }}
-p.note {{ color: var(--soft); font-size: .9rem; }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: .3rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; }}
-th {{ font-weight: 600; color: var(--soft); font-size: .85rem; }} .left {{ text-align: left; }}
-.scroll {{ overflow-x: auto; }} svg {{ width: 100%; height: auto; display: block; }}
-svg text {{ fill: var(--ink); font: 11px system-ui, sans-serif; }} svg .tick {{ fill: var(--soft); font-size: 10px; }}
-.grid {{ stroke: var(--line); stroke-width: .6; }}
-{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>Every dot is a plan of which no other is better in gradient error (Ω), step time and memory. Point at one for its row in the
-table; click to stay there. The row says how to get the plan.</p>
-{picture}
-<p class="note">{notes}</p>
-{table}
-</body>
-</html>
-"""
+_INTRODUCTION = """<p>Every dot is a plan of which no other is better in gradient error (Ω), step time and memory. Point at one
+for its row in the table; click to stay there. The row says how to get the plan.</p>"""
 
 
 def render_page(tradeoff: Tradeoff) -> str:
     """The whole page."""
-    return _PAGE.format(
-        title=escape(f"{tradeoff.model}: what a plan costs"),
-        style=style(tradeoff),
-        picture=f"{legend(tradeoff)}<figure>{draw_tradeoff(tradeoff)}</figure>",
-        notes=escape(notes(tradeoff)),
-        table=table(tradeoff),
-    )
+    picture = f"{legend(tradeoff)}<figure>{draw_tradeoff(tradeoff)}</figure>"
+    body = f'{_INTRODUCTION}\n{picture}\n<p class="note">{escape(notes(tradeoff))}</p>\n{table(tradeoff)}'
+    return html_page(f"{tradeoff.model}: what a plan costs", style(tradeoff), body)
 
 
 def notes(tradeoff: Tradeoff) -> str:
@@ -114,8 +79,8 @@ def draw_tradeoff(tradeoff: Tradeoff) -> str:
     for name, duration_ns in tradeoff.baselines.items():
         if axes.shows(duration_ns):
             x = axes.x(duration_ns)
-            parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{HEIGHT - _BOTTOM}" class="tradeoff-limit"/>')
-            parts.append(_text(x, _TOP - 8, f"{name} precision", "tick", "middle"))
+            parts.append(svg_line(x, _TOP, x, HEIGHT - _BOTTOM, "tradeoff-limit"))
+            parts.append(svg_text(x, _TOP - 8, f"{name} precision", "middle"))
     for level in range(len(tradeoff.budgets)):
         corners = [(axes.x(p.iteration_ns), axes.y(p.omega)) for p in tradeoff.curve(level)]
         path = "".join(f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
@@ -128,10 +93,7 @@ def draw_tradeoff(tradeoff: Tradeoff) -> str:
             f'<circle cx="{axes.x(point.iteration_ns):.1f}" cy="{axes.y(point.omega):.1f}" r="5">'
             f"<title>{escape(_summary(number, point))}</title></circle></a>"
         )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Ω against step time, by memory budget" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-    )
+    return svg(WIDTH, HEIGHT, "Ω against step time, by memory budget", parts)
 
 
 def table(tradeoff: Tradeoff) -> str:
@@ -190,10 +152,6 @@ def _summary(number: int, point: TradeoffPoint) -> str:
     return "\n".join([*lines, *operators_lines(point)])
 
 
-def _text(x: float, y: float, text: str, css: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
 class _Axes:
     """Time along, Ω upwards: logarithmic, with a line for 0 below."""
 
@@ -221,15 +179,15 @@ class _Axes:
         return self._above_zero - share * (self._above_zero - _TOP)
 
     def draw(self) -> list[str]:
-        parts = [_text(WIDTH / 2, HEIGHT - 8, "predicted step time", "tick", "middle"), _text(4, _TOP - 8, "Ω", "tick")]
+        parts = [svg_text(WIDTH / 2, HEIGHT - 8, "predicted step time", "middle"), svg_text(4, _TOP - 8, "Ω")]
         for tick in _ticks(self._begin / 1e6, self._end / 1e6):
             x = self.x(tick * 1e6)
-            parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{HEIGHT - _BOTTOM}" class="grid"/>')
-            parts.append(_text(x, HEIGHT - _BOTTOM + 14, f"{tick:g} ms", "tick", "middle"))
+            parts.append(svg_line(x, _TOP, x, HEIGHT - _BOTTOM, "grid"))
+            parts.append(svg_text(x, HEIGHT - _BOTTOM + 14, f"{tick:g} ms", "middle"))
         for omega in (0.0, *_log_ticks(self._low, self._high)):
             y = self.y(omega)
-            parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}" class="grid"/>')
-            parts.append(_text(_LEFT - 6, y + 4, f"{omega:.1g}" if omega else "0", "tick", "end"))
+            parts.append(svg_line(_LEFT, y, WIDTH - _RIGHT, y, "grid"))
+            parts.append(svg_text(_LEFT - 6, y + 4, f"{omega:.1g}" if omega else "0", "end"))
         return parts
 
 

@@ -9,6 +9,7 @@ combinations, tied to both by marginal sums.  Once the units' columns are intege
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,17 +43,8 @@ class Choice(NamedTuple):
         return self.state.evaluation
 
 
-class _Formats:
-    """The formats that a tensor may have, with the indicator of each; tensors whose formats are one decision share the object."""
-
-    def __init__(self, indicators: dict[Precision, Indicator]) -> None:
-        self.indicators = indicators
-
-
-class _Rungs(NamedTuple):
-    """The rungs of a unit as a source of choice."""
-
-    columns: tuple[int, ...]
+_Formats = dict[Precision, Indicator]
+"""The formats that a tensor may have, with the indicator of each; tensors whose formats are one decision share the object."""
 
 
 class Choices:
@@ -74,7 +66,6 @@ class Choices:
         for row in self.columns:
             program.row(dict.fromkeys(row, 1), lower=1, upper=1)
         self._unit_of = {dag.index[op_id]: index for index, unit in enumerate(group.units) for op_id in unit.operators}
-        self._rungs = [_Rungs(row) for row in self.columns]
         self._variants = [tuple(model.intern(variant) for variant in unit.rungs) for unit in group.units]
         self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}
         self._joint: dict[tuple[int, ...], dict[tuple[int, ...], Indicator]] = {}
@@ -87,7 +78,7 @@ class Choices:
 
     def formats(self, position: int) -> Mapping[Precision, Indicator]:
         """The formats that an operator's output may have, with the indicator of each."""
-        return self._formats[position].indicators
+        return self._formats[position]
 
     def _add(self, position: int) -> None:
         operator = self._model.dag.operators[position]
@@ -99,12 +90,10 @@ class Choices:
         else:
             numbers = (self._model.follows_inputs,)
         read = [self._formats[producer] for producer in self.wiring.inputs[position]]
-        free = list({id(entry): entry for entry in read if len(entry.indicators) > 1}.values())
-        rungs = [self._rungs[unit]] if unit is not None and len(numbers) > 1 else []
-        sizes = [len(entry.indicators) for entry in free] + [len(numbers) for _ in rungs]
-        count = 1
-        for size in sizes:
-            count *= size
+        free = list({id(entry): entry for entry in read if len(entry) > 1}.values())
+        rungs = [self.columns[unit]] if unit is not None and len(numbers) > 1 else []
+        sizes = [len(entry) for entry in free] + [len(numbers) for _ in rungs]
+        count = math.prod(sizes)
         if count > MAX_COMBINATIONS:
             raise TooManyCombinations(
                 f"operator {operator.op_id} can run in {count:,} combinations of formats, more than {MAX_COMBINATIONS:,}"
@@ -114,8 +103,8 @@ class Choices:
         forbidden: list[Indicator] = []
         outputs: list[Precision | None] = []
         for combination, chosen in indicators.items():
-            at = {id(entry): list(entry.indicators)[index] for entry, index in zip(free, combination, strict=False)}
-            formats = tuple(at.get(id(entry)) or next(iter(entry.indicators)) for entry in read)
+            at = {id(entry): list(entry)[index] for entry, index in zip(free, combination, strict=False)}
+            formats = tuple(at.get(id(entry)) or next(iter(entry)) for entry in read)
             number = numbers[combination[-1]] if rungs else numbers[0]
             try:
                 evaluation = self._model.evaluate(position, number, formats)
@@ -138,10 +127,10 @@ class Choices:
         sources = (*(id(entry) for entry in free), *(id(entry) for entry in rungs), *outputs)
         self._formats.append(self._output(choices, sources, free if not rungs else []))
 
-    def _combinations(self, free: Sequence[_Formats], rungs: Sequence[_Rungs]) -> dict[tuple[int, ...], Indicator]:
+    def _combinations(self, free: Sequence[_Formats], rungs: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Indicator]:
         """The indicator of every combination of what the free inputs and the rungs may be, by their indices."""
-        sources: list[list[Indicator]] = [list(entry.indicators.values()) for entry in free]
-        sources += [[{column: 1} for column in entry.columns] for entry in rungs]
+        sources: list[list[Indicator]] = [list(entry.values()) for entry in free]
+        sources += [[{column: 1} for column in entry] for entry in rungs]
         if not sources:
             return {(): ALWAYS}
         if len(sources) == 1:
@@ -167,9 +156,9 @@ class Choices:
         for choice in choices:
             by_format.setdefault(choice.evaluation.output, []).append(choice.chosen)
         if len(by_format) == 1:
-            return self._known.setdefault((next(iter(by_format)),), _Formats({next(iter(by_format)): ALWAYS}))
-        if len(free) == 1 and list(by_format) == list(free[0].indicators):
+            return self._known.setdefault((next(iter(by_format)),), {next(iter(by_format)): ALWAYS})
+        if len(free) == 1 and list(by_format) == list(free[0]):
             return free[0]
         if sources not in self._known:
-            self._known[sources] = _Formats({precision: total(terms) for precision, terms in by_format.items()})
+            self._known[sources] = {precision: total(terms) for precision, terms in by_format.items()}
         return self._known[sources]

@@ -10,7 +10,7 @@ import enum
 import importlib.util
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -264,8 +264,3 @@ class Program:
         has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.asarray(solver.getSolution().col_value) if has_point else nothing
         return Solved(outcome, values, info.objective_function_value if has_point else math.inf, info.mip_dual_bound)
-
-
-def value_of(expression: Indicator, values: Sequence[float]) -> float:
-    """An expression at a point."""
-    return sum(coefficient * (1.0 if column == CONSTANT else values[column]) for column, coefficient in expression.items())

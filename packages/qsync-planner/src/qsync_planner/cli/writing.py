@@ -1,0 +1,38 @@
+"""What commands print as a table, and write as a page or a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsync_core.errors import QSyncError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_table(console: Console, header: list[str], rows: list[list[Any]]) -> None:
+    """Print rows under a header; cells are taken literally, brackets included."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console.print(table)
+
+
+def check_page_name(path: Path | None, what: str, advice: str, error: type[QSyncError]) -> None:
+    """Raise ``error`` where a page is to be written to a file that no browser takes for one."""
+    if path is not None and path.suffix not in (".html", ".htm"):
+        raise error(f"{what} is written as a page; {advice} a name that ends in .html, got {path}")
+
+
+def write_text(path: Path, text: str, error: type[QSyncError]) -> None:
+    """Write a whole file, or raise ``error`` with the reason and leave what was there."""
+    from qsync_core.artifacts.atomic_file import write_atomically
+
+    try:
+        write_atomically(path, text.encode())
+    except OSError as reason:
+        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
