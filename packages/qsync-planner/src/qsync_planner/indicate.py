@@ -13,7 +13,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.interface import Omega, TellsFlips
+from qsync_planner.indicators.interface import Omega, RatesFlips
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
@@ -63,7 +63,7 @@ def indicate(
     with guarded(chosen, observations):
         omega = {op_id: dict(by_variant) for op_id, by_variant in chosen.omega(dag, rated, observations).items()}
         _check_omega(chosen.name, omega, dag, rated)
-        flips = chosen.flips(dag, rated, observations) if isinstance(chosen, TellsFlips) else {}
+        flips = chosen.flips(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)

@@ -74,7 +74,7 @@ def allocate(
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
         batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
-        progress: is told how far ``exact`` or ``auto`` is, in a line.
+        progress: receives a line that says how far ``exact`` or ``auto`` is.
 
     Raises:
         InfeasibleError: no plan fits a group's memory, or its base precision that of a training group; names the smallest

@@ -5,7 +5,7 @@ they do to every local batch, on which BatchNorm's statistics are taken and from
 
 A group's costs change with its local batch as t(b) = fixed + slope·b.  A profile is made at one batch size.  With that alone, the
 compute time of every kernel is taken as proportional to the batch, while dispatch and the optimizer, measured apart, do not change.
-A second profile at another batch size tells for every operator what really does not scale.
+A second profile at another batch size shows for every operator what really does not scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import attrs
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.profile import OpCost, Profile, StepMeasurement
+from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.solution import Solution
@@ -221,14 +221,20 @@ def _trace_back(counts: Sequence[int], limits: Sequence[int], total: int, reach:
 
 
 @attrs.frozen
-class _Ratio:
-    """A factor for integer times, exact until rounded down."""
+class _Line:
+    """Compute time as a function of the local batch.
 
-    numerator: int
-    denominator: int
+    Attributes:
+        traced_ns: at the traced batch size.
+        slope: ns per sample, not negative.
+    """
 
-    def __call__(self, value: int) -> int:
-        return value * self.numerator // self.denominator
+    traced_ns: int
+    slope: float
+
+    def at(self, more: int) -> int:
+        """Nanoseconds with so many more samples than traced."""
+        return max(0, self.traced_ns + round(self.slope * more))
 
 
 class BatchScaling:
@@ -247,7 +253,7 @@ class BatchScaling:
         self.profile = problem.profiles[group.name]
         self.batch_size = max(1, problem.dag.batch_size)
         self.measured_busy_ns = busy_ns
-        self._forward, self._backward = self._fit(group.name, further)
+        self._lines = self._fit(group.name, further)
         base = Variant.plain(group.base)
         chosen = [
             by_variant.get(base, next(iter(sorted(by_variant.values()))))
@@ -256,52 +262,53 @@ class BatchScaling:
         ]
         costs = self.profile.costs
         self._dispatch_ns = sum(costs[i].forward_dispatch_ns + costs[i].backward_dispatch_ns for i in chosen)
-        self._forward_ns = sum(costs[i].forward_compute_ns for i in chosen)
-        self._backward_ns = sum(costs[i].backward_compute_ns for i in chosen)
-        self._forward_slope = sum(self._forward[i] for i in chosen)
-        self._backward_slope = sum(self._backward[i] for i in chosen)
+        forward, backward = ([self._lines[i][phase] for i in chosen] for phase in (0, 1))
+        self._forward = _Line(sum(line.traced_ns for line in forward), sum(line.slope for line in forward))
+        self._backward = _Line(sum(line.traced_ns for line in backward), sum(line.slope for line in backward))
 
     def busy_ns(self, batch: int) -> int:
         """Busy time of a rank at a local batch: exact at the traced batch size, and never falling with the batch."""
-        return _Ratio(self._model_ns(batch), max(1, self._model_ns(self.batch_size)))(self.measured_busy_ns)
+        return self.measured_busy_ns * self._model_ns(batch) // max(1, self._model_ns(self.batch_size))
 
     def profile_at(self, batch: int) -> Profile:
         """The group's profile with its kernels, and the whole steps it is calibrated with, scaled to a local batch."""
         if batch == self.batch_size:
             return self.profile
-        costs = tuple(self._scaled(index, cost, batch) for index, cost in enumerate(self.profile.costs))
-        forward = _Ratio(self._forward_at(batch), max(1, self._forward_ns))
-        backward = _Ratio(self._backward_at(batch), max(1, self._backward_ns))
-        steps = tuple(_scale_step(step, forward, backward) for step in self.profile.steps)
-        return attrs.evolve(self.profile, costs=costs, steps=steps)
-
-    def _forward_at(self, batch: int) -> int:
-        return max(0, self._forward_ns + round(self._forward_slope * (batch - self.batch_size)))
-
-    def _backward_at(self, batch: int) -> int:
-        return max(0, self._backward_ns + round(self._backward_slope * (batch - self.batch_size)))
+        more = batch - self.batch_size
+        costs = tuple(
+            attrs.evolve(cost, forward_compute_ns=forward.at(more), backward_compute_ns=backward.at(more))
+            for cost, (forward, backward) in zip(self.profile.costs, self._lines, strict=True)
+        )
+        return attrs.evolve(self.profile, costs=costs, steps=tuple(self._scaled_step(step, more) for step in self.profile.steps))
 
     def _model_ns(self, batch: int) -> int:
         """The sum of parts at a batch size: kernels at the base precision and the optimizer."""
+        more = batch - self.batch_size
         dispatch = self._dispatch_ns + self.profile.optimizer_dispatch_ns
-        compute = self._forward_at(batch) + self._backward_at(batch) + self.profile.optimizer_compute_ns
+        compute = self._forward.at(more) + self._backward.at(more) + self.profile.optimizer_compute_ns
         return dispatch + compute if self.profile.device.is_synchronous else max(dispatch, compute)
 
-    def _scaled(self, index: int, cost: OpCost, batch: int) -> OpCost:
-        difference = batch - self.batch_size
+    def _scaled_step(self, step: StepMeasurement, more: int) -> StepMeasurement:
+        """A whole measured step: forward and backward by the ratio of their kernels, the rest as it was."""
+        forward_ns, backward_ns = (
+            measured * line.at(more) // max(1, line.traced_ns)
+            for measured, line in ((step.forward_compute_ns, self._forward), (step.backward_compute_ns, self._backward))
+        )
+        added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
+        dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns
         return attrs.evolve(
-            cost,
-            forward_compute_ns=max(0, cost.forward_compute_ns + round(self._forward[index] * difference)),
-            backward_compute_ns=max(0, cost.backward_compute_ns + round(self._backward[index] * difference)),
+            step,
+            iteration_ns=max(dispatch, step.iteration_ns + added),
+            forward_compute_ns=forward_ns,
+            backward_compute_ns=backward_ns,
         )
 
-    def _fit(self, group: str, further: BatchProfile | None) -> tuple[list[float], list[float]]:
-        """Forward and backward slopes in ns per sample, one per cost, not negative."""
-        size = self.batch_size
-        forward = [cost.forward_compute_ns / size for cost in self.profile.costs]
-        backward = [cost.backward_compute_ns / size for cost in self.profile.costs]
+    def _fit(self, group: str, further: BatchProfile | None) -> list[tuple[_Line, _Line]]:
+        """Forward and backward of every cost; those that the second profile lacks are proportional to the batch."""
+        pairs = [(cost.forward_compute_ns, cost.backward_compute_ns) for cost in self.profile.costs]
+        lines = [(_Line(fw, fw / self.batch_size), _Line(bw, bw / self.batch_size)) for fw, bw in pairs]
         if further is None:
-            return forward, backward
+            return lines
         other, difference = further.profile, further.batch_size - self.batch_size
         if difference == 0:
             raise PlanError(
@@ -316,23 +323,12 @@ class BatchScaling:
         for op_id, by_variant in self.profile.cost_index.items():
             for variant, index in by_variant.items():
                 if variant in other.cost_index[op_id]:
-                    here, there = self.profile.costs[index], other.cost(op_id, variant)
-                    forward[index] = max(0.0, (there.forward_compute_ns - here.forward_compute_ns) / difference)
-                    backward[index] = max(0.0, (there.backward_compute_ns - here.backward_compute_ns) / difference)
-        return forward, backward
-
-
-def _scale_step(step: StepMeasurement, forward: _Ratio, backward: _Ratio) -> StepMeasurement:
-    """A whole measured step at another batch size: forward and backward by the ratio of their kernels, the rest as it was."""
-    forward_ns, backward_ns = forward(step.forward_compute_ns), backward(step.backward_compute_ns)
-    added = forward_ns - step.forward_compute_ns + backward_ns - step.backward_compute_ns
-    dispatch = step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns
-    return attrs.evolve(
-        step,
-        iteration_ns=max(dispatch, step.iteration_ns + added),
-        forward_compute_ns=forward_ns,
-        backward_compute_ns=backward_ns,
-    )
+                    there, (fw, bw) = other.cost(op_id, variant), pairs[index]
+                    lines[index] = (
+                        _Line(fw, max(0.0, (there.forward_compute_ns - fw) / difference)),
+                        _Line(bw, max(0.0, (there.backward_compute_ns - bw) / difference)),
+                    )
+        return lines
 
 
 @attrs.frozen

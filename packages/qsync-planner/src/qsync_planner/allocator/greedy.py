@@ -1,4 +1,4 @@
-"""``greedy``: the paper's allocator with its errors mended.
+"""``greedy``: the paper's allocator with its errors corrected.
 
 See docs/design/allocator.md.
 

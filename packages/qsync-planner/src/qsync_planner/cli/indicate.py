@@ -154,7 +154,7 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     Raises:
         UsageError: when there is neither a truth nor a job to measure it of.
         ObservationError: when the truth is of another graph or lacks a variant, an indicator cannot be computed, the budget is no
-            finite number or too small, or nobody can measure the job.
+            finite number or too small, or no installed package can measure the job.
         ArtifactError: when truth or page cannot be written; before anything is measured.
         PluginError: naming an indicator that was asked for and fails.
     """

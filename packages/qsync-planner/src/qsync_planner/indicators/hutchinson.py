@@ -53,7 +53,7 @@ class Hutchinson:
         }
 
     def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
-        """What Ω loses without B; see :class:`TellsFlips`."""
+        """What Ω loses without B; see :class:`RatesFlips`."""
         assert observations is not None
         if not _has_flips(observations):
             return {}

@@ -47,7 +47,7 @@ class Indicator(Protocol):
 
 
 @runtime_checkable
-class TellsFlips(Protocol):
+class RatesFlips(Protocol):
     """What an indicator may offer beside :class:`Indicator`."""
 
     def flips(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:

@@ -62,7 +62,7 @@ def available_indicators(
 
     Args:
         registry: whose plugins to ask; None loads every installed plugin.
-        announce: told of each plugin that offers none, or one that lacks part of the interface, and why.
+        announce: receives a line for each plugin that offers none, or one that lacks part of the interface, with the reason.
 
     Raises:
         PluginError: when a plugin's indicator has a name that is taken.

@@ -43,7 +43,7 @@ def kernel(dispatch_ns: int, compute_ns: int) -> Work:
 
 
 def device_only(compute_ns: int) -> Work:
-    """Computation that nobody dispatches (the part of a collective that runs on the rank's own cores)."""
+    """Computation without a dispatch (the part of a collective that runs on the rank's own cores)."""
     return Work(0, compute_ns, NEVER)
 
 

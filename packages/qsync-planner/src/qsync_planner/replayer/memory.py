@@ -3,9 +3,9 @@
 A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.  Every piece of memory is an interval of
 moments:
 
-* an operator's output lives until its last consumer has run, or, where somebody saved it for backward, until the last of those
+* an operator's output lives until its last consumer has run, or, where operators save it for backward, until the last of those
   has run backward; two consumers of one tensor share it;
-* a cast copy likewise, shared by the consumers that share the cast; the original is kept only where somebody saved the original;
+* a cast copy likewise, shared by the consumers that share the cast; the original is kept only where an operator saves it uncast;
 * what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
 * a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
   optimizer, in float32;

@@ -66,7 +66,7 @@ def _plus(moment: Times, duration: int) -> Times:
 
 
 class Step(Generic[T]):
-    """One step of all groups, in whatever algebra moments are counted: integers, or max-plus vectors.
+    """One step of all groups, in either algebra of moments: integers, or max-plus vectors.
 
     The state is the moment at which each resource becomes free: per group dispatch and compute (one and the same where
     synchronous), and last the communication that all share.
@@ -75,7 +75,7 @@ class Step(Generic[T]):
         dfg: the job.
         later: of two moments the later.
         plus: a moment plus a duration in nanoseconds.
-        observe: told of every node: group, node, its start, how long it lasts (a collective: as long as in its slowest group).
+        observe: receives every node: group, node, its start, how long it lasts (a collective: as long as in its slowest group).
     """
 
     def __init__(

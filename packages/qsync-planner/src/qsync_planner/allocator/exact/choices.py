@@ -1,7 +1,7 @@
 """What every operator of a group may cost, as indicators over the columns of a program.
 
 A column ``x[u, r]`` says that unit u runs at rung r.  The format of a tensor is an indicator for each format that it may have: of
-an adjustable operator a sum of its unit's columns, of a dependent one whatever its inputs decide.  An operator's *choice* is what
+an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice* is what
 it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand for the
 combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
 """

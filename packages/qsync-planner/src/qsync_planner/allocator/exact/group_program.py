@@ -15,7 +15,7 @@ import numpy as np
 
 from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
-from qsync_planner.allocator.exact.program import Limits, Program, Solved, Told
+from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import CostMapper
@@ -101,7 +101,7 @@ class GroupProgram:
         self.program.price(self._budget, float(quantity is Quantity.MEMORY))
 
     def look_below(self, omega: float | None) -> None:
-        """Scale Ω for plans of at most this Σ Ω, and leave out whatever is more on its own; None for all plans, as at first.
+        """Scale Ω for plans of at most this Σ Ω, without any choice that is more on its own; None for all plans, as at first.
 
         A solver knows costs to a part of the largest: where the best plan is millions of times better than uniform precision, what
         sets good plans apart is lost otherwise.
@@ -148,13 +148,13 @@ class GroupProgram:
         """The solution without integrality."""
         return self.program.solve(Limits(seconds=seconds), relaxed=True)
 
-    def solve(self, limits: Limits, start: Sequence[int] | None = None, told: Told | None = None) -> Solved:
-        """The solution, beginning at a plan; ``told`` as in :meth:`Program.solve`."""
+    def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
+        """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
         point = None
         if start is not None:
             rows = zip(self.choices.columns, start, strict=True)
             point = {column: float(i == rung) for columns, rung in rows for i, column in enumerate(columns)}
-        return self.program.solve(limits, start=point, told=told)
+        return self.program.solve(limits, start=point, on_improved=on_improved)
 
     def solve_near(self, relaxed: Values, limits: Limits) -> Solved:
         """The best plan among those that agree with a relaxed solution wherever it is integral."""

@@ -103,7 +103,7 @@ class Limits:
     seconds: float | None = None
 
 
-Told = Callable[[float, float], None]
+OnImproved = Callable[[float, float], None]
 """Takes the objective of the best point so far, and the bound."""
 
 
@@ -167,7 +167,12 @@ class Program:
         self.row(indicator, upper=0)
 
     def solve(
-        self, limits: Limits, *, relaxed: bool = False, start: Mapping[int, float] | None = None, told: Told | None = None
+        self,
+        limits: Limits,
+        *,
+        relaxed: bool = False,
+        start: Mapping[int, float] | None = None,
+        on_improved: OnImproved | None = None,
     ) -> Solved:
         """Solve, or solve the relaxation without integrality; rows and columns may be added afterwards.
 
@@ -175,7 +180,7 @@ class Program:
             limits: when to stop.
             relaxed: without integrality.
             start: columns of a point to begin with.
-            told: is called with objective and bound whenever a better point is found.
+            on_improved: receives objective and bound whenever a better point is found.
 
         Raises:
             SolverFailed: when the solver gives up for another reason than a limit.
@@ -193,10 +198,10 @@ class Program:
             )
 
         def improved(event: Any) -> None:
-            if told is not None:
-                told(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
+            if on_improved is not None:
+                on_improved(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
 
-        if told is not None:
+        if on_improved is not None:
             solver.cbMipImprovingSolution += improved
         try:
             solver.run()
@@ -204,7 +209,7 @@ class Program:
                 solver.clearSolver()
                 solver.run()
         finally:
-            if told is not None:
+            if on_improved is not None:
                 solver.cbMipImprovingSolution -= improved
         found = self._solved(solver, relaxed)
         if relaxed and found.outcome is Outcome.OPTIMAL:

@@ -29,7 +29,7 @@ _SLACK = 1e-6
 _REPAIRS = 8
 """Times that limits are tightened where a plan misses one by a rounding of the solver."""
 Progress = Callable[[str], None]
-"""Is given a line that says how far the search is."""
+"""Receives a line that says how far the search is."""
 
 
 @attrs.frozen
@@ -67,7 +67,7 @@ class Answer:
 
 
 class Search:
-    """One group's search within a time limit and a memory budget; ``progress`` is told of every incumbent and bound."""
+    """One group's search within a time limit and a memory budget; ``progress`` receives every incumbent and bound."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Search:
         """Search from a plan that may or may not keep the limits."""
         first = self._program.replay(start)
         if self._budget and not self._program.has_moments:
-            # A first row of memory is dear to a program that is solved already, the others are not.
+            # A first row of memory costs much in a program that is solved already, further ones do not.
             self._program.keep_moment(first.peak_moment)
         self._offer(first)
         for _ in range(_RESCALINGS):
@@ -100,7 +100,7 @@ class Search:
                 break
             began = time.monotonic()
             self._program.look_below(best)
-            # One from before is of a scale at which such plans were hardly told apart: the new one is better, if there is one.
+            # One from before is of a scale at which such plans hardly differ: the new one is better, if there is one.
             earlier, self._bound = self._bound, float("-inf")
             if not self._approach() and self._best is None:
                 return Answer(None, float("inf"))

@@ -236,7 +236,7 @@ class _Clock:
                 self._pending = self._pending.then(Work(*fixed))
 
     def delay_device(self, compute_ns: int) -> None:
-        """Device work that no dispatch precedes."""
+        """Device work without a dispatch."""
         self._pending = self._pending.then(device_only(compute_ns)) if compute_ns else self._pending
 
     def device(self) -> int | None:
