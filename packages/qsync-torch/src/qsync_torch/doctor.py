@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
+from qsync_torch.distributed.ranks import gather_bytes
 from qsync_torch.observing.collectors import installed_collectors
 
 _RENDEZVOUS = timedelta(seconds=30)
@@ -141,19 +142,10 @@ def _agreement_lines(lines: list[DoctorLine]) -> list[DoctorLine]:
             )
         ]
     try:
-        everyone = _gather(mine, world)
+        everyone = [json.loads(facts) for facts in gather_bytes(json.dumps(mine).encode().ljust(_TEXT_BYTES))]
     finally:
         dist.destroy_process_group()
     return compare_ranks(everyone)
-
-
-def _gather(facts: dict[str, str], world: int) -> list[dict[str, str]]:
-    """Every rank's facts, exchanged as JSON text."""
-    text = json.dumps(facts).encode().ljust(_TEXT_BYTES)
-    mine = torch.tensor(list(text), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everyone, mine)
-    return [json.loads(bytes(tensor.tolist())) for tensor in everyone]
 
 
 def compare_ranks(everyone: list[dict[str, str]]) -> list[DoctorLine]:

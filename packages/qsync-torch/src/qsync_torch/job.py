@@ -1,4 +1,4 @@
-"""A job: what is trained.  A model, its batches, its loss and its optimizer, by name or from a person's own file."""
+"""A job: what is trained (a model, its batches, its loss and its optimizer), and whether a graph belongs to it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Job:
     """What is trained.
 
     Attributes:
-        name: for people; artifacts store it as the model's name.
+        name: the model's name in artifacts and messages.
         model: the module; parameters may be on any device and are not copied.
         batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  Whatever
             it raises becomes a JobError, as do other arguments (at once) and a result that is not a :class:`Batch`.
@@ -135,33 +135,26 @@ def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None
         ) from None
 
 
-# ---- merged from qsync_torch.job
-# Whether a graph belongs to a job, before hours are spent on measuring the wrong one.
-
-_ADVICE = "run 'qsync trace' for this job"
-
-
 def check_same_model(job: Job, dag: PrecisionDag) -> None:
-    """Compare the parameters' names and shapes, and the batch size.
+    """Compare the graph's parameters (names and shapes) and batch size with the job's, before the wrong one is measured.
 
     Raises:
         QSyncError: naming the first difference.
     """
     ours = {name: tuple(parameter.shape) for name, parameter in job.model.named_parameters()}
     theirs = {parameter.fqn: parameter.shape for parameter in dag.parameters}
+    advice = "run 'qsync trace' for this job"
     for name in [*theirs, *ours]:
-        if name not in ours or name not in theirs:
-            where = "the job" if name in ours else "the graph"
-            raise QSyncError(
-                f"the graph ({dag.model}) is of another model than the job ({job.name}): only {where} has {name}; {_ADVICE}"
-            )
-        if ours[name] != theirs[name]:
-            raise QSyncError(
-                f"the graph ({dag.model}) is of another model than the job ({job.name}): parameter {name} has shape "
-                f"{list(ours[name])} in the job and {list(theirs[name])} in the graph; {_ADVICE}"
-            )
+        mine, other = ours.get(name), theirs.get(name)
+        if mine == other:
+            continue
+        if mine is None or other is None:
+            difference = f"only {'the graph' if mine is None else 'the job'} has {name}"
+        else:
+            difference = f"parameter {name} has shape {list(mine)} in the job and {list(other)} in the graph"
+        raise QSyncError(f"the graph ({dag.model}) is of another model than the job ({job.name}): {difference}; {advice}")
     if job.batch_size != dag.batch_size:
         raise QSyncError(
             f"the graph was traced with batch size {dag.batch_size} and the job has {job.batch_size}; "
-            f"give --batch-size {dag.batch_size}, or {_ADVICE}"
+            f"give --batch-size {dag.batch_size}, or {advice}"
         )

@@ -1,4 +1,4 @@
-"""Loading the job that a person names: one of :mod:`qsync_torch.models`, or a function in a file or module of their own."""
+"""Loads the job that a command names: one of :mod:`qsync_torch.models`, or a function in the user's file or module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qsync_torch.models import NAMED
 
 
 def load_job(text: str, batch_size: int | None = None) -> Job:
-    """The job a person names.
+    """The job that a text names.
 
     Args:
         text: a named model with options, ``resnet50`` or ``bert-base:seq=384,layers=2`` (see :mod:`qsync_torch.models`); or
@@ -37,7 +37,7 @@ def load_job(text: str, batch_size: int | None = None) -> Job:
     by_spelling = {name.replace("_", "-"): name for name in NAMED}  # vgg16_bn, as in torchvision, and vgg16-bn are the same
     name = by_spelling.get(head.replace("_", "-"))
     if name is not None:
-        job = _call_with_options(NAMED[name], rest, f"the model {name!r}")
+        job: Job = _call_with_options(NAMED[name], rest, f"the model {name!r}")
     elif rest:
         # A drive letter or a path may hold colons: the last part without '=' is the function.
         target, options = text, ""

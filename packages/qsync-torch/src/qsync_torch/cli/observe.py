@@ -14,6 +14,7 @@ from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import ObservationError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_torch.cli.options import STANDARD_RUNGS, LadderChoice, batch_size_option, dag_option, device_option, ladder_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,19 +22,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("job")
-@click.option("--dag", "dag_path", type=click.Path(path_type=Path), help="The job's graph (qsync trace); traced anew without it.")
+@dag_option
 @output_option("observations")
 @click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Updates before the first observed one.")
 @click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Updates to observe at most.")
 @click.option("--all-steps", is_flag=True, help="Do not stop earlier when the rankings have settled.")
 @click.option("--collectors", "names", default=None, help="Which collectors, comma-separated.  [all but those that take long]")
-@click.option("--rungs", default="int8,bfloat16,float32", show_default=True, help="Precisions or variants a plan may use.")
-@click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take the ladder from this file's group.")
-@click.option("--group", default=None, help="Which group of the cluster file.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:0.")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step; half of it is observed.  [the job's]"
-)
+@ladder_options(STANDARD_RUNGS)
+@device_option("cpu")
+@batch_size_option("Samples per rank and step; half of it is observed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of dropout and the random directions.")
 @click.option("--fresh", is_flag=True, help="Start anew even where an interrupted observation could be continued.")
 @json_option
@@ -45,9 +42,7 @@ def observe(
     steps: int,
     all_steps: bool,
     names: str | None,
-    rungs: str,
-    cluster_path: Path | None,
-    group: str | None,
+    ladder: LadderChoice,
     device: str,
     batch_size: int | None,
     seed: int,
@@ -59,7 +54,6 @@ def observe(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  The numbers do not depend on the device.  An
     interrupted observation leaves OUTPUT.partial and is continued by the same command.
     """
-    from qsync_torch.cli.ladder import ladder_of_group, read_rungs
     from qsync_torch.devices import gradient_format, parse_device
     from qsync_torch.load_job import load_job
     from qsync_torch.observing.collectors import collectors_named
@@ -68,7 +62,7 @@ def observe(
     from qsync_torch.tracing.trace import trace
 
     target = parse_device(device)
-    ladder = ladder_of_group(cluster_path, group)[0] if cluster_path else read_rungs(rungs, gradient_format(target))
+    variants = ladder.variants(gradient_format(target), STANDARD_RUNGS)
     collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
     check_writable(output)
     partial = output.with_name(output.name + ".partial")
@@ -81,7 +75,7 @@ def observe(
             found = run_observe(
                 loaded,
                 dag,
-                ladder,
+                variants,
                 warmup=warmup,
                 steps=steps,
                 device=target,

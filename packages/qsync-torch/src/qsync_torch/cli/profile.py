@@ -14,6 +14,7 @@ from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns, parse_bytes
+from qsync_torch.cli.options import PATH, STANDARD_RUNGS, LadderChoice, batch_size_option, dag_option, device_option, ladder_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,21 +24,19 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("job")
-@click.option("--dag", "dag_path", type=click.Path(path_type=Path), help="The job's graph (qsync trace); traced anew without it.")
+@dag_option
 @output_option("profile")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:0.")
+@device_option("cpu")
 @click.option("--share", type=float, default=None, help="Share of the device that the job gets, above 0 and at most 1.  [1.0]")
 @click.option("--memory-cap", default=None, help="Memory the job may use, such as '8 GiB'.  [all]")
-@click.option("--rungs", default=None, help="Precisions or variants a plan may use.  [int8,bfloat16,float32]")
-@click.option("--cluster", "cluster_path", type=click.Path(path_type=Path), help="Take ladder and share from this file's group.")
-@click.option("--group", default=None, help="Which group of the cluster file.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step.  [the job's]")
+@ladder_options(STANDARD_RUNGS)
+@batch_size_option()
 @click.option(
     "--backend",
     default=None,
     help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
 )
-@click.option("--tuning", type=click.Path(path_type=Path), default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
+@click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
 def profile(
@@ -47,9 +46,7 @@ def profile(
     device: str,
     share: float | None,
     memory_cap: str | None,
-    rungs: str | None,
-    cluster_path: Path | None,
-    group: str | None,
+    ladder: LadderChoice,
     batch_size: int | None,
     backend: str | None,
     tuning: Path | None,
@@ -63,7 +60,6 @@ def profile(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from qsync_torch.cli.ladder import ladder_of_group, read_rungs
     from qsync_torch.devices import gradient_format, parse_device
     from qsync_torch.distributed.ranks import process_group_from_environment
     from qsync_torch.load_job import load_job
@@ -71,14 +67,9 @@ def profile(
     from qsync_torch.tracing.trace import trace
 
     target = parse_device(device)
-    if cluster_path is not None and rungs is not None:
-        raise QSyncError("--rungs and --cluster both give a ladder; use one of them")
-    if cluster_path is not None:
-        ladder, group_share, _ = ladder_of_group(cluster_path, group)
-        share = group_share if share is None else share
-    else:
-        ladder = read_rungs(rungs or "int8,bfloat16,float32", gradient_format(target))
-    share = 1.0 if share is None else share
+    variants, group = ladder.variants(gradient_format(target), STANDARD_RUNGS), ladder.group
+    if share is None:
+        share = group.share if group else 1.0
     if not 0 < share <= 1:
         raise QSyncError(f"--share is a fraction of the device, above 0 and at most 1, got {share:g}")
     try:
@@ -98,7 +89,7 @@ def profile(
             device=target,
             share=share,
             memory_cap_bytes=cap,
-            ladder=ladder,
+            ladder=variants,
             backend=backend,
             tuning=tuning,
             resume=partial,

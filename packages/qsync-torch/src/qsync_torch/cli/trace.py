@@ -13,6 +13,7 @@ from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.ir.dag import OpClass
 from qsync_core.units import format_bytes
+from qsync_torch.cli.options import batch_size_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,7 @@ _SHOWN = 20
 @click.command()
 @click.argument("job")
 @output_option("graph")
-@click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Samples per rank and step.  [the job's]")
+@batch_size_option()
 @click.option("--bucket-cap-mb", type=float, default=None, help="DistributedDataParallel's bucket_cap_mb.  [its default]")
 @json_option
 def trace(job: str, output: Path, batch_size: int | None, bucket_cap_mb: float | None, json_flag: bool) -> None:

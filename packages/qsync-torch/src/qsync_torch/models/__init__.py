@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from qsync_torch.job import Job
 from qsync_torch.models.transformers import bert, roberta
 from qsync_torch.models.vision import resnet, vgg
 
-NAMED: dict[str, Callable[..., Any]] = {
+NAMED: dict[str, Callable[..., Job]] = {
     "resnet18": partial(resnet, "resnet18"),
     "resnet50": partial(resnet, "resnet50"),
     "vgg16": partial(vgg, "vgg16"),

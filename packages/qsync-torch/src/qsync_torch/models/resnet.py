@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +26,9 @@ class BasicBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """N×C_in×H×W to N×C_out×H'×W'."""
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        return self.relu(out + shortcut)
+        out: torch.Tensor = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)) + shortcut)
+        return out
 
 
 class Bottleneck(nn.Module):
@@ -49,10 +50,10 @@ class Bottleneck(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """N×C_in×H×W to N×C_out×H'×W'."""
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
+        out: torch.Tensor = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        return self.relu(out + shortcut)
+        out = self.relu(self.bn3(self.conv3(out)) + shortcut)
+        return out
 
 
 class ResNet(nn.Module):
@@ -112,14 +113,15 @@ class ResNet(nn.Module):
         """Images N×C×H×W to logits N×classes."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
+        logits: torch.Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
+        return logits
 
 
-def resnet18(**options: int | bool) -> ResNet:
+def resnet18(**options: Any) -> ResNet:
     """ResNet-18; options as of :class:`ResNet`."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), **options)  # type: ignore[arg-type]
+    return ResNet(BasicBlock, (2, 2, 2, 2), **options)
 
 
-def resnet50(**options: int | bool) -> ResNet:
+def resnet50(**options: Any) -> ResNet:
     """ResNet-50; options as of :class:`ResNet`."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), **options)  # type: ignore[arg-type]
+    return ResNet(Bottleneck, (3, 4, 6, 3), **options)

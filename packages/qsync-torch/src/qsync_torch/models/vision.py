@@ -113,5 +113,5 @@ def _image_job(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = model().to(memory_format=layout)
+        built = model().to(memory_format=layout)  # type: ignore[call-overload]  # torch's stub lacks this documented form
     return Job(name, built, batch, cross_entropy_loss, optimizer, batch_size)

@@ -1,0 +1,110 @@
+"""Options that several commands share, and the ladder of variants that they name."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from qsync_core.cli.options import Command
+from qsync_core.cluster_file import read_cluster
+from qsync_core.errors import ClusterError, QSyncError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qsync_core.ir.cluster import DeviceGroup
+
+PATH = click.Path(path_type=Path)
+STANDARD_RUNGS = "int8,bfloat16,float32"
+"""Ladder of jobs that are profiled or observed without one."""
+
+dag_option = click.option("--dag", "dag_path", type=PATH, help="The job's graph (qsync trace); traced anew without it.")
+"""``--dag``; the command's parameter is ``dag_path: Path | None``."""
+
+
+def device_option(default: str) -> Callable[[Command], Command]:
+    """``--device``; the command's parameter is ``device: str``."""
+    return click.option("--device", default=default, show_default=True, help="cpu, cuda or cuda:0.")
+
+
+def batch_size_option(which: str = "Samples per rank and step.") -> Callable[[Command], Command]:
+    """``--batch-size``; the command's parameter is ``batch_size: int | None``."""
+    return click.option("--batch-size", type=click.IntRange(min=1), help=f"{which}  [the job's]")
+
+
+@attrs.frozen
+class LadderChoice:
+    """What ``--rungs``, ``--cluster`` and ``--group`` say."""
+
+    rungs: str | None
+    cluster: Path | None
+    group_name: str | None
+
+    @property
+    def group(self) -> DeviceGroup | None:
+        """The group of the cluster file; without a name, its only one; None without a cluster file.
+
+        Raises:
+            ClusterError: when there is no such group.
+            QSyncError: when ``--rungs`` names a ladder too.
+        """
+        if self.cluster is None:
+            return None
+        if self.rungs is not None:
+            raise QSyncError("--rungs and --cluster both give a ladder; use one of them")
+        cluster = read_cluster(self.cluster)
+        names = [entry.name for entry in cluster.groups]
+        if self.group_name is None and len(names) > 1:
+            raise ClusterError(f"{self.cluster} describes the groups {', '.join(names)}; say which one with --group")
+        if self.group_name is not None and self.group_name not in names:
+            raise ClusterError(f"{self.cluster} has no group {self.group_name!r}; its groups are {', '.join(names)}")
+        return cluster.group(self.group_name or names[0])
+
+    def variants(self, sixteen_bit: Precision, default: str = "") -> tuple[Variant, ...]:
+        """The group's ladder, or the variants of ``--rungs``, or those of the default.
+
+        Args:
+            sixteen_bit: the device's 16-bit format for the gradients of 8-bit operators.
+            default: rungs where no option names a ladder; none if empty.
+
+        Raises:
+            QSyncError: naming the entry that is no variant.
+        """
+        if group := self.group:
+            return group.ladder
+        rungs = default if self.rungs is None else self.rungs
+        variants = tuple(_variant(entry, sixteen_bit) for entry in filter(None, (part.strip() for part in rungs.split(","))))
+        if not variants and self.rungs is not None:
+            raise QSyncError(f"--rungs names no precision; write for example --rungs {STANDARD_RUNGS}")
+        return tuple(dict.fromkeys(variants))
+
+
+def ladder_options(default: str) -> Callable[[Command], Command]:
+    """``--rungs``, ``--cluster`` and ``--group``; the command's parameter is ``ladder: LadderChoice``."""
+
+    def decorate(command: Command) -> Command:
+        @click.option("--rungs", help=f"Precisions or variants a plan may use.  [{default}]")
+        @click.option("--cluster", "cluster_path", type=PATH, help="Take ladder and share from this file's group.")
+        @click.option("--group", help="Which group of the cluster file.")
+        @functools.wraps(command)
+        def call(*args: Any, rungs: str | None, cluster_path: Path | None, group: str | None, **named: Any) -> Any:
+            return command(*args, ladder=LadderChoice(rungs, cluster_path, group), **named)
+
+        return call
+
+    return decorate
+
+
+def _variant(entry: str, sixteen_bit: Precision) -> Variant:
+    """A variant by the name of its precision, or as :meth:`Variant.parse` reads it."""
+    try:
+        return Variant.parse(entry) if ";" in entry else Variant.of(Precision(entry), sixteen_bit=sixteen_bit)
+    except ValueError as error:
+        problem = str(error) if ";" in entry else f"not a precision: {entry!r}; known are {', '.join(Precision)}"
+        raise QSyncError(f"--rungs: {problem}") from None
