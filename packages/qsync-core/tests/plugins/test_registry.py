@@ -17,8 +17,9 @@ from plugin_doubles import offering, plugin, registry
 
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig, KernelRequest, KernelSpec
+from qsync_core.plugins.backends import Answer
 from qsync_core.plugins.doctor import DoctorLine
-from qsync_core.plugins.registry import Answer, Registry
+from qsync_core.plugins.registry import Registry
 from qsync_core.tuning.search import tune
 from qsync_core.tuning.store import TuningStore
 

@@ -21,8 +21,9 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelBackend
 from qsync_core.kernels.choice import FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
+from qsync_core.plugins.backends import Answer
 from qsync_core.plugins.hooks import DeviceFacts
-from qsync_core.plugins.registry import Answer, Registry
+from qsync_core.plugins.registry import Registry
 from qsync_core.tuning.store import TuningStore, default_store_path
 from qsync_core.units import format_ns
 

@@ -14,7 +14,7 @@ import pluggy
 from qsync_core.errors import BackendError, PluginError, QSyncError
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.plugins import compat, hooks
-from qsync_core.plugins.checked_backend import backend_problem, checked
+from qsync_core.plugins.backends import Answer, DefaultSelection, ask_backend, checked, name_and_problem, refusal
 from qsync_core.plugins.doctor import DoctorLine
 from qsync_core.plugins.guard import guard, origin
 
@@ -24,35 +24,6 @@ if TYPE_CHECKING:
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
     from qsync_core.tuning.store import TuningStore
-
-
-class _DefaultSelection:
-    """Core's own answer to ``qsync_select_backend``, asked last."""
-
-    @staticmethod
-    @hooks.hookimpl(trylast=True)
-    def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
-        """The lowest tuned latency, then the name; a tuned candidate goes before one that never ran."""
-        return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
-
-
-@attrs.frozen
-class Answer:
-    """What a backend says to a request.
-
-    Attributes:
-        backend: its name.
-        reasons: why it cannot run the request; empty when it can.
-        config: the tuned configuration; its first candidate where it was never tuned.
-        latency_ns: what tuning measured, None where it was never tuned.
-        exact: the latency is of the request's own shapes; else it is scaled from the nearest ones.
-    """
-
-    backend: str
-    reasons: tuple[str, ...] = ()
-    config: str = ""
-    latency_ns: int | None = None
-    exact: bool = False
 
 
 @attrs.define
@@ -74,7 +45,7 @@ class Registry:
 
     def __attrs_post_init__(self) -> None:
         self._manager.add_hookspecs(hooks)
-        self._manager.register(_DefaultSelection(), "qsync-core")
+        self._manager.register(DefaultSelection(), "qsync-core")
 
     @classmethod
     def load(cls, entry_points: Iterable[metadata.EntryPoint] | None = None) -> Registry:
@@ -314,7 +285,7 @@ class Registry:
                     self._disable(plugin, f"its qsync_register_backends must return a list of backends, got {got}")
                     continue
                 for backend in offered:
-                    name, problem = _name_and_problem(backend)
+                    name, problem = name_and_problem(backend)
                     if problem:
                         self.disabled[f"{plugin} (backend {name})"] = problem
                         self._unusable[name] = problem
@@ -362,7 +333,7 @@ class Registry:
                     or f"there is no kernel backend {name!r} here; installed are {', '.join(backends) or 'none'}"
                     + self.all_disabled()
                 )
-        return [_answer(backend, request, store) for name, backend in backends.items() if names is None or name in names]
+        return [ask_backend(backend, request, store) for name, backend in backends.items() if names is None or name in names]
 
     def choose(self, request: KernelRequest, answers: Sequence[Answer]) -> Answer:
         """The answer that ``qsync_select_backend`` picks among those of backends that can run the request.
@@ -372,7 +343,7 @@ class Registry:
         """
         able = {answer.backend: answer for answer in answers if not answer.reasons}
         if not able:
-            raise BackendError(_refusal(request, {a.backend: list(a.reasons) for a in answers}) + self.all_disabled())
+            raise BackendError(refusal(request, {a.backend: list(a.reasons) for a in answers}) + self.all_disabled())
         candidates = tuple(hooks.Candidate(answer.backend, answer.config, answer.latency_ns) for answer in able.values())
         chosen = self._first("qsync_select_backend", str, request=request, candidates=candidates)
         if chosen not in able:
@@ -409,36 +380,6 @@ class Registry:
         return found
 
 
-def _name_and_problem(backend: Any) -> tuple[str, str]:
-    """The name of a backend that a plugin offers, and why it cannot be used (empty where it can)."""
-    name, problems = "", [""]
-    with guard("looking at it", lambda sentence, error: problems.append(sentence)):
-        name = str(getattr(backend, "name", None))
-        problems.append(backend_problem(backend))
-    return name, problems[-1]
-
-
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
     """A plugin's function with those of the hook's arguments that it takes."""
     return implementation.function(*(arguments[name] for name in implementation.argnames))
-
-
-def _answer(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:
-    try:
-        if reasons := backend.unsupported_reasons(request):
-            return Answer(backend.name, tuple(reasons))
-        configs = [config.text for config in backend.candidate_configs(request)]
-    except BackendError as error:  # a backend that fails here cannot run the request, and the others may
-        return Answer(backend.name, (" ".join(str(error).split()).removeprefix(f"backend {backend.name}: "),))
-    match = store.look_up(backend.name, request, configs) if store is not None else None
-    if match is None:
-        return Answer(backend.name, config=configs[0] if configs else "")
-    return Answer(backend.name, (), match.record.config, match.latency_ns, match.exact)
-
-
-def _refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:
-    what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)} on {request.device_kind}"
-    if not reasons:
-        return f"no kernel backend is installed that could run {what}; install qsync-torch for the reference backend"
-    said = "; ".join(f"{name}: {', '.join(why)}" for name, why in sorted(reasons.items()))
-    return f"no kernel backend can run {what} ({said})"

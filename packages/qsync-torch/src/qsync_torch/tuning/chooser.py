@@ -12,7 +12,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
 from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
-from qsync_core.plugins.registry import Answer
+from qsync_core.plugins.backends import Answer
 from qsync_core.tuning.store import TuningStore
 from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.installed import installed

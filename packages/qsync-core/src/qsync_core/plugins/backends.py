@@ -1,13 +1,15 @@
-"""A plugin's kernel backend, checked where it is loaded and wherever it answers.
+"""A plugin's kernel backend: checked where it is loaded and wherever it answers, and what it answers to a request.
 
-Whatever it raises or returns that the interface does not allow becomes a BackendError that names the backend and the method, what
-was expected and what came instead.
+Whatever a backend raises or returns that the interface does not allow becomes a BackendError that names the backend and the method,
+what was expected and what came instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import attrs
 
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.kernels.backend import (
@@ -20,14 +22,27 @@ from qsync_core.kernels.backend import (
     KernelSpec,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME
+from qsync_core.plugins import hooks
 from qsync_core.plugins.guard import guard
 from qsync_core.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from qsync_core.tuning.store import TuningStore
 
 T = TypeVar("T")
 _METHODS = ("kernel_specs", "unsupported_reasons", "candidate_configs", "build")
 
 
-def backend_problem(backend: Any) -> str:
+def name_and_problem(backend: Any) -> tuple[str, str]:
+    """The name of a backend that a plugin offers, and why it cannot be used (empty where it can)."""
+    name, problems = "", [""]
+    with guard("looking at it", lambda sentence, error: problems.append(sentence)):
+        name = str(getattr(backend, "name", None))
+        problems.append(_backend_problem(backend))
+    return name, problems[-1]
+
+
+def _backend_problem(backend: Any) -> str:
     """Why what a plugin offers cannot be used as a backend, in a sentence; empty where it can."""
     if isinstance(backend, type):
         return f"it offers the class {backend.__name__} itself; offer an instance, {backend.__name__}()"
@@ -140,3 +155,55 @@ class CheckedCompilingBackend(CheckedBackend):
 
 def _raise_backend_error(sentence: str, error: BaseException) -> NoReturn:
     raise BackendError(sentence) from error
+
+
+@attrs.frozen
+class Answer:
+    """What a backend says to a request.
+
+    Attributes:
+        backend: its name.
+        reasons: why it cannot run the request; empty when it can.
+        config: the tuned configuration; its first candidate where it was never tuned.
+        latency_ns: what tuning measured, None where it was never tuned.
+        exact: the latency is of the request's own shapes; else it is scaled from the nearest ones.
+    """
+
+    backend: str
+    reasons: tuple[str, ...] = ()
+    config: str = ""
+    latency_ns: int | None = None
+    exact: bool = False
+
+
+def ask_backend(backend: KernelBackend, request: KernelRequest, store: TuningStore | None) -> Answer:
+    """What a backend says to a request; one that fails refuses it."""
+    try:
+        if reasons := backend.unsupported_reasons(request):
+            return Answer(backend.name, tuple(reasons))
+        configs = [config.text for config in backend.candidate_configs(request)]
+    except BackendError as error:  # a backend that fails here cannot run the request, and the others may
+        return Answer(backend.name, (" ".join(str(error).split()).removeprefix(f"backend {backend.name}: "),))
+    match = store.look_up(backend.name, request, configs) if store is not None else None
+    if match is None:
+        return Answer(backend.name, config=configs[0] if configs else "")
+    return Answer(backend.name, (), match.record.config, match.latency_ns, match.exact)
+
+
+def refusal(request: KernelRequest, reasons: dict[str, list[str]]) -> str:
+    """The sentence for a request that no backend takes, with the reasons of each."""
+    what = f"{request.op} in {request.variant.label} of shapes {list(request.shapes)} on {request.device_kind}"
+    if not reasons:
+        return f"no kernel backend is installed that could run {what}; install qsync-torch for the reference backend"
+    said = "; ".join(f"{name}: {', '.join(why)}" for name, why in sorted(reasons.items()))
+    return f"no kernel backend can run {what} ({said})"
+
+
+class DefaultSelection:
+    """Core's own answer to ``qsync_select_backend``, asked last."""
+
+    @staticmethod
+    @hooks.hookimpl(trylast=True)
+    def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
+        """The lowest tuned latency, then the name; a tuned candidate goes before one that never ran."""
+        return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
