@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, require, rounding
+from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, require, weight
 
 
 class Hessian:
@@ -32,9 +31,9 @@ class Hessian:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, dag, terms.HESSIAN, {terms.WEIGHT_ERROR: _weight})
+        sources = observed_sources(observations, terms.HESSIAN, {terms.WEIGHT_ERROR: weight})
         return {
-            operator.op_id: {variant: _one(operator, variant, observations, sources) for variant in variants}
+            operator.op_id: {variant: _one(operator.op_id, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
         }
 
@@ -46,13 +45,8 @@ class Hessian:
         )
 
 
-def _weight(operator: Operator, variant: Variant) -> Part | None:
-    """What the rounding of the weight depends on."""
-    return rounding(operator, variant, (CastSite.WEIGHT,))
-
-
-def _one(operator: Operator, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Part], Variant]) -> float:
-    op_id, part = operator.op_id, _weight(operator, variant)
+def _one(op_id: OpId, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Part], Variant]) -> float:
+    part = weight(variant)
     if part is None:
         return 0.0
     eigenvalue = require(observations, terms.HESSIAN, terms.TOP_EIGENVALUE, op_id)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from qsync_core.ir import observations as terms
-from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
@@ -82,21 +82,21 @@ _Parts = list[tuple[float, float]]
 
 
 def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
-    sources = observed_sources(observations, dag, terms.HUTCHINSON, _PART_OF_TERM)
+    sources = observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
     flips = _has_flips(observations)
     return {
-        operator.op_id: {variant: _per_iteration(operator, variant, observations, sources, flips) for variant in variants}
+        operator.op_id: {variant: _per_iteration(operator.op_id, variant, observations, sources, flips) for variant in variants}
         for operator in dag.adjustable
     }
 
 
-def _per_iteration(operator: Operator, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
-    op_id, count = operator.op_id, len(observations.iterations)
+def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
+    count = len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
     parts = (
-        (operands(operator, variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-        (output(operator, variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
-        (gradients(operator, variant), terms.GRADIENT, "", ""),
+        (operands(variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+        (output(variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+        (gradients(variant), terms.GRADIENT, "", ""),
     )
     for part, term, flip_term, noise_term in parts:
         if part is None:

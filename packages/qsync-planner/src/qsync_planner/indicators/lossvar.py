@@ -30,7 +30,7 @@ class LossVar:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, dag, terms.LOSSVAR, _PART_OF_TERM)
+        sources = observed_sources(observations, terms.LOSSVAR, _PART_OF_TERM)
         return {
             operator.op_id: {variant: self._one(operator, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
@@ -49,7 +49,7 @@ class LossVar:
         sources: dict[tuple[OpId, Part], Variant],
     ) -> float:
         op_id = operator.op_id
-        operands_part, output_part = operands(operator, variant), output(operator, variant)
+        operands_part, output_part = operands(variant), output(variant)
         if operands_part is None and output_part is None:
             return 0.0
         columns: list[Sequence[float]] = []

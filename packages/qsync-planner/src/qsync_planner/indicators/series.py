@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from qsync_core.errors import ObservationError
-from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.semantics import CastSite, casts, gradient_precisions
+from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 
 
@@ -95,44 +94,45 @@ def arithmetic_mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+_UNROUNDED = CastTarget(Precision.FLOAT32)
+
 Part = tuple[object, ...]
 """A part of a variant that one kind of noise depends on; equal parts make equal noise."""
-PartOf = Callable[[Operator, Variant], Part | None]
+PartOf = Callable[[Variant], Part | None]
 
 
-def rounding(operator: Operator, variant: Variant, sites: Sequence[CastSite]) -> Part | None:
-    """What the rounding at some casts of a float32 activation and weight depends on; None where nothing is cast."""
-    keys = [cast.key for cast in casts(operator, variant, (Precision.FLOAT32,)) if cast.site in sites]
-    return (*keys, variant.symmetric if variant.compute.needs_scale else None) if keys else None
+def weight(variant: Variant) -> Part | None:
+    """What the rounding of the weight depends on; None for a float32 weight."""
+    steps = steps_of(variant)
+    if steps.weight == _UNROUNDED:
+        return None
+    return (steps.weight, variant.symmetric if steps.is_quantized else None)
 
 
-def operands(operator: Operator, variant: Variant) -> Part | None:
+def operands(variant: Variant) -> Part | None:
     """What the rounding of the two operands depends on; None for float32 operands."""
-    return rounding(operator, variant, (CastSite.INPUT, CastSite.WEIGHT))
+    part = weight(variant)
+    return None if part is None else (steps_of(variant).x, *part)
 
 
-def output(operator: Operator, variant: Variant) -> Part | None:
+def output(variant: Variant) -> Part | None:
     """What the rounding of the output depends on; None for a float32 output."""
     return None if variant.output is Precision.FLOAT32 else ("output", variant.output)
 
 
-def gradients(operator: Operator, variant: Variant) -> Part | None:
+def gradients(variant: Variant) -> Part | None:
     """What the rounding of gradients depends on; None where all are float32."""
-    copies = gradient_precisions(variant)
-    if copies == (Precision.FLOAT32,):
-        return None
-    how = variant.rounding if any(copy.needs_scale for copy in copies) else None
-    return ("gradients", variant.grad_input, variant.grad_weight, how)
+    copies = steps_of(variant).grad_output
+    return None if copies == (_UNROUNDED,) else (variant.grad_input, variant.grad_weight, copies)
 
 
 def observed_sources(
-    observations: Observations, dag: PrecisionDag, collector: str, part_of_term: Mapping[str, PartOf]
+    observations: Observations, collector: str, part_of_term: Mapping[str, PartOf]
 ) -> dict[tuple[OpId, Part], Variant]:
     """For every operator and part that a collector's terms were written for, an observed variant that has it.
 
     Args:
         observations: as collected.
-        dag: the model that they are of.
         collector: whose series.
         part_of_term: by the terms to look for, which part each depends on.
     """
@@ -140,7 +140,7 @@ def observed_sources(
     for series in observations.series:
         if series.collector != collector or series.op_id is None or series.variant is None or series.term not in part_of_term:
             continue
-        part = part_of_term[series.term](dag[series.op_id], series.variant)
+        part = part_of_term[series.term](series.variant)
         if part is not None:
             found.setdefault((series.op_id, part), series.variant)
     return found
