@@ -12,6 +12,7 @@ from random_models import assignments, changes, dags, profiles
 from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 
 from qsync_core.errors import PlanError
+from qsync_core.ir import semantics
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -50,6 +51,28 @@ def test_one_int8_linear_is_charged_each_of_its_four_casts() -> None:
     position = built.dag.index[op("fc")]
     assert built.forward[position].compute_ns == cast_ns(FLOAT32, INT8, 32) + cast_ns(FLOAT32, INT8, 128)
     assert built.backward[position].compute_ns == cast_ns(FLOAT32, BFLOAT16, 64) + cast_ns(BFLOAT16, FLOAT32, 32)
+
+
+@pytest.mark.parametrize("site", ["input", "weight", "grad_output"])
+def test_a_wrong_entry_of_the_table_changes_what_is_charged(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = GraphBuilder("m")
+    x = g.unary("norm", "layer_norm", g.input("x", (4, 8)), guarded=True)
+    g.loss(g.linear("fc", x, 16))
+    dag = g.build()
+    right = charges(mapper(dag, {op("fc"): I8}))["fc"]
+    wrong = semantics.CastTarget(Precision.FLOAT16)
+    entry = (lambda variant, products: (wrong,)) if site == "grad_output" else lambda variant: wrong
+    monkeypatch.setitem(semantics.TABLE, semantics.CastSite(site), entry)
+    semantics.steps_of.cache_clear()
+    try:
+        charged = charges(mapper(dag, {op("fc"): I8}))["fc"]
+    finally:
+        monkeypatch.undo()
+        semantics.steps_of.cache_clear()
+    assert [row for row in charged if row[0] == site] == [
+        (site, source, Precision.FLOAT16, numel) for name, source, _, numel in right if name == site
+    ]
+    assert [row for row in charged if row[0] != site] == [row for row in right if row[0] != site]
 
 
 def query_key_value(variants: Mapping[str, Variant]) -> CostMapper:
