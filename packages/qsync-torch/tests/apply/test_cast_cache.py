@@ -6,7 +6,7 @@ import torch
 
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey
-from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import CastCache
 
 KEY = CastKey(Precision.FLOAT32, Precision.BFLOAT16)
 OTHER = CastKey(Precision.FLOAT32, Precision.FLOAT16)

@@ -9,7 +9,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.kernels.binding import operator_binding
 from qsync_torch.operators import conv2d, linear
-from qsync_torch.operators.quantized import Seeds, cast_gradient, seeds_of
+from qsync_torch.operators.casts import Seeds, cast_gradient, seeds_of
 
 from .test_linear import saved_tensors
 from .variants import INT8

@@ -8,7 +8,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_torch import apply_
 from qsync_torch.apply.functional_calls import CallSites
 from qsync_torch.apply.interception import INDIFFERENT, Interception, is_indifferent, widest_dtype
-from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import layer_norm
 
 from .small_models import BFLOAT16, INT8, Attention, ConvNet, Functional, images, named

@@ -25,7 +25,7 @@ from qsync_torch.apply.functional_calls import CallSite, CallSites, OperatorCall
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
 from qsync_torch.dtypes import LOW_FLOATS
-from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import in_float32, layer_norm
 
 Forward = Callable[..., Any]

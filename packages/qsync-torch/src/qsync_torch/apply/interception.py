@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from qsync_core.ir.precision import promote
 from qsync_torch.apply.functional_calls import CallSites
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
-from qsync_torch.operators.cast_cache import CastCache, float_key
+from qsync_torch.operators.casts import CastCache, float_key
 from qsync_torch.operators.norms import LOSSES, NORMS, call_in_float32, call_norm
 
 Function = Callable[..., Any]

@@ -28,10 +28,9 @@ from qsync_torch.apply.plan_fit import Assigned
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
 from qsync_torch.kernels.library_ops import quantize_many
-from qsync_torch.operators.cast_cache import CastCache
+from qsync_torch.operators.casts import CastCache, Operand, Seeds
 from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
 from qsync_torch.operators.linear import run_linear
-from qsync_torch.operators.quantized import Operand, Seeds
 
 STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""

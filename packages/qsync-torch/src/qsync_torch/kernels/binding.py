@@ -87,7 +87,7 @@ class Quantization(Bound):
         choice: whose kernels.
         multiplied: the tensor is first multiplied by one factor per channel.
         transposed: a transposed copy is wanted too.
-        dtype: of the copy.
+        dtype: of the copy; ``granularity``, ``has_one_scale``: of its scales.
     """
 
     def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
@@ -95,6 +95,7 @@ class Quantization(Bound):
         self.variant = quantization_variant(target.precision, target.granularity, target.rounding)
         self.dtype = TORCH_DTYPE[target.precision]
         self.granularity = target.granularity
+        self.has_one_scale = target.granularity is Granularity.PER_TENSOR
         self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed)
 
 

@@ -94,7 +94,7 @@ def quantize_many(
 
 
 def _quantized(x: torch.Tensor, quantization: Quantization) -> Pair:
-    count = quantization.granularity.scale_count(x.shape)
+    count = 1 if quantization.has_one_scale else quantization.granularity.scale_count(x.shape)
     return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(count, dtype=torch.float32)
 
 

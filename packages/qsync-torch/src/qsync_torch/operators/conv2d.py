@@ -16,15 +16,15 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import Offset, conv2d_grad_input, conv2d_grad_weight, conv2d_output
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
-from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.quantized import (
+from qsync_torch.operators.casts import (
+    CastCache,
     Gradient,
     Grads,
     Needs,
     Operand,
     Saved,
     Seeds,
-    apply_function,
+    apply_of,
     cast_input,
     cast_weight,
     first_derivative,
@@ -85,7 +85,7 @@ def conv2d_product(
 
 
 def conv2d_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
-    """Both backward products of a quantized convolution alone (:data:`~.quantized.BackwardProducts`)."""
+    """Both backward products of a quantized convolution alone (:data:`~.casts.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
@@ -121,7 +121,7 @@ def run_conv2d(
         return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_function(QuantizedConv2d, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_of(QuantizedConv2d)(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: IntPair) -> tuple[torch.Tensor, IntPair]:

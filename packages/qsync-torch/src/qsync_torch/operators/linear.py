@@ -15,15 +15,15 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import Offset, linear_grad_input, linear_grad_weight, linear_output
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
-from qsync_torch.operators.cast_cache import CastCache
-from qsync_torch.operators.quantized import (
+from qsync_torch.operators.casts import (
+    CastCache,
     Gradient,
     Grads,
     Needs,
     Operand,
     Saved,
     Seeds,
-    apply_function,
+    apply_of,
     cast_input,
     cast_weight,
     first_derivative,
@@ -82,7 +82,7 @@ def linear_product(
 
 
 def linear_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
-    """Both backward products of a quantized linear operator alone (:data:`~.quantized.BackwardProducts`)."""
+    """Both backward products of a quantized linear operator alone (:data:`~.casts.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
@@ -117,7 +117,7 @@ def run_linear(
         return linear_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
     q_x = cast_input(x, binding, seeds, cache)
     q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_function(QuantizedLinear, x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_of(QuantizedLinear)(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
 
 
 def linear(

@@ -11,9 +11,9 @@ from qsync_core.ir.dag import Operator
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.operators.casts import Gradient, Saved, Seeds, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
 from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
-from qsync_torch.operators.quantized import Gradient, Saved, Seeds, cast_gradient, cast_input, cast_weight
 from qsync_torch.profiling.replay_call import Armed, Prepared
 
 
