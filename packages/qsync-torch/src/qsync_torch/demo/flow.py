@@ -76,7 +76,7 @@ def run_demo(options: Options, progress: ProgressCallback) -> Result:
     """Run it; every artifact stays in ``options.folder``.
 
     Raises:
-        QSyncError: when this machine can not run it, or a worker failed.
+        QSyncError: when this machine cannot run it, or a worker failed.
     """
     started = time.monotonic()
     check_cores()

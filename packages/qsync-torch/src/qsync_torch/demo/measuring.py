@@ -19,7 +19,7 @@ from qsync_torch.demo.workloads import load_workload
 from qsync_torch.job import Job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.collective import measure_collective
-from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.profile import CAST_EFFORT, OPERATOR_EFFORT, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_while
 from qsync_torch.timing import Effort
 
@@ -80,7 +80,7 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
 
 def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: PrecisionDag, runner: StepRunner, share: float) -> None:
     folder, rank = Path(task.folder), rendezvous.rank
-    efforts = {"operator_effort": _QUICK, "cast_effort": _QUICK, "step_effort": _QUICK} if task.quick else {"step_effort": _STEPS}
+    operators, casts, steps = (_QUICK,) * 3 if task.quick else (OPERATOR_EFFORT, CAST_EFFORT, _STEPS)
 
     def progress(done: int, total: int, what: str) -> None:
         if rank == 1:  # it takes longer
@@ -88,7 +88,18 @@ def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: Precision
 
     ladder = LADDER if rank else LADDER[-1:]  # the strong worker runs in full precision only
     with rendezvous.process_group():
-        found = profile(job, dag, device="cpu", share=share, ladder=ladder, with_collectives=False, progress=progress, **efforts)
+        found = profile(
+            job,
+            dag,
+            device="cpu",
+            share=share,
+            ladder=ladder,
+            with_collectives=False,
+            progress=progress,
+            operator_effort=operators,
+            cast_effort=casts,
+            step_effort=steps,
+        )
         if rank == 0:
             # It is done first: it observes while the weak one is still measuring, and then both measure under the load of training.
             observations = observe(job, dag, LADDER, steps=task.observe_steps)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
-import cattrs
 import torch.distributed as dist
 
+from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_torch.demo.weak_worker import Weakness
 from qsync_torch.demo.workloads import Evaluation
 
@@ -27,7 +27,6 @@ TRAIN, INFER = GROUPS
 T = TypeVar("T")
 
 _MARK = "@qsync-demo "
-_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 
 
 @attrs.frozen
@@ -124,12 +123,12 @@ class Trained:
 
 def write_json(value: Any, path: Path) -> None:
     """Write an attrs value as JSON."""
-    path.write_text(json.dumps(_CONVERTER.unstructure(value), indent=1) + "\n")
+    path.write_text(json.dumps(to_plain(value), indent=1) + "\n")
 
 
 def read_json(path: Path, kind: type[T]) -> T:
     """Read what :func:`write_json` wrote."""
-    return _CONVERTER.structure(json.loads(path.read_text()), kind)
+    return from_plain(json.loads(path.read_text()), kind)
 
 
 def report(done: int, total: int, what: str) -> None:

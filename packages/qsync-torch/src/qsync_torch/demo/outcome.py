@@ -33,7 +33,7 @@ class Row:
     """One method.
 
     Attributes:
-        name: as in files; title: for people.
+        name: as in files; title: as the table and the report show it.
         predicted_ns, measured_ns: iteration time (the measured one is a median); spread: interquartile range over it.
         operators: operators of the weak worker by precision; local_batches: samples a step, by group.
         gradient_error: relative error of the weak worker's weight gradients; None for probes.
@@ -109,7 +109,7 @@ def make_outcome(
 ) -> Outcome:
     """Put together what was planned and what was measured."""
     budget = plans.cluster.group(INFER).memory_bytes
-    time_limit_ns = plans.compared["qsync"].time_limit_ns
+    full_ns, uniform_ns = (plans.compared[name].group(INFER).predicted_busy_ns for name in ("full", "uniform"))
     rows = [_row(n, TITLES[n], plan, trained.methods[n], dag, budget) for n, plan in plans.compared.items()]
     probes = [_row(n, n, plan, trained.methods[n], dag, budget) for n, plan in plans.probes.items()]
     return Outcome(
@@ -122,7 +122,7 @@ def make_outcome(
         rows=tuple(rows),
         probes=tuple(probes),
         recovered=recovered_share(dag, plans.compared["uniform"], plans.compared["qsync"]),
-        room=room(*(plans.compared[name].group(INFER).predicted_busy_ns for name in ("full", "uniform")), time_limit_ns),
+        room=room(full_ns, uniform_ns, plans.compared["qsync"].time_limit_ns),
         strong_core_share=measured.strong_core_share,
         seconds=seconds,
     )

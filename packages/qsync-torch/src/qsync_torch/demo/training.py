@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -32,6 +32,7 @@ from qsync_torch.profiling.measured_timeline import measured_timeline
 from qsync_torch.profiling.memory import memory_rise, storage_bytes
 from qsync_torch.profiling.whole_step import StepRunner
 
+T = TypeVar("T")
 _GRADIENT_BATCHES = 2
 LAST_LEARNING_RATE = 0.02
 """Learning rate after the last step over the first one's; it falls linearly."""
@@ -163,7 +164,7 @@ class _Trainee:
     def result(self, *, evaluate: bool) -> MethodResult:
         """What was measured (held-out data only on rank 0); every rank must call it."""
         peaks = _gather(self._peak_bytes())
-        steps: list[list[_Step]] = _gather(self._steps)
+        steps = _gather(self._steps)
         weights = [self.method.local_batches[group] / self._global_batch for group in GROUPS]
         losses = tuple(sum(w * s.loss for w, s in zip(weights, row, strict=True)) for row in zip(*steps, strict=True))
         evaluation: Evaluation | None = None
@@ -195,7 +196,8 @@ def _periods(steps: Sequence[Sequence[_Step]]) -> tuple[int, ...]:
     return tuple(later - earlier for earlier, later, position in zip(ends, ends[1:], positions[1:], strict=False) if position > 0)
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather(value: T) -> list[T]:
+    """Every rank's value, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

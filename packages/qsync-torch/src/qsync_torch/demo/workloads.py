@@ -264,7 +264,7 @@ def masked_sources_bert(tiny: bool = False) -> Workload:
         "attention_probs_dropout_prob": 0.0,
         "attn_implementation": "eager",  # fused attention's bfloat16 backward is several times slower than float32's on CPUs
     }
-    model = BertForMaskedLM(BertConfig(**settings)).train()
+    model: nn.Module = BertForMaskedLM(BertConfig(**settings)).train()
     return Workload(
         name="bert",
         model=model,

@@ -232,7 +232,7 @@ def spans_of(events: Sequence[Event], dag: PrecisionDag, marked: Iterable[str]) 
 
     Forward: a module's operator is the range its hooks marked; any other operator is found by its ATen name between the marked ones
     before and after it in the graph.  Backward: an autograd node carries the sequence number of the forward operator that made it.
-    On a device, kernels belong to whoever launched them, and the CPU's spans are dispatch.
+    On a device, a kernel belongs to the operator that launched it, and the CPU's spans are dispatch.
 
     Args:
         events: from :func:`record_step`.
@@ -267,7 +267,7 @@ def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str],
         if event.start_ns < covered_until:
             continue
         if event.name.startswith(RANGE):
-            op_id = OpId.parse(event.name.removeprefix(RANGE))
+            op_id: OpId | None = OpId.parse(event.name.removeprefix(RANGE))
             position = dag.index.get(op_id, position - 1) + 1
         elif "::" in event.name or event.name in _LOWERED:
             found = _find(dag, position, marked, _plain_name(event.name))

@@ -146,7 +146,8 @@ def _measure(
     runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, optimizer_ns: int | None, peak_bytes: int
 ) -> StepMeasurement:
     if stopwatch.device.type == "cpu":
-        return _measure_synchronous(runner, variant, effort, peak_bytes, optimizer_ns)
+        timing = repeat(_synchronous_sample(runner, optimizer_ns), effort)
+        return _synchronous_step(variant, timing.median_ns, timing.spread, peak_bytes)
     return _measure_cuda(runner, variant, stopwatch, effort, peak_bytes)
 
 
@@ -164,23 +165,10 @@ def _peak_bytes(runner: StepRunner, device: torch.device, *, with_update: bool) 
     return runner.static_bytes + max(rise, gradients + runner.update_rise)
 
 
-def _measure_synchronous(
-    runner: StepRunner, variant: Variant, effort: Effort, peak_bytes: int, optimizer_ns: int | None
-) -> StepMeasurement:
-    timing = repeat(_synchronous_sample(runner, optimizer_ns), effort)
-    forward, backward, optimizer = timing.median_ns
-    return StepMeasurement(
-        variant=variant,
-        iteration_ns=forward + backward + optimizer,
-        forward_dispatch_ns=0,
-        forward_compute_ns=forward,
-        backward_dispatch_ns=0,
-        backward_compute_ns=backward,
-        optimizer_dispatch_ns=0,
-        optimizer_compute_ns=optimizer,
-        peak_bytes=peak_bytes,
-        spread=timing.spread,
-    )
+def _synchronous_step(variant: Variant, times: Sequence[int], spread: float, peak_bytes: int) -> StepMeasurement:
+    """A CPU's step of (forward, backward, optimizer) times, all of which count as compute."""
+    forward, backward, optimizer = times
+    return StepMeasurement(variant, sum(times), 0, forward, 0, backward, 0, optimizer, peak_bytes, spread)
 
 
 def _synchronous_sample(runner: StepRunner, optimizer_ns: int | None) -> Callable[[], tuple[int, int, int]]:
@@ -217,15 +205,8 @@ def measure_while(runner: StepRunner, measured: StepMeasurement, busy: Callable[
         while busy() or len(times) < _LEAST_SAMPLES:
             times.append(sample())
         del sample
-    forward, backward, optimizer = (round(statistics.median(column)) for column in zip(*times, strict=True))
-    return attrs.evolve(
-        measured,
-        iteration_ns=forward + backward + optimizer,
-        forward_compute_ns=forward,
-        backward_compute_ns=backward,
-        optimizer_compute_ns=optimizer,
-        spread=relative_spread([sum(row) for row in times]),
-    )
+    medians = [round(statistics.median(column)) for column in zip(*times, strict=True)]
+    return _synchronous_step(measured.variant, medians, relative_spread([sum(row) for row in times]), measured.peak_bytes)
 
 
 def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, peak_bytes: int) -> StepMeasurement:
@@ -265,7 +246,11 @@ def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, ef
         stopwatch.synchronize()
         periods.append((time.perf_counter_ns() - start) / _PERIOD_STEPS)
     period_ns = round(statistics.median(periods))
-    return StepMeasurement(variant, period_ns, *_fill_period(times, period_ns), peak_bytes, relative_spread(periods))
+    forward_issue, forward, backward_issue, backward, update_issue, update = _fill_period(times, period_ns)
+    spread = relative_spread(periods)
+    return StepMeasurement(
+        variant, period_ns, forward_issue, forward, backward_issue, backward, update_issue, update, peak_bytes, spread
+    )
 
 
 def _issue(stopwatch: Stopwatch, phase: Callable[[], Any]) -> tuple[Any, int]:
