@@ -9,7 +9,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
-from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
+from qsync_torch.profiling.cast_cost import activation_precisions, possible_casts
 
 RUNGS = [
     Variant.of(Precision.INT8),

@@ -12,8 +12,8 @@ from qsync_core.ir.semantics import CastSite, casts
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN
 from qsync_torch.job import Batch, Job
-from qsync_torch.profiling import adjustable_call
-from qsync_torch.profiling.cast_keys import possible_casts
+from qsync_torch.profiling import benchmark_case
+from qsync_torch.profiling.cast_cost import possible_casts
 from qsync_torch.profiling.memory import watch_saved
 from qsync_torch.profiling.profile import profile
 from qsync_torch.timing import Effort
@@ -29,15 +29,15 @@ FLOAT32 = Variant.of(Precision.FLOAT32)
 
 def test_the_timed_backward_starts_from_copies_that_are_made_before(monkeypatch):
     made = []
-    original = adjustable_call.cast_gradient
-    monkeypatch.setattr(adjustable_call, "cast_gradient", lambda *arguments: made.append(1) or original(*arguments))
+    original = benchmark_case.cast_gradient
+    monkeypatch.setattr(benchmark_case, "cast_gradient", lambda *arguments: made.append(1) or original(*arguments))
     layouts = {"conv.weight": torch.empty(6, 4, 3, 3).to(memory_format=torch.channels_last)}
-    prepared = adjustable_call.prepare_adjustable(_convolution(), INPUT, layouts, torch.device("cpu"), ATEN)
-    armed = prepared.arm()
-    saved = watch_saved(armed.run, prepared.activations, prepared.parameters)
+    case = benchmark_case.adjustable_case(_convolution(), INPUT, layouts, torch.device("cpu"), ATEN)
+    call = case.make_ready()
+    saved = watch_saved(call.run, case.activations, case.parameters)
     assert (saved.inputs, saved.own_bytes) == ((0,), 6 * 4 * 9 + 4 + 6 * 4)
     assert made == [1]
-    grad_x, grad_w, grad_b = armed.backward_thunk(saved.result, [torch.ones_like(saved.result)])()
+    grad_x, grad_w, grad_b = call.backward_thunk(saved.result, [torch.ones_like(saved.result)])()
     assert made == [1]
     assert (grad_x.dtype, grad_w.dtype, grad_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert grad_x.shape == (2, 4, 5, 5)

@@ -12,7 +12,7 @@ from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import profile as profile_module
-from qsync_torch.profiling.cast_keys import possible_casts
+from qsync_torch.profiling.cast_cost import possible_casts
 from qsync_torch.profiling.profile import distinct_items, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace

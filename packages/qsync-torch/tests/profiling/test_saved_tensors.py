@@ -11,9 +11,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN
 from qsync_torch.load_job import load_job
-from qsync_torch.profiling.adjustable_call import prepare_adjustable
+from qsync_torch.profiling.benchmark_case import adjustable_case, replayed_case
 from qsync_torch.profiling.memory import watch_saved
-from qsync_torch.profiling.replay_call import prepare_call
 from qsync_torch.tracing.trace import trace
 
 
@@ -85,9 +84,9 @@ def _convolution(batch=2, channels=4, out=6, side=5):
 def test_adjustable_operator_keeps_its_cast_input_and_low_precision_weight(precision, own_bytes):
     operator = _convolution()
     layouts = {"conv.weight": torch.empty(6, 4, 3, 3).to(memory_format=torch.channels_last)}
-    prepared = prepare_adjustable(operator, Variant.of(precision), layouts, torch.device("cpu"), ATEN)
-    saved = watch_saved(prepared.arm().run, prepared.activations, prepared.parameters)
-    assert prepared.activations[0].dtype is {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[precision]
+    case = adjustable_case(operator, Variant.of(precision), layouts, torch.device("cpu"), ATEN)
+    saved = watch_saved(case.make_ready().run, case.activations, case.parameters)
+    assert case.activations[0].dtype is {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[precision]
     assert (saved.inputs, saved.output, saved.own_bytes) == ((0,), False, own_bytes)
 
 
@@ -115,10 +114,10 @@ def test_a_whole_model_keeps_what_the_parts_say():
         if operator.kind == "input":
             continue
         if operator.is_adjustable:
-            prepared = prepare_adjustable(operator, Variant.of(Precision.FLOAT32), layouts, torch.device("cpu"), ATEN)
+            case = adjustable_case(operator, Variant.of(Precision.FLOAT32), layouts, torch.device("cpu"), ATEN)
         else:
-            prepared = prepare_call(operator, torch.device("cpu"), Precision.FLOAT32)
-        saved = watch_saved(prepared.arm().run, prepared.activations, prepared.parameters)
+            case = replayed_case(operator, torch.device("cpu"), Precision.FLOAT32)
+        saved = watch_saved(case.make_ready().run, case.activations, case.parameters)
         own += saved.own_bytes
         for index in saved.inputs:
             producer = dag[operator.inputs[index]]

@@ -1,33 +1,71 @@
-"""Casting costs: every kind of cast timed at sizes that span the model's, and a line fitted through them.
+"""Casting costs: every kind of cast that a ladder can lead to, timed at sizes that span the model's, and a line through the times.
 
-See docs/design/cost-mapper.md#casting-costs.
+See docs/design/cost-mapper.md#casting-costs and docs/design/precision-semantics.md#casts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
 
-from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, promote
 from qsync_core.ir.profile import CastKey, CastModel
-from qsync_core.ir.semantics import CastSite
+from qsync_core.ir.semantics import CastSite, casts
+from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import quantization_of
 from qsync_torch.kernels.library_ops import quantize
 from qsync_torch.profiling.linear_fit import fit_line
-from qsync_torch.timing import Effort, Stopwatch, repeat
+from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
 from qsync_torch.tuning.chooser import KernelChooser
 
 SIZES = 8
 """Sizes measured per kind of cast."""
-_ROTATE_BYTES = 64 << 20
-"""Operands are rotated through about this much memory, so that small casts are not always served from the innermost cache."""
-_MAX_ROTATION = 8
+_CACHE_BYTES, _MOST_SETS = 32 << 20, 8
+"""Operands are rotated so that small casts are not always served from a CPU's innermost cache."""
+
+
+def activation_precisions(ladder: Sequence[Variant]) -> tuple[Precision, ...]:
+    """Every format in which an activation can arrive: float32, the ladder's outputs, and what they promote to."""
+    formats = {Precision.FLOAT32, *(variant.output for variant in ladder)}
+    formats |= {promote(a, b) for a, b in itertools.combinations(formats, 2)}
+    return tuple(sorted(formats, key=list(Precision).index))
+
+
+def possible_casts(ladder: Sequence[Variant]) -> dict[CastKey, frozenset[CastSite]]:
+    """Each kind of cast that some operator of some model may need, with the places where it happens.
+
+    Args:
+        ladder: all variants that a plan may use, the base precision's included.
+    """
+    formats = activation_precisions(ladder)
+    found: dict[CastKey, set[CastSite]] = {}
+
+    def ask(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> None:
+        for cast in casts(operator, variant, inputs):
+            found.setdefault(cast.key, set()).add(cast.site)
+
+    adjustable = _any_operator(OpClass.ADJUSTABLE, 1)
+    for variant, source in itertools.product(ladder, formats):
+        ask(adjustable, variant, (source,))
+    dependent, fixed = _any_operator(OpClass.DEPENDENT, 2), _any_operator(OpClass.FIXED, 1)
+    for pair in itertools.product(formats, repeat=2):
+        ask(dependent, None, pair)
+    for source in formats:
+        ask(fixed, None, (source,))
+    return {key: frozenset(sites) for key, sites in found.items()}
+
+
+def _any_operator(op_class: OpClass, arity: int) -> Operator:
+    source = OpId("$input.x")
+    return Operator(OpId("any"), "linear", op_class, (source,) * arity, ((1, 1),) * arity, output_shape=(1, 1), weight_shape=(1, 1))
 
 
 def cast_shapes(dag: PrecisionDag, sites: Collection[CastSite], granularity: Granularity) -> list[tuple[int, ...]]:
@@ -67,23 +105,18 @@ def measure_cast(
     key: CastKey, shapes: Iterable[tuple[int, ...]], stopwatch: Stopwatch, effort: Effort, chooser: KernelChooser
 ) -> CastModel:
     """Time one kind of cast at the given shapes, 8-bit ones with the kernels that are chosen for each, and fit its cost model."""
+    device = stopwatch.device
     rows: list[tuple[int, int, int]] = []
     for shape in shapes:
         cast = make_cast(key, chooser.for_cast(key, shape))
-        operands = _operands(key.source, shape, stopwatch.device)
-        thunks = [partial(cast, x) for x in operands]
-
-        def sample(thunks: Sequence[Callable[[], object]] = thunks) -> tuple[int, int]:
-            while True:
-                with torch.no_grad():
-                    _, dispatch_ns, compute_ns = stopwatch.time_each(thunks)
-                if not stopwatch.must_repeat:
-                    return dispatch_ns, compute_ns
-
-        timing = repeat(sample, effort)
-        rows.append((math.prod(shape), *timing.median_ns))
-    if stopwatch.device.type == "cpu":
-        # Issuing and computing can not be told apart; what every call pays, whatever its size, counts as issuing.
+        sets = rotation_count(math.prod(shape) * key.source.nbytes, device, most=_MOST_SETS, cache_bytes=_CACHE_BYTES)
+        dtype = TORCH_DTYPE[key.source]
+        calls = [partial(cast, torch.randn(shape, device=device).to(dtype)) for _ in range(sets)]
+        with torch.no_grad():
+            dispatch_ns, compute_ns = repeat(partial(stopwatch.time_series, calls), effort).median_ns
+        rows.append((math.prod(shape), dispatch_ns, compute_ns))
+    if device.type == "cpu":
+        # Issuing and computing cannot be told apart; what every call pays, whatever its size, counts as issuing.
         issue_ns = min([stopwatch.overhead_ns, *(compute for _, _, compute in rows)])
         rows = [(numel, issue_ns, compute - issue_ns) for numel, _, compute in rows]
     samples = tuple((numel, compute) for numel, _, compute in rows)
@@ -99,9 +132,3 @@ def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], ob
         return lambda x: quantize(x, quantization, 1, 0)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)
-
-
-def _operands(source: Precision, shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    nbytes = math.prod(shape) * source.nbytes
-    count = max(2, min(_MAX_ROTATION, _ROTATE_BYTES // max(1, nbytes)))
-    return [torch.randn(shape, device=device).to(TORCH_DTYPE[source]) for _ in range(count)]

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qsync_core.ir.dag import Operator
 from qsync_core.ir.profile import OpCost
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.profiling.benchmark_case import BenchmarkCase, differentiable_outputs, make_case
 from qsync_torch.profiling.memory import memory_rise, watch_saved
-from qsync_torch.profiling.replay_call import Prepared, differentiable_outputs
-from qsync_torch.timing import Effort, Stopwatch, repeat
+from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
 
-_CPU_ROTATE_BYTES = 32 << 20
-_MAX_ROTATION = 4
+_MOST_SETS_CUDA, _MOST_SETS_CPU = 8, 4
 
 
 def measure_operator(
-    prepare: Callable[[], Prepared], stopwatch: Stopwatch, effort: Effort, *, backend: str = "aten", config: str = ""
+    operator: Operator,
+    variant: Variant,
+    layouts: Mapping[str, torch.Tensor],
+    choice: KernelChoice,
+    stopwatch: Stopwatch,
+    effort: Effort,
 ) -> OpCost:
     """Measure one operator.
 
@@ -28,23 +33,24 @@ def measure_operator(
     order, so that a backward finds its saved tensors as cold in the caches as it does in training.
 
     Args:
-        prepare: makes fresh random operands, already in the formats in which the operator receives them.
+        operator, variant, layouts, choice: what runs, as in :func:`~qsync_torch.profiling.benchmark_case.make_case`.
         stopwatch: of the device.
         effort: how long to repeat.
-        backend, config: stored in the result.
     """
-    first = prepare()
-    armed = first.arm()
-    saved = watch_saved(armed.run, first.activations, first.parameters)
-    outputs = differentiable_outputs(saved.result)
-    gradients = [_gradient(output, first.gradient_dtype) for output in outputs]
-    workspace = _workspace(first, gradients, stopwatch.device)
+    device = stopwatch.device
+    first = make_case(operator, variant, layouts, device, choice)
+    call = first.make_ready()
+    saved = watch_saved(call.run, first.activations, first.parameters)
+    gradients = [_gradient(output, first.gradient_dtype) for output in differentiable_outputs(saved.result)]
+    workspace = _workspace(first, gradients, device)
 
-    operands = [first, *(prepare() for _ in range(_rotation(first, stopwatch.device) - 1))]
+    nbytes = sum(t.nbytes for t in (*first.activations, *first.parameters))
+    sets = rotation_count(nbytes, device, most=_MOST_SETS_CUDA if device.type == "cuda" else _MOST_SETS_CPU)
+    cases = [first, *(make_case(operator, variant, layouts, device, choice) for _ in range(sets - 1))]
 
     def sample() -> tuple[int, int, int, int]:
         while True:
-            calls = [prepared.arm() for prepared in operands]
+            calls = [case.make_ready() for case in cases]
             results, forward_dispatch, forward_compute = stopwatch.time_each([call.run for call in calls])
             if stopwatch.must_repeat:
                 continue
@@ -58,7 +64,7 @@ def measure_operator(
 
     timing = repeat(sample, effort)
     forward_dispatch, forward_compute, backward_dispatch, backward_compute = timing.median_ns
-    if stopwatch.device.type == "cpu":
+    if device.type == "cpu":
         forward_calls, backward_calls = _count_calls(first, gradients)
         forward_dispatch = min(forward_compute, forward_calls * stopwatch.overhead_ns)
         backward_dispatch = min(backward_compute, backward_calls * stopwatch.overhead_ns)
@@ -73,8 +79,8 @@ def measure_operator(
         saves_output=saved.output,
         saved_own_bytes=saved.own_bytes,
         workspace_bytes=workspace,
-        backend=backend,
-        config=config,
+        backend=choice.backend,
+        config=choice.config,
         spread=timing.spread,
     )
 
@@ -84,19 +90,10 @@ def _gradient(output: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient.normal_()
 
 
-def _rotation(prepared: Prepared, device: torch.device) -> int:
-    """How many sets of operands: enough to exceed the last-level cache, within bounds."""
-    nbytes = sum(t.nbytes for t in (*prepared.activations, *prepared.parameters)) or 1
-    if device.type == "cuda":
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        return max(2, min(2 * _MAX_ROTATION, math.ceil(2 * cache / nbytes)))
-    return max(2, min(_MAX_ROTATION, _CPU_ROTATE_BYTES // nbytes))
-
-
-def _workspace(prepared: Prepared, gradients: list[torch.Tensor], device: torch.device) -> int:
+def _workspace(case: BenchmarkCase, gradients: list[torch.Tensor], device: torch.device) -> int:
     """Bytes allocated above what remains: the larger of forward's and backward's."""
     kept: list[Any] = []
-    call = prepared.arm()
+    call = case.make_ready()
     peak, left = memory_rise(lambda: kept.append(call.run()), device)
     workspace = peak - left
     backward = call.backward_thunk(kept, gradients)
@@ -106,23 +103,21 @@ def _workspace(prepared: Prepared, gradients: list[torch.Tensor], device: torch.
     return max(0, workspace)
 
 
-@attrs.define(eq=False, slots=False)
 class _CallCounter(TorchDispatchMode):
     """Counts the operators that are dispatched under it."""
 
-    calls: int = 0
-
-    def __attrs_pre_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
         return func(*args, **(kwargs or {}))
 
 
-def _count_calls(prepared: Prepared, gradients: list[torch.Tensor]) -> tuple[int, int]:
+def _count_calls(case: BenchmarkCase, gradients: list[torch.Tensor]) -> tuple[int, int]:
     """Operators dispatched in one forward and in one backward."""
-    call = prepared.arm()
+    call = case.make_ready()
     with _CallCounter() as counter:
         result = call.run()
         forward = counter.calls

@@ -9,7 +9,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import attrs
 import torch
 
 from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.codec import from_plain, to_plain
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -31,26 +31,22 @@ from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.kernels.store import open_store
-from qsync_torch.profiling.adjustable_call import prepare_adjustable
-from qsync_torch.profiling.cast_cost import cast_shapes, measure_cast
-from qsync_torch.profiling.cast_keys import activation_precisions, possible_casts
+from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.operator_cost import measure_operator
-from qsync_torch.profiling.replay_call import prepare_call
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tuning.chooser import KernelChooser
 
 T = TypeVar("T")
-
-
 BASE = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
-_FORMAT = 1
-_WRITE_EVERY_S = 0.5
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
+_FORMAT = 2
+"""Of the file of a :class:`ResumeStore`."""
+_WRITE_EVERY_S = 0.5
 
 
 @attrs.frozen
@@ -63,7 +59,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        """Under which its measurement is kept."""
+        """The name under which its measurement is kept."""
         return f"operator {self.operator.cost_key!r} {self.operator.no_grad_inputs} {self.variant}"
 
 
@@ -103,12 +99,12 @@ def profile(
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
-        progress: told how far it is.
-        note: told in a sentence what a reader of the profile should know.
+        progress: receives how far it is.
+        note: receives sentences that a reader of the profile should know.
         operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
-        QSyncError: when the device is not there, the graph is of another model, or a kernel can not run.
+        QSyncError: when the device is not there, the graph is of another model, or a kernel cannot run.
     """
     target = parse_device(str(device))
     check_same_model(job, dag)
@@ -118,13 +114,13 @@ def profile(
     software = software_versions(target)
     dag_digest = digest(dag)
     store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, chooser.chain))
-    stopwatch = make_stopwatch(target)
 
     items = distinct_items(dag, variants)
-    kernels = {item: _chosen(chooser, item) for item in items}
+    choices = {item: _choice(chooser, item) for item in items}
     if chooser.chain == AUTO and chooser.untuned:
         note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
     layouts = dict(job.model.named_parameters())
+    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, operator_effort, cast_effort, step_effort)
     cast_sites = possible_casts(variants)
     total = len(items) + len(cast_sites) + len(variants) + 1
     done = 0
@@ -139,32 +135,22 @@ def profile(
         index: dict[OpId, dict[Variant, int]] = {}
         for item in items:
             advance(f"{item.operator.kind} {item.variant.label}")
-            chosen = kernels[item]
-            name = item.name if chosen == KernelChoice() else f"{item.name} {chosen.backend} {chosen.config}"
-            cost = _measured(store, name, OpCost, partial(_measure, item, layouts, stopwatch, chosen, operator_effort))
+            cost = bench.operator(item, choices[item])
             if cost is None:
                 continue
             for op_id in item.holders:
                 index.setdefault(op_id, {})[item.variant] = len(costs)
             costs.append(cost)
-        casts = []
+        casts: list[CastModel] = []
         for key, sites in cast_sites.items():
             advance(f"cast {key.source}→{key.target}")
-            casts.append(_measure_cast(store, dag, key, sites, stopwatch, cast_effort, chooser))
+            casts.append(bench.cast(key, sites))
         runner = StepRunner.start(job, target)
-        steps = []
+        steps: list[StepMeasurement] = []
         for variant in sorted(variants, key=lambda v: v != BASE):
             advance(f"whole step {variant.label}")
-            found = _measured(
-                store,
-                f"step {variant}",
-                partial(StepMeasurement, variant=variant),
-                partial(
-                    measure_step, runner, variant, dag, stopwatch, step_effort, steps[0] if steps else None, _of(variant, kernels)
-                ),
-            )
-            assert found is not None
-            steps.append(found)
+            chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
+            steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
         if not runner.optimizer.state:
             runner.train_step(0)
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
@@ -175,7 +161,7 @@ def profile(
     progress(total, total, "")
     return Profile(
         device=type_,
-        software=software | chooser.versions(kernels.values()),
+        software=software | chooser.versions(choices.values()),
         model=dag.model,
         dag_digest=dag_digest,
         costs=tuple(costs),
@@ -194,7 +180,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
     """Each distinct (cost key, variant) once, with all operators that share it.
 
     Adjustable operators in every variant of the ladder, dependent and guarded ones in every format an activation can arrive in,
-    fixed ones (and those that ``apply_`` can not address) in float32.  Graph inputs cost nothing and are left out.
+    fixed ones (and those that ``apply_`` cannot address) in float32.  Graph inputs cost nothing and are left out.
     """
     formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
     holders: dict[tuple[object, ...], list[Operator]] = {}
@@ -202,7 +188,7 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
         if operator.is_adjustable or AtenCall.of(operator) is not None:
             key = (operator.cost_key, operator.op_class, operator.is_adjustable, operator.no_grad_inputs)
             holders.setdefault(key, []).append(operator)
-    items = []
+    items: list[Item] = []
     for operators in holders.values():
         first = operators[0]
         variants: Sequence[Variant] = [BASE]
@@ -221,66 +207,55 @@ def chooser_of(device: torch.device, backend: str | None, tuning: Path | None) -
     return KernelChooser(device, backend, None if backend == DEFAULT_BACKEND else open_store(device, tuning))
 
 
-def _chosen(chooser: KernelChooser, item: Item) -> KernelChoice:
+def _choice(chooser: KernelChooser, item: Item) -> KernelChoice:
     operator = item.operator
     if not operator.is_adjustable:
         return KernelChoice()
     return chooser.for_operator(CallShapes.of(operator), item.variant, f"operator {operator.op_id}")
 
 
-def _of(variant: Variant, kernels: Mapping[Item, KernelChoice]) -> dict[OpId, KernelChoice]:
-    return {op_id: chosen for item, chosen in kernels.items() if item.variant == variant for op_id in item.holders}
+@attrs.frozen(eq=False)
+class _Bench:
+    """Makes one profile's measurements, except those that the store has from an earlier run."""
 
+    dag: PrecisionDag
+    layouts: Mapping[str, torch.Tensor]
+    chooser: KernelChooser
+    stopwatch: Stopwatch
+    store: ResumeStore
+    operator_effort: Effort
+    cast_effort: Effort
+    step_effort: Effort
 
-def _measure(
-    item: Item, layouts: Mapping[str, torch.Tensor], stopwatch: Stopwatch, chosen: KernelChoice, effort: Effort
-) -> OpCost | None:
-    operator, device = item.operator, stopwatch.device
-    if operator.is_adjustable:
-        prepare = partial(prepare_adjustable, operator, item.variant, layouts, device, chosen)
-        return measure_operator(prepare, stopwatch, effort, backend=chosen.backend, config=chosen.config)
-    prepare = partial(prepare_call, operator, device, item.variant.compute)
-    try:
-        return measure_operator(prepare, stopwatch, effort)
-    except RuntimeError as error:
-        # ATen has no such kernel; the planner names the operator if a plan would need it.
-        if "not implemented for" in str(error) and item.variant != BASE:
-            return None
-        raise
+    def operator(self, item: Item, choice: KernelChoice) -> OpCost | None:
+        """An operator's cost; None where ATen has no kernel for it: the planner names the operator if a plan would need it."""
+        name = item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
+        if name in self.store:
+            return self.store.read(name, OpCost)
+        cost = None
+        try:
+            cost = measure_operator(item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort)
+        except RuntimeError as error:
+            if item.operator.is_adjustable or item.variant == BASE or "not implemented for" not in str(error):
+                raise
+        return self.store.write(name, cost)
 
+    def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
+        """The costs of one kind of cast at the model's sizes."""
+        name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}"
+        shapes = cast_shapes(self.dag, sites, key.granularity)
+        return self.store.read(name, CastModel) or self.store.write(
+            name, measure_cast(key, shapes, self.stopwatch, self.cast_effort, self.chooser)
+        )
 
-def _measure_cast(
-    store: ResumeStore,
-    dag: PrecisionDag,
-    key: CastKey,
-    sites: frozenset[CastSite],
-    stopwatch: Stopwatch,
-    effort: Effort,
-    chooser: KernelChooser,
-) -> CastModel:
-    name = f"cast {key.source} {key.target} {key.granularity} {key.rounding}"
-    shapes = cast_shapes(dag, sites, key.granularity)
-    found = _measured(store, name, partial(CastModel, key=key), partial(measure_cast, key, shapes, stopwatch, effort, chooser))
-    assert found is not None
-    return found
-
-
-def _measured(store: ResumeStore, name: str, restore: Callable[..., T], measure: Callable[[], T | None]) -> T | None:
-    """The stored measurement of that name, or a new one; None where it can not be run."""
-    stored = store.get(name)
-    if stored is not None:
-        return restore(**{field: _tuples(value) for field, value in stored.items()}) if stored else None
-    found = measure()
-    store.put(name, {} if found is None else attrs.asdict(found, recurse=False, filter=_is_plain))
-    return found
-
-
-def _is_plain(attribute: attrs.Attribute[Any], value: Any) -> bool:
-    return not attrs.has(type(value))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+    def step(
+        self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None
+    ) -> StepMeasurement:
+        """Whole steps with every adjustable operator in one variant."""
+        name = f"step {variant}"
+        return self.store.read(name, StepMeasurement) or self.store.write(
+            name, measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
+        )
 
 
 def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, chain: tuple[str, ...]) -> str:
@@ -306,15 +281,20 @@ class ResumeStore:
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: str) -> Any | None:
-        """The value stored under ``key``, or None."""
-        return self._values.get(key)
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
 
-    def put(self, key: str, value: Any) -> None:
-        """Store a JSON value."""
-        self._values[key] = value
+    def read(self, name: str, kind: type[T]) -> T | None:
+        """The measurement of that name; None where there is none, or where it turned out not to be possible."""
+        plain = self._values.get(name)
+        return from_plain(plain, kind) if plain else None
+
+    def write(self, name: str, value: T) -> T:
+        """Keep a measurement, None for one that is not possible, and return it."""
+        self._values[name] = None if value is None else to_plain(value)
         if time.monotonic() - self._written >= _WRITE_EVERY_S:
             self.flush()
+        return value
 
     def flush(self) -> None:
         """Write everything now."""

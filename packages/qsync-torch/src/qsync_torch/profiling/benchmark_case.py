@@ -1,0 +1,187 @@
+"""Benchmark cases: one operator's call on random operands, in any variant or precision that it can run in.
+
+Operands are already cast, so that casts are timed on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from qsync_core.ir.dag import Operator
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernels.binding import OperatorBinding, operator_binding
+from qsync_torch.operators.casts import Gradient, Saved, Seeds, cast_gradient, cast_input, cast_weight
+from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
+from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
+from qsync_torch.tracing.aten_call import AtenCall
+
+
+@attrs.frozen(eq=False)
+class ReadyCall:
+    """A forward call that is ready to run once, and its backward.
+
+    Attributes:
+        run: the forward call.
+        wanted: where the gradients of its backward are wanted.
+        backward: takes the output's gradient and runs the backward without autograd; None for autograd's own.
+    """
+
+    run: Callable[[], Any]
+    wanted: tuple[torch.Tensor, ...]
+    backward: Callable[[torch.Tensor], Any] | None = None
+
+    def backward_thunk(self, result: Any, gradients: Sequence[torch.Tensor]) -> Callable[[], Any] | None:
+        """A call of the backward for one forward's result; None where there is nothing to differentiate."""
+        sources = differentiable_outputs(result)
+        if not sources or not self.wanted:
+            return None
+        if self.backward is not None:
+            return partial(self.backward, gradients[0])
+        return partial(torch.autograd.grad, sources, self.wanted, gradients, allow_unused=True)
+
+
+@attrs.frozen(eq=False)
+class BenchmarkCase:
+    """Operands of one call and how to run it.
+
+    Attributes:
+        make_ready: makes the forward call ready; what happens here is not timed.
+        activations, parameters: tensors, for telling what autograd keeps.
+        gradient_dtype: format in which the output's gradient arrives; None for the output's own.
+    """
+
+    make_ready: Callable[[], ReadyCall]
+    activations: tuple[torch.Tensor, ...]
+    parameters: tuple[torch.Tensor, ...]
+    gradient_dtype: torch.dtype | None = None
+
+
+def differentiable_outputs(result: Any) -> list[torch.Tensor]:
+    """The outputs of a call through which gradients flow back."""
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def make_case(
+    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, choice: KernelChoice
+) -> BenchmarkCase:
+    """Fresh random operands for an operator: an adjustable one as ``apply_`` runs it, any other by its recorded call.
+
+    Args:
+        operator: of a traced graph.
+        variant: how it runs; of an operator that is not adjustable, only the format of its activations.
+        layouts: the model's parameters by FQN, for their memory layouts.
+        device: where.
+        choice: whose kernels run an adjustable operator.
+    """
+    if operator.is_adjustable:
+        return adjustable_case(operator, variant, layouts, device, choice)
+    return replayed_case(operator, device, variant.compute)
+
+
+def adjustable_case(
+    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, choice: KernelChoice
+) -> BenchmarkCase:
+    """A linear or convolution in a variant.
+
+    Forward starts from operands in the compute format; backward from a gradient in the gradient format, and leaves the weight's
+    gradient in float32 (:class:`~qsync_core.ir.profile.OpCost`).
+    """
+    geometry = operator.geometry if operator.kind == "conv2d" else None
+    binding = operator_binding(variant, choice, geometry)
+    x = torch.randn(operator.input_shapes[0], device=device)
+    if operator.attributes.get("memory_format") == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    weight = torch.empty_like(layouts[operator.parameters[0]], device=device).normal_().requires_grad_()
+    bias = None
+    if len(operator.parameters) > 1:
+        bias = torch.randn(weight.shape[0], device=device, requires_grad=True)
+    x_needs_gradient = 0 not in operator.no_grad_inputs
+    if variant.compute.needs_scale:
+        return _quantized_case(operator, binding, x, weight, bias, x_needs_gradient)
+    return _float_case(operator, binding, x, weight, bias, x_needs_gradient)
+
+
+def _float_case(
+    operator: Operator,
+    binding: OperatorBinding,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_needs_gradient: bool,
+) -> BenchmarkCase:
+    product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
+    dtype = binding.x_dtype
+    x = x.to(dtype).requires_grad_(x_needs_gradient)
+    trained = [tensor for tensor in (weight, bias) if tensor is not None]
+    wanted = (x, *trained) if x_needs_gradient else tuple(trained)
+
+    def make_ready() -> ReadyCall:
+        # The weight's cast is made here, with its autograd node: its backward brings the gradient to float32.
+        cast = weight.to(dtype)
+        return ReadyCall(partial(product, x, None, cast, None, bias, binding), wanted)
+
+    return BenchmarkCase(make_ready, (x,), tuple(trained))
+
+
+def _quantized_case(
+    operator: Operator,
+    binding: OperatorBinding,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_needs_gradient: bool,
+) -> BenchmarkCase:
+    q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
+    # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
+    x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
+    place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
+    needs = (x_needs_gradient, True, bias is not None)
+    is_linear = operator.kind == "linear"
+    function, products = (QuantizedLinear, linear_backward) if is_linear else (QuantizedConv2d, conv2d_backward)
+    kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
+    saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
+    forward = partial(function.apply, place, weight, bias, *q_x, q_w.values, q_w.scale, binding, 0, 0)
+    trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
+    if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
+        call = ReadyCall(forward, (weight,), lambda grad: products(Gradient(grad, grad), saved, binding, needs))
+        return BenchmarkCase(lambda: call, (kept_x,), trained, binding.grad_float)
+    # The casts of the gradient are timed on their own, so the copies are made here.
+    incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
+    if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
+        incoming = incoming.to(memory_format=torch.channels_last)
+    gradient = cast_gradient(incoming, q_w.scale, binding, needs, 0, 0)
+    call = ReadyCall(forward, (weight,), lambda grad: products(gradient, saved, binding, needs))
+    return BenchmarkCase(lambda: call, (kept_x,), trained)
+
+
+def replayed_case(operator: Operator, device: torch.device, precision: Precision) -> BenchmarkCase:
+    """An operator's recorded call (:class:`~qsync_torch.tracing.aten_call.AtenCall`), its activations in a float format."""
+    call = AtenCall.of(operator)
+    assert call is not None, f"{operator.op_id} carries no call"
+    inputs = call.make_inputs([TORCH_DTYPE[precision]] * len(operator.inputs), device)
+    parameters = call.make_parameters(device)
+    for index, tensor in enumerate(inputs):
+        tensor.requires_grad_(index not in operator.no_grad_inputs)
+    for tensor in parameters:
+        tensor.requires_grad_()
+    wanted = tuple(tensor for tensor in (*inputs, *parameters) if tensor.requires_grad)
+    bound = call.bind(inputs, parameters, device)
+    ready = ReadyCall(bound, wanted)
+    return BenchmarkCase(lambda: ready, tuple(inputs), (*parameters, *_buffers(bound, {id(t) for t in (*inputs, *parameters)})))
+
+
+def _buffers(bound: Callable[[], Any], known: set[int]) -> list[torch.Tensor]:
+    """Other floating-point tensors that a bound call reads: running statistics and the like, which live anyway."""
+    if not isinstance(bound, partial):
+        return []
+    leaves = pytree.tree_leaves((bound.args, bound.keywords))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and id(leaf) not in known]
