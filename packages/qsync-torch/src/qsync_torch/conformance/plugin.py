@@ -11,7 +11,7 @@ SUITE = "qsync_torch.conformance"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Add the options where the suite is asked for; elsewhere ``--backend`` may belong to somebody else."""
+    """Add the options where the suite is asked for; elsewhere ``--backend`` may be another plugin's."""
     if _is_asked_for(args):
         add_options(parser)
 

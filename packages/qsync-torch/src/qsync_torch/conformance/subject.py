@@ -44,7 +44,8 @@ def find_backend(name: str | None) -> KernelBackend:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)()
+            backend: KernelBackend = getattr(importlib.import_module(module), attribute)()
+            return backend
         except (ImportError, AttributeError) as error:
             raise pytest.UsageError(f"--backend {name}: {error}") from None
     registry = Registry.load()
@@ -84,6 +85,17 @@ class Subject:
             for spec in self.backend.kernel_specs()
         )
 
+    def skip_unless_offered(self, *ops: str, compute: Precision = Precision.INT8) -> None:
+        """Skip the test where the backend offers none of the operators in that format."""
+        if not any(self.offers(op, compute) for op in ops):
+            pytest.skip(f"{self.backend.name} does not offer {' or '.join(ops)} in {compute} on {self.device.type}")
+
+    def refuses(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> bool:
+        """Whether it does not offer the operator or has reasons against the request."""
+        return not self.offers(op, variant.compute) or bool(
+            self.backend.unsupported_reasons(self.request(op, variant, shapes, **more))
+        )
+
     def kernels(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> list[Kernel]:
         """Kernels for a request, one per configuration; the test is skipped, by name, where the backend does not take it.
 
@@ -93,8 +105,7 @@ class Subject:
 
     def bare_kernels(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> list[Kernel]:
         """The same without looking at their inputs, so that they can be captured."""
-        if not self.offers(op, variant.compute):
-            pytest.skip(f"{self.backend.name} does not offer {op} in {variant.compute} on {self.device.type}")
+        self.skip_unless_offered(op, compute=variant.compute)
         request = self.request(op, variant, shapes, **more)
         if reasons := self.backend.unsupported_reasons(request):
             check_sentences(reasons)

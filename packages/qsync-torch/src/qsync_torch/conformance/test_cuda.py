@@ -11,7 +11,7 @@ import torch
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
-from qsync_torch.conformance.layouts import integers
+from qsync_torch.conformance.operands import integers
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.conformance.test_quantize import variant_of
 

@@ -1,8 +1,9 @@
-"""What a backend says about itself, and what it does with requests that nobody can run."""
+"""What a backend says about itself, and what it does with requests that no backend can run."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import attrs
 import pytest
@@ -11,7 +12,7 @@ from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, Op
+from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
 from qsync_torch.conformance.subject import Subject, check_sentences
 
 INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
@@ -26,13 +27,18 @@ SAMPLES = {
     Op.CONV2D_GRAD_WEIGHT: ((2, 64, 8, 8), (2, 32, 8, 8)),
 }
 """Requests that a backend which offers an operator should have no reason to refuse."""
-GEOMETRY = Geometry(padding=(1, 1))
 AHEAD = frozenset({"float8_e5m2"})
 """Formats that kernels may offer before variants can name them."""
 CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 
 
-def variants_of(op: str, compute: str) -> list[Variant]:
+def sample(subject: Subject, op: str, variant: Variant) -> KernelRequest:
+    """The sample request of an operator."""
+    geometry = Geometry(padding=(1, 1)) if op.startswith("conv2d") else Geometry()
+    return subject.request(op, variant, SAMPLES[op], geometry=geometry)
+
+
+def variants_of(compute: str) -> list[Variant]:
     """Standard variants of a format, and for 8-bit ones those whose gradients are computed in the same format."""
     found = [Variant.of(Precision(compute), sixteen_bit=p) for p in (Precision.BFLOAT16, Precision.FLOAT16)]
     per_tensor = [attrs.evolve(variant, w_granularity=Granularity.PER_TENSOR) for variant in found]
@@ -68,12 +74,8 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
     offered = {compute for compute in offered - AHEAD if subject.offers(op, Precision(compute))}
     if not offered:
         pytest.skip(f"{subject.backend.name} does not offer {op} on {subject.device.type}")
-    geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
     for compute in sorted(offered):
-        reasons = [
-            subject.backend.unsupported_reasons(subject.request(op, variant, SAMPLES[op], geometry=geometry))
-            for variant in variants_of(op, compute)
-        ]
+        reasons = [subject.backend.unsupported_reasons(sample(subject, op, variant)) for variant in variants_of(compute)]
         if not all(reasons):
             break
     else:
@@ -87,8 +89,8 @@ def test_it_takes_what_its_specifications_offer(subject: Subject, op: str) -> No
         ("a device that does not exist", {"device_kind": "abacus"}),
     ],
 )
-def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str, str]) -> None:
-    """Whoever asked sees every backend's reasons, and ``build`` refuses too."""
+def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str, Any]) -> None:
+    """Users see every backend's reasons, and ``build`` refuses too."""
     request = attrs.evolve(subject.request(Op.LINEAR_OUTPUT, INT8, SAMPLES[Op.LINEAR_OUTPUT]), **change)
     reasons = subject.backend.unsupported_reasons(request)
     check_sentences(reasons)
@@ -100,11 +102,8 @@ def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str
 @pytest.mark.parametrize("op", Op.ALL)
 def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> None:
     """No kernel's signature has room for a zero point, so a request for asymmetric quantization has a reason against it."""
-    if not subject.offers(op, Precision.INT8):
-        pytest.skip(f"{subject.backend.name} does not offer {op} in int8 on {subject.device.type}")
-    geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
-    request = subject.request(op, attrs.evolve(INT8, symmetric=False), SAMPLES[op], geometry=geometry)
-    reasons = subject.backend.unsupported_reasons(request)
+    subject.skip_unless_offered(op)
+    reasons = subject.backend.unsupported_reasons(sample(subject, op, attrs.evolve(INT8, symmetric=False)))
     check_sentences(reasons)
     assert reasons, f"it would run {op} with zero points, which its kernels cannot know"
 
@@ -115,9 +114,8 @@ def test_configurations_are_texts_that_plans_can_store(subject: Subject, op: str
     for compute in Precision:
         if not subject.offers(op, compute):
             continue
-        geometry = GEOMETRY if op.startswith("conv2d") else Geometry()
-        for variant in variants_of(op, compute):
-            request = subject.request(op, variant, SAMPLES[op], geometry=geometry)
+        for variant in variants_of(compute):
+            request = sample(subject, op, variant)
             if subject.backend.unsupported_reasons(request):
                 continue
             texts = [config.text for config in subject.backend.candidate_configs(request)]

@@ -14,19 +14,14 @@ import torch
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
-from qsync_torch.conformance.layouts import LAYOUTS, floats, integers, laid_out, powers_of_two
-from qsync_torch.conformance.outputs import Outputs
+from qsync_torch.conformance.checks import FLOATS, Check
+from qsync_torch.conformance.operands import LAYOUTS, Outputs, floats, integers, laid_out, powers_of_two
 from qsync_torch.conformance.subject import Subject
-from qsync_torch.conformance.test_linear import DTYPE, mismatch
-from qsync_torch.conformance.test_quantize import check_rounding, check_scales, run, variant_of
+from qsync_torch.conformance.test_quantize import check_formula
+from qsync_torch.dtypes import TORCH_DTYPE
 
 DRAWS = 24
 TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
-
-
-def is_refused(subject: Subject, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether the backend has reasons against it."""
-    return bool(subject.backend.unsupported_reasons(subject.request(op, variant, shapes)))
 
 
 def values(choose: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -47,29 +42,24 @@ def values(choose: random.Random, shape: tuple[int, ...], dtype: torch.dtype, de
 @pytest.mark.parametrize("draw", range(DRAWS))
 def test_quantization(subject: Subject, outputs: Outputs, draw: int) -> None:
     """Scales and every value, against float64."""
-    if not subject.offers(Op.QUANTIZE, Precision.INT8):
-        pytest.skip(f"{subject.backend.name} does not offer {Op.QUANTIZE} in int8 on {subject.device.type}")
+    subject.skip_unless_offered(Op.QUANTIZE)
     choose = random.Random(draw)
     shape = tuple(choose.choice((1, 2, 3, 5, 17, 33, 64, 129)) for _ in range(choose.randint(1, 4)))
     granularity, rounding = choose.choice(list(Granularity)), choose.choice(list(Rounding))
-    variant = variant_of(rounding, granularity)
     x = values(choose, shape, choose.choice((torch.float32, torch.bfloat16, torch.float16)), subject.device)
     if granularity is TENSOR and len(shape) == 4 and choose.random() < 0.5:
         x = x.to(memory_format=torch.channels_last)
-    for kernel in subject.kernels(Op.QUANTIZE, variant, (shape,)):
-        q, scale = run(kernel, x, outputs, granularity, seed=choose.getrandbits(63), offset=choose.getrandbits(63))
-        check_scales(x, scale, granularity)
-        check_rounding(x, q, scale, granularity, rounding)
+    check_formula(subject, outputs, x, rounding, granularity, seed=choose.getrandbits(63), offset=choose.getrandbits(63))
 
 
 @pytest.mark.parametrize("draw", range(DRAWS))
-def test_linear_products(subject: Subject, outputs: Outputs, draw: int) -> None:
+def test_linear_products(check: Check, draw: int) -> None:
     """Output and both int8 gradients, exactly, with scales that are powers of two."""
-    if not any(subject.offers(op, Precision.INT8) for op in (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)):
-        pytest.skip(f"{subject.backend.name} offers no int8 products on {subject.device.type}")
+    subject = check.subject
+    subject.skip_unless_offered(Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
     choose, device = random.Random(draw), subject.device
     m, k, n = (choose.choice((1, 2, 7, 8, 16, 31, 64, 100, 257)) for _ in range(3))
-    output = choose.choice(list(DTYPE))
+    output = choose.choice(FLOATS)
     x_granularity, w_granularity = choose.choice((TENSOR, ROW)), choose.choice((TENSOR, CHANNEL))
     variant = attrs.evolve(
         Variant.of(Precision.INT8), output=output, x_granularity=x_granularity, w_granularity=w_granularity,
@@ -90,14 +80,14 @@ def test_linear_products(subject: Subject, outputs: Outputs, draw: int) -> None:
             ((m, k), (n, k)),
             (operand(x), x_scale, operand(w), w_scale, None),
             (x.double() * x_scale.double().view(-1, 1)) @ (w.double() * w_scale.double().view(-1, 1)).t(),
-            DTYPE[output],
+            TORCH_DTYPE[output],
         ),
         (
             Op.LINEAR_GRAD_INPUT,
             ((m, n), (n, k)),
             (operand(grad), operand(w), one),
             (grad.double() @ w.double()) * one,
-            DTYPE[output],
+            TORCH_DTYPE[output],
         ),
         (
             Op.LINEAR_GRAD_WEIGHT,
@@ -107,15 +97,9 @@ def test_linear_products(subject: Subject, outputs: Outputs, draw: int) -> None:
             torch.float32,
         ),
     )
-    ran = False
-    for op, shapes, arguments, exact, dtype in cases:
-        if not subject.offers(op, Precision.INT8) or is_refused(subject, op, variant, shapes):
-            continue
-        expected = exact.float().to(dtype)
-        for kernel in subject.kernels(op, variant, shapes):
-            out = outputs.empty(tuple(expected.shape), dtype)
-            kernel(*arguments, out)
-            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), f"{op} {shapes}: {mismatch(out, expected)}"
-            ran = True
+    ran = 0
+    for op, shapes, operands, exact, dtype in cases:
+        if not subject.refuses(op, variant, shapes):
+            ran += check.exact(op, variant, operands, exact.float().to(dtype))
     if not ran:
         pytest.skip(f"{subject.backend.name} refuses these products of {m}, {k} and {n}")
