@@ -49,7 +49,7 @@ def compute_capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
 
 
-def device_facts(device: torch.device) -> DeviceFacts:
+def describe_device(device: torch.device) -> DeviceFacts:
     """What kernels and their tuning records depend on of a device."""
     found = device_type(device)
     return DeviceFacts(device.type, found.name, found.compute_capability, tuning_software(device))

@@ -53,10 +53,10 @@ def qsync_trace_job(job: str) -> PrecisionDag:
 @hookimpl
 def qsync_describe_device(device: str) -> DeviceFacts | None:
     """CPUs and CUDA devices that torch sees."""
-    from qsync_torch.devices import device_facts, parse_device
+    from qsync_torch.devices import describe_device, parse_device
 
     try:
-        return device_facts(parse_device(device))
+        return describe_device(parse_device(device))
     except QSyncError:
         return None
 

@@ -81,7 +81,7 @@ def test_float_formats_run_pytorchs_own_kernels(install):
     install(NamedBackend("one"))
     assert KernelChooser(CPU, "auto").for_operator(CALL, BFLOAT16) == KernelChoice.parse("aten", "")
     assert KernelChooser(CPU, "one+aten").for_operator(CALL, BFLOAT16) == KernelChoice.parse("aten", "")
-    with pytest.raises(BackendError, match=r"operator fc#0 can not run as bfloat16 on backend one: .* --backend one\+aten'"):
+    with pytest.raises(BackendError, match=r"operator fc#0 cannot run as bfloat16 on backend one: .* --backend one\+aten'"):
         KernelChooser(CPU, "one").for_operator(CALL, BFLOAT16, "operator fc#0")
 
 
@@ -91,7 +91,7 @@ def test_refusals_are_told_with_every_reason(install):
         KernelChooser(CPU, "one+two").for_operator(CALL, INT8)
     rows = Variant.parse(str(INT8).replace("x=tensor", "x=channel"))
     with pytest.raises(
-        BackendError, match=r"fc can not run linear\.output as int8: aten: scales per input channel do not factor out"
+        BackendError, match=r"fc cannot run linear\.output as int8: aten: scales per input channel do not factor out"
     ):
         KernelChooser(CPU).for_operator(CALL, rows, "fc")
     with pytest.raises(BackendError, match="kernel backend 'three' is not installed here"):

@@ -297,7 +297,7 @@ def test_a_profile_on_a_cpu_takes_aten_unless_told(qsync, install, monkeypatch, 
     assert one.ran == []
     refused = qsync("profile", "job.py:tiny", "-o", "q.qsync", "--rungs", "int8", "--backend", "one")
     assert refused.exit_code == 1
-    assert "can not run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
+    assert "cannot run as float32 on backend one: operators in float formats run on PyTorch's own kernels" in refused.stderr
 
 
 def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, monkeypatch):

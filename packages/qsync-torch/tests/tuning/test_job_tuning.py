@@ -19,6 +19,7 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.store import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning.compiling import _greedy
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
     capability_of,
@@ -27,7 +28,6 @@ from qsync_torch.tuning.job_tuning import (
     distinct_requests,
     tune_requests,
 )
-from qsync_torch.tuning.kernel_library import _greedy
 from qsync_torch.tuning.kernel_timing import device_peaks
 
 from .installed_backends import CompilingNamedBackend, NamedBackend

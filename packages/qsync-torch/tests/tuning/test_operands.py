@@ -12,7 +12,7 @@ from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels.binding import Bound
 from qsync_torch.operators import conv2d, linear
-from qsync_torch.tuning.operands import make_operands, rotating_sets
+from qsync_torch.tuning.kernel_timing import make_operands, rotating_sets
 
 CPU = torch.device("cpu")
 INT8 = Variant.of(Precision.INT8)

@@ -97,7 +97,11 @@ def _spread(by_numel: dict[int, tuple[int, ...]], count: int) -> list[tuple[int,
         return [by_numel[n] for n in numels]
     low, high = math.log(numels[0]), math.log(numels[-1])
     wanted = [low + (high - low) * i / (count - 1) for i in range(count)]
-    chosen = {min(numels, key=lambda n, target=target: abs(math.log(n) - target)) for target in wanted}
+
+    def nearest(target: float) -> int:
+        return min(numels, key=lambda numel: abs(math.log(numel) - target))
+
+    chosen = {nearest(target) for target in wanted}
     return [by_numel[n] for n in sorted(chosen)]
 
 
@@ -129,6 +133,6 @@ def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], ob
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
         quantization = quantization_of(key.target, key.granularity, key.rounding, chosen)
-        return lambda x: quantize(x, quantization, 1, 0)
+        return partial(quantize, quantization=quantization, seed=1, offset=0)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)

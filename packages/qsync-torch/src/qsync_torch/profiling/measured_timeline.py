@@ -267,8 +267,9 @@ def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str],
         if event.start_ns < covered_until:
             continue
         if event.name.startswith(RANGE):
-            op_id: OpId | None = OpId.parse(event.name.removeprefix(RANGE))
-            position = dag.index.get(op_id, position - 1) + 1
+            marked_id = OpId.parse(event.name.removeprefix(RANGE))
+            op_id: OpId | None = marked_id
+            position = dag.index.get(marked_id, position - 1) + 1
         elif "::" in event.name or event.name in _LOWERED:
             found = _find(dag, position, marked, _plain_name(event.name))
             op_id = None if found is None else dag.operators[found].op_id

@@ -1,4 +1,4 @@
-"""Which kernels an operator runs with: a chain of backends as a person named it, or whoever measured fastest for each product."""
+"""Which kernels an operator runs with: a chain of backends, or for each product the one that measured fastest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIG
 from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
 from qsync_core.plugins.backends import Answer
 from qsync_core.tuning.store import TuningStore
-from qsync_torch.kernels.binding import device_facts
+from qsync_torch.devices import compute_capability
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend, find_backends, reasons_against
 
@@ -65,15 +65,15 @@ class KernelChooser:
             if not {AUTO_BACKEND, FLOAT_BACKEND} & set(self.chain):
                 chain = "+".join(self.chain)
                 raise BackendError(
-                    f"{name or call.kind} can not run as {variant.label} on backend {chain}: operators in float formats run "
+                    f"{name or call.kind} cannot run as {variant.label} on backend {chain}: operators in float formats run "
                     f"on PyTorch's own kernels; add them as 'qsync … --backend {chain}+{FLOAT_BACKEND}'"
                 )
             return KernelChoice()
         ops: dict[str, OpChoice] = {}
-        for asked in operator_requests(call, variant, *device_facts(self.device)):
+        for asked in operator_requests(call, variant, self.device.type, compute_capability(self.device)):
             if self._is_trivial:
                 if reasons := reasons_against(asked.request, KernelChoice()):
-                    raise BackendError(f"{name or call.kind} can not run {asked.role} as {variant.label}: {'; '.join(reasons)}")
+                    raise BackendError(f"{name or call.kind} cannot run {asked.role} as {variant.label}: {'; '.join(reasons)}")
                 continue
             answer = self.answer(asked.request)
             # Weights are quantized together, whatever their shapes, so that one's configuration is of no use.
@@ -88,8 +88,8 @@ class KernelChooser:
         """
         if self._is_trivial or not key.target.needs_scale:
             return KernelChoice()
-        kind, capability = device_facts(self.device)
         variant = quantization_variant(key.target, key.granularity, key.rounding)
+        kind, capability = self.device.type, compute_capability(self.device)
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
@@ -103,7 +103,7 @@ class KernelChooser:
         """Who runs one request, with which configuration.
 
         Raises:
-            BackendError: when nobody does, with every reason.
+            BackendError: when no backend does, with every reason.
         """
         registry = installed()
         names = None if self.chain == AUTO else self.chain

@@ -1,18 +1,24 @@
-"""Compiling a job's kernels on all cores while those that are ready are measured."""
+"""Compiling a job's kernels on all cores while those that are ready are measured.
+
+Compiling a kernel takes tens of seconds, so a job gets a library of few that serve many requests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.requests import OperatorRequest
-from qsync_torch.tuning.kernel_library import LimitedBackend, choose_library, group_of, kernel_of
+from qsync_core.tuning.record import formats_of
 
 Need = Future[None]
+Group = tuple[object, ...]
+RUN_TIME_KNOBS = frozenset({"raster", "splits", "swizzle"})
+"""Names of knobs in configurations (``tile=128x64x64;swizzle=4``) that are passed to a compiled kernel when it is launched."""
 
 
 class BackgroundCompiler:
@@ -56,19 +62,19 @@ class BackgroundCompiler:
                 self._needs[index].append(started[group, text])
         return limited
 
-    def ready(self, left: Sequence[int], told: Callable[[int, int], None]) -> int:
+    def ready(self, left: Sequence[int], waiting: Callable[[int, int], None]) -> int:
         """The next request, of those that are left, whose kernels are all built; waits for one.
 
         Args:
             left: positions of requests, not empty.
-            told: called with (built, all) before each wait.
+            waiting: receives how many kernels are built, and how many there are, before each wait.
         """
         while True:
             for index in left:
                 if all(need.done() for need in self._needs[index]):
                     return index
             every = {need for needs in self._needs for need in needs}
-            told(sum(need.done() for need in every), len(every))
+            waiting(sum(need.done() for need in every), len(every))
             wait([need for index in left for need in self._needs[index] if not need.done()], return_when=FIRST_COMPLETED)
 
     def __enter__(self) -> BackgroundCompiler:
@@ -89,3 +95,68 @@ def _cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
+
+
+class LimitedBackend:
+    """A backend whose candidates are those of a library, knobs included; everything else is its own."""
+
+    def __init__(self, backend: KernelBackend, library: Mapping[Group, Sequence[str]]) -> None:
+        self._backend, self._library = backend, library
+        self.name, self.api_version = backend.name, backend.api_version
+        self.kernel_specs, self.unsupported_reasons, self.build = backend.kernel_specs, backend.unsupported_reasons, backend.build
+
+    def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """The library's, in the backend's order."""
+        kernels = self._library.get(group_of(request), ())
+        return [config for config in self._backend.candidate_configs(request) if kernel_of(config.text) in kernels]
+
+    def known_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
+        """Every candidate of the backend, of which a search with another library may have found the fastest."""
+        return self._backend.candidate_configs(request)
+
+
+def choose_library(backend: KernelBackend, requests: Sequence[KernelRequest], kernels: int) -> dict[Group, tuple[str, ...]]:
+    """The configurations to compile for each group of requests, in the order of their use.
+
+    Greedily, each adds the most to what the group's requests gain, where a request gains 1/(1 + rank) from the best-ranked of its
+    candidates that is there.  Every request gets at least one.
+
+    Args:
+        backend: whose candidates.
+        requests: what is to run; those that the backend takes.
+        kernels: how many configurations a group compiles.
+    """
+    ranks: dict[Group, list[dict[str, int]]] = {}
+    for request in requests:
+        texts = dict.fromkeys(kernel_of(config.text) for config in backend.candidate_configs(request))
+        ranks.setdefault(group_of(request), []).append({text: rank for rank, text in enumerate(texts)})
+    return {group: _greedy(by_request, kernels) for group, by_request in ranks.items()}
+
+
+def _greedy(by_request: Sequence[Mapping[str, int]], kernels: int) -> tuple[str, ...]:
+    chosen: list[str] = []
+    gained = [0.0] * len(by_request)
+    texts = list(dict.fromkeys(text for ranks in by_request for text in ranks))
+
+    def more(text: str) -> float:
+        return sum(max(0.0, 1 / (1 + ranks[text]) - had) for ranks, had in zip(by_request, gained, strict=True) if text in ranks)
+
+    while len(chosen) < kernels and (best := max(texts, key=more, default=None)) is not None and more(best) > 0:
+        chosen.append(best)
+        gained = [max(had, 1 / (1 + ranks[best])) if best in ranks else had for ranks, had in zip(by_request, gained, strict=True)]
+    # What is left of the limit goes to second guesses, the most popular first.
+    spare = sorted((text for text in texts if text not in chosen), key=lambda t: -sum(1 / (1 + r[t]) for r in by_request if t in r))
+    chosen += spare[: max(0, kernels - len(chosen))]
+    chosen += [next(iter(ranks)) for ranks, had in zip(by_request, gained, strict=True) if not had and ranks]
+    return tuple(dict.fromkeys(chosen))
+
+
+def group_of(request: KernelRequest) -> Group:
+    """Requests of one group can share compiled kernels: one operator, formats, geometry and filter size."""
+    filter_size = request.shapes[1][2:] if len(request.shapes) > 1 else ()
+    return request.op, formats_of(request), filter_size, request.geometry, request.multiplied, request.transposed
+
+
+def kernel_of(text: str) -> str:
+    """The configuration without its run-time knobs: equal ones are one compiled kernel."""
+    return ";".join(knob for knob in text.split(";") if knob.partition("=")[0] not in RUN_TIME_KNOBS)

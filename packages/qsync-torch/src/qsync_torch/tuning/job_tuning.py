@@ -17,20 +17,18 @@ from qsync_core.kernels.choice import QUANTIZE_WEIGHT
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
 from qsync_core.progress import ProgressCallback, silent
-from qsync_core.tuning.record import TuningRecord, formats_of
+from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import DeviceLostError, Effort, tune
 from qsync_core.tuning.store import TuningStore
-from qsync_torch.tuning.compiling import BackgroundCompiler
-from qsync_torch.tuning.kernel_library import LimitedBackend
-from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks
-from qsync_torch.tuning.operands import rotating_sets
+from qsync_torch.tuning.compiling import BackgroundCompiler, LimitedBackend, group_of
+from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks, rotating_sets
 
 DEFAULT_EFFORT = Effort()
 
 
 @attrs.frozen
 class TunedRequest:
-    """One kernel of a job: who can run it how fast, and why others can not."""
+    """One kernel of a job: who can run it how fast, and why others cannot."""
 
     asked: OperatorRequest
     records: tuple[TuningRecord, ...]
@@ -64,9 +62,7 @@ def distinct_requests(
         if variant.compute.needs_scale:
             for call in calls.values():
                 for asked in operator_requests(call, variant, device_kind, compute_capability):
-                    request = asked.request
-                    kind = (request.geometry, request.multiplied, request.transposed)
-                    found.setdefault((request.op, formats_of(request), request.shapes, kind), asked)
+                    found.setdefault((group_of(asked.request), asked.request.shapes), asked)
     return list(found.values())
 
 
@@ -87,69 +83,81 @@ def tune_requests(
         store: where records go; finished searches in it are not repeated, interrupted ones continue.
         device: where.
         effort: how much to try.
-        progress: told before each search.
+        progress: receives the state before each search.
 
     Raises:
         DeviceLostError: when a kernel broke the device for this process; run again to continue.
     """
     start = time.monotonic()
-    peaks = device_peaks(device)
+    device_peaks(device)  # measured while nothing compiles
     reused, done = 0, 0
     tuned: dict[int, TunedRequest] = {}
     left = list(range(len(requests)))
     total = len(requests) * len(backends)
     with BackgroundCompiler(backends, requests, effort.kernels) as compiler:
         while left:
-            waiting = partial(_compiling, progress, done, total)
-            index = compiler.ready(left, waiting)
+            index = compiler.ready(left, partial(_report_compiling, progress, done, total))
             left.remove(index)
-            asked = requests[index]
-            records: list[TuningRecord] = []
-            refusals: dict[str, tuple[str, ...]] = {}
-            timer: KernelTimer | None = None
+            request = _RequestTuning(requests[index], device, store, effort)
             for backend in compiler.backends:
-                progress(done, total, f"{describe(asked)} {backend.name}")
+                progress(done, total, f"{describe(requests[index])} {backend.name}")
                 done += 1
-                try:
-                    if reasons := backend.unsupported_reasons(asked.request):
-                        refusals[backend.name] = tuple(reasons)
-                        continue
-                    valid = _known_configs(backend, asked.request)
-                    known = store.find(backend.name, asked.request, valid)
-                    if timer is None and not _is_done(known, backend, asked.request, effort):
-                        timer = KernelTimer(rotating_sets(asked, device), device)
-                    measure = timer or _never
-                    bound = lower_bound_ns(asked, peaks)
-                    rival = min((record.latency_ns for record in records), default=0)
-                    limits = {"lower_bound_ns": bound, "rival_ns": rival}
-                    record = tune(backend, asked.request, measure, store, effort=effort, valid=valid, **limits)
-                except DeviceLostError:
-                    raise
-                except (BackendError, torch.OutOfMemoryError) as error:
-                    refusals[backend.name] = (" ".join(str(error).split()),)
-                    continue
-                reused += record is known
-                records.append(record)
-            tuned[index] = TunedRequest(asked, tuple(records), refusals)
+                reused += request.tune(backend)
+            tuned[index] = TunedRequest(requests[index], tuple(request.records), request.refusals)
     progress(total, total, "")
     return JobTuning(tuple(tuned[index] for index in range(len(requests))), reused, time.monotonic() - start)
 
 
-def _compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
+def _report_compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
     progress(done, total, f"compiling, {built} of {every} kernels")
 
 
-def _is_done(known: TuningRecord | None, backend: KernelBackend, request: KernelRequest, effort: Effort) -> bool:
-    return known is not None and known.tried >= min(effort.budget, len(backend.candidate_configs(request)))
+@attrs.define(eq=False)
+class _RequestTuning:
+    """Tunes one request with one backend after the other, all on the same operands."""
+
+    asked: OperatorRequest
+    device: torch.device
+    store: TuningStore
+    effort: Effort
+    records: list[TuningRecord] = attrs.field(factory=list)
+    refusals: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
+    _timer: KernelTimer | None = None
+
+    def tune(self, backend: KernelBackend) -> bool:
+        """Add a backend's record, or why it has none; returns whether its search was finished before.
+
+        Raises:
+            DeviceLostError: when a kernel broke the device for this process.
+        """
+        request = self.asked.request
+        try:
+            if reasons := backend.unsupported_reasons(request):
+                self.refusals[backend.name] = tuple(reasons)
+                return False
+            valid = _known_configs(backend, request)
+            known = self.store.find(backend.name, request, valid)
+            if known is not None and known.tried >= min(self.effort.budget, len(backend.candidate_configs(request))):
+                self.records.append(known)
+                return True
+            if self._timer is None:
+                self._timer = KernelTimer(rotating_sets(self.asked, self.device), self.device)
+            bound = lower_bound_ns(self.asked, device_peaks(self.device))
+            rival = min((record.latency_ns for record in self.records), default=0)
+            limits = {"lower_bound_ns": bound, "rival_ns": rival}
+            record = tune(backend, request, self._timer, self.store, effort=self.effort, valid=valid, **limits)
+        except DeviceLostError:
+            raise
+        except (BackendError, torch.OutOfMemoryError) as error:
+            self.refusals[backend.name] = (" ".join(str(error).split()),)
+            return False
+        self.records.append(record)
+        return False
 
 
 def _known_configs(backend: KernelBackend, request: KernelRequest) -> frozenset[str]:
     every = backend.known_configs(request) if isinstance(backend, LimitedBackend) else backend.candidate_configs(request)
     return frozenset(config.text for config in every)
-
-
-def _never(kernel: object, request: KernelRequest, samples: int) -> int:
-    raise AssertionError("a finished search measures nothing")
 
 
 @attrs.frozen
@@ -169,7 +177,7 @@ def compile_requests(
         requests: what is going to run.
         backends: who is asked.
         arch: the chip (``sm_90a``).
-        progress: told how many kernels of a backend are done.
+        progress: receives how many kernels of a backend are done.
 
     Returns:
         What each backend compiled, by its name; those that take none of the requests are left out.
@@ -185,8 +193,10 @@ def compile_requests(
         taken = [request for request in asked if not backend.unsupported_reasons(request)]
         if not taken:
             continue
-        told = backend.compile_ahead(taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}"))
-        kernels = getattr(told, "kernels", None)
+        library = backend.compile_ahead(
+            taken, arch, lambda n, total, what, name=backend.name: progress(n, total, f"{name}: {what}")
+        )
+        kernels = getattr(library, "kernels", None)
         done[backend.name] = CompiledAhead(len(taken), kernels if isinstance(kernels, int) else None)
     return done
 
