@@ -139,6 +139,11 @@ def test_profile_refuses_with_one_sentence(folder, options, message):
     assert not (folder / "p.qsync").exists()
 
 
+def test_observe_refuses_two_ladders(folder):
+    output = _message("observe", "job.py:tiny", "-o", "o.qsync", "--rungs", "int8", "--cluster", "cluster.toml", "--group", "infer")
+    assert "--rungs and --cluster both give a ladder" in output
+
+
 @pytest.mark.parametrize("command", ["profile", "observe"])
 def test_a_graph_of_another_model(folder, command):
     output = _message(command, "job.py:wider", "--dag", "dag.qsync", "-o", "x.qsync")

@@ -1,4 +1,4 @@
-"""Between core's names of number formats and torch's dtypes."""
+"""Core's number formats as torch's dtypes, and back."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Job:
     Attributes:
         name: the model's name in artifacts and messages.
         model: the module; parameters may be on any device and are not copied.
-        batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  Whatever
-            it raises becomes a JobError, as do other arguments (at once) and a result that is not a :class:`Batch`.
+        batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  What it
+            raises becomes a JobError, as do a signature with other arguments (at once) and a result that is not a :class:`Batch`.
         loss: ``loss(model_output, batch)``, a scalar tensor.
         optimizer: makes the optimizer from the parameters.
         batch_size: samples a rank gets per step.
@@ -93,7 +93,7 @@ class Job:
 
 
 def _checked_batch(make: Callable[[int, int], Batch], name: str) -> Callable[[int, int], Batch]:
-    """The batch function, with its failures told apart from QSync's own."""
+    """The batch function, whose failures become JobErrors."""
     if hasattr(make, "checked_by_qsync"):
         return make
     _check_batch_arguments(make, name)

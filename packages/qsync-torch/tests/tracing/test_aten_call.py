@@ -45,7 +45,7 @@ def test_every_call_runs_again_forward_and_backward(text: str, dtype: torch.dtyp
         for tensor in inputs:
             tensor.requires_grad_()
         parameters = call.make_parameters()
-        outputs = [leaf for leaf in pytree.tree_leaves(call.run(inputs, parameters)) if leaf.dtype.is_floating_point]
+        outputs = [leaf for leaf in pytree.tree_leaves(call.bind(inputs, parameters)()) if leaf.dtype.is_floating_point]
         assert tuple(outputs[0].shape) == operator.output_shape, operator.op_id
         if not fixed:
             assert outputs[0].dtype is dtype, operator.op_id
@@ -86,7 +86,7 @@ def operator(call: dict, inputs: int = 1) -> Operator:
 def test_in_place_calls_may_be_given_leaves() -> None:
     call = AtenCall.of(operator({"op": "aten.mul_.Tensor", "args": [{"input": 0}, 2.0], "kwargs": {}}))
     x = torch.ones(2, 3, requires_grad=True)
-    call.run([x]).sum().backward()
+    call.bind([x])().sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
     assert torch.equal(x.detach(), torch.ones(2, 3))
 
@@ -97,15 +97,15 @@ def test_arguments_of_every_kind_are_decoded() -> None:
         "args": [{"input": 0}],
         "kwargs": {"dtype": {"dtype": "float64"}, "device": {"device": ""}, "layout": {"layout": "strided"}, "pin_memory": False},
     }
-    assert AtenCall.of(operator(text)).run([torch.ones(2, 3)]).dtype is torch.float64
+    assert AtenCall.of(operator(text)).bind([torch.ones(2, 3)])().dtype is torch.float64
     masked = {
         "op": "aten.masked_fill.Scalar",
         "args": [{"input": 0}, {"tensor": [2, 3], "dtype": "bool"}, float("-inf")],
         "kwargs": {},
     }
-    assert AtenCall.of(operator(masked)).run([torch.ones(2, 3)]).max() == float("-inf")
+    assert AtenCall.of(operator(masked)).bind([torch.ones(2, 3)])().max() == float("-inf")
     listed = {"op": "aten.cat.default", "args": [[{"input": 1}, {"input": 0}], 1], "kwargs": {}}
-    result = AtenCall.of(operator(listed, inputs=2)).run([torch.zeros(2, 3), torch.ones(2, 3)])
+    result = AtenCall.of(operator(listed, inputs=2)).bind([torch.zeros(2, 3), torch.ones(2, 3)])()
     assert result[0].tolist() == [1, 1, 1, 0, 0, 0]
 
 

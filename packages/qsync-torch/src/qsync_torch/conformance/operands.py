@@ -64,7 +64,7 @@ def between_others(x: torch.Tensor) -> torch.Tensor:
 
 
 class Outputs:
-    """Allocates outputs, and afterwards tells whether anything around them changed."""
+    """Allocates outputs, and checks afterwards that nothing around them changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

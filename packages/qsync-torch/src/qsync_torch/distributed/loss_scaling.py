@@ -4,8 +4,7 @@ See docs/design/precision-semantics.md#loss-scaling.
 
 A rank whose operators run in float16 needs its loss scaled.  DistributedDataParallel averages gradients, so every rank, full
 precision ones included, must scale by the same number.  An overflow anywhere reaches all ranks through the all-reduce of the
-gradients; ``found_inf`` is all-reduced as well: ranks that disagreed once would drift apart
-for good.
+gradients; ``found_inf`` is all-reduced as well, because ranks that disagreed once would drift apart for good.
 """
 
 from __future__ import annotations

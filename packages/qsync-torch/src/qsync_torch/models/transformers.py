@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,21 +49,9 @@ def bert(
         batch: sequences per step.
         seed: of weights and data.
     """
-    transformers = _import_transformers()
     sizes = _sizes(name, layers, hidden, heads, intermediate)
-    config = transformers.BertConfig(
-        **sizes,
-        vocab_size=vocab,
-        max_position_embeddings=max(512, seq),
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation=attention,
-    )
-    builders: dict[str, Callable[..., nn.Module]] = {
-        "qa": transformers.BertForQuestionAnswering,
-        "mlm": transformers.BertForMaskedLM,
-    }
-    return _language_job(name, builders, head, config, seq, batch, seed, padding=0, choices=1)
+    sizes |= {"vocab_size": vocab, "max_position_embeddings": max(512, seq)}
+    return _language_job(name, "Bert", ("qa", "mlm"), head, sizes, dropout, attention, seq, batch, seed, padding=0)
 
 
 def roberta(
@@ -91,22 +79,10 @@ def roberta(
         choices: endings per question of the multiple-choice head; a batch holds batch·choices sequences.
         layers, hidden, heads, intermediate, vocab, seq, dropout, attention, batch, seed: as for :func:`bert`.
     """
-    transformers = _import_transformers()
     sizes = _sizes(name, layers, hidden, heads, intermediate)
-    config = transformers.RobertaConfig(
-        **sizes,
-        vocab_size=vocab,
-        max_position_embeddings=max(514, seq + 2),
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        attn_implementation=attention,
-        type_vocab_size=1,
-    )
-    builders: dict[str, Callable[..., nn.Module]] = {
-        "multiple-choice": transformers.RobertaForMultipleChoice,
-        "mlm": transformers.RobertaForMaskedLM,
-    }
-    return _language_job(name, builders, head, config, seq, batch, seed, padding=1, choices=choices)
+    sizes |= {"vocab_size": vocab, "max_position_embeddings": max(514, seq + 2), "type_vocab_size": 1}
+    known = ("multiple-choice", "mlm")
+    return _language_job(name, "Roberta", known, head, sizes, dropout, attention, seq, batch, seed, padding=1, choices=choices)
 
 
 def question_answering_loss(output: Any, batch: Batch) -> torch.Tensor:
@@ -126,22 +102,41 @@ def multiple_choice_loss(output: Any, batch: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(output.logits, batch.target)
 
 
-_LOSSES = {"qa": question_answering_loss, "mlm": masked_lm_loss, "multiple-choice": multiple_choice_loss}
+_HEADS = {
+    "qa": ("ForQuestionAnswering", question_answering_loss),
+    "mlm": ("ForMaskedLM", masked_lm_loss),
+    "multiple-choice": ("ForMultipleChoice", multiple_choice_loss),
+}
+"""Ending of the class's name in transformers, and the loss."""
 
 
 def _language_job(
     name: str,
-    builders: dict[str, Callable[..., nn.Module]],
+    family: str,
+    heads: tuple[str, ...],
     head: str,
-    config: Any,
+    sizes: dict[str, int],
+    dropout: float,
+    attention: str,
     seq: int,
     batch_size: int,
     seed: int,
+    *,
     padding: int,
-    choices: int,
+    choices: int = 1,
 ) -> Job:
-    if head not in builders:
-        raise JobError(f"{name} has no head {head!r}; known heads: {', '.join(builders)}")
+    if head not in heads:
+        raise JobError(f"{name} has no head {head!r}; known heads: {', '.join(heads)}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise JobError(
+            f"the named language models need transformers ({error}); install it with: pip install 'qsync-torch[models]'"
+        ) from None
+    ending, loss = _HEADS[head]
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, attn_implementation=attention
+    )
 
     def batch(step: int, size: int) -> Batch:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -171,9 +166,9 @@ def _language_job(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = builders[head](config)
+        model: nn.Module = getattr(transformers, family + ending)(config)
     model.train()
-    return Job(name, model, batch, _LOSSES[head], optimizer, batch_size)
+    return Job(name, model, batch, loss, optimizer, batch_size)
 
 
 def _sizes(name: str, layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, int]:
@@ -189,13 +184,3 @@ def _sizes(name: str, layers: int, hidden: int, heads: int, intermediate: int) -
         "num_attention_heads": heads or min(usual["heads"], max(1, hidden // 64)),
         "intermediate_size": intermediate or 4 * hidden,
     }
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise JobError(
-            f"the named language models need transformers ({error}); install it with: pip install 'qsync-torch[models]'"
-        ) from None
-    return transformers

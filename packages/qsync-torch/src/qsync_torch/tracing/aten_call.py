@@ -68,7 +68,7 @@ def encode_call(
 
 @attrs.frozen
 class AtenCall:
-    """A call that can be run: ``AtenCall.of(operator).run(inputs, parameters)``.
+    """A call that can be run: ``AtenCall.of(operator).bind(inputs, parameters)()``.
 
     Attributes:
         op: ``aten.add.Tensor`` and so on.
@@ -122,16 +122,13 @@ class AtenCall:
         shapes = {spec["parameter"]: spec["shape"] for spec in self._specs("parameter")}
         return [torch.randn(shapes.get(index, ()), device=device) for index in range(len(self.operator.parameters))]
 
-    def run(
-        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
-    ) -> Any:
-        """Run it on the current autograd graph.  In-place operators run as their functional form, so that leaves may be given."""
-        return self.bind(inputs, parameters, device)()
-
     def bind(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
     ) -> Callable[[], Any]:
-        """A function that only makes the call: everything around it (arguments, other tensors) is made here, once."""
+        """A function that only makes the call: everything around it (arguments, other tensors) is made here, once.
+
+        In-place operators run as their functional form, so that leaves of the autograd graph may be given.
+        """
 
         def decode(value: Any) -> Any:
             match value:

@@ -60,10 +60,10 @@ GUARDED = frozenset(
         "local_response_norm",
     }
 )
-"""Compute inside in float32 whatever they are given."""
+"""Compute inside in float32, in any precision of their inputs."""
 
 FIXED = frozenset({"embedding", "embedding_bag", "weight_norm"})
-"""Never touched, whatever they read."""
+"""Stay in float32, whatever they read."""
 
 PRODUCTS_WITH_A_PARAMETER = {
     "matmul": "torch.matmul",
