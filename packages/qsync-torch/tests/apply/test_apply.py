@@ -99,7 +99,7 @@ def test_a_forward_that_an_instance_already_had_is_called_and_restored():
     assert (model(images()) > 50).all()
 
 
-def test_remove_refuses_when_somebody_replaced_a_forward_since():
+def test_remove_refuses_a_forward_that_was_replaced_since():
     model = ConvNet()
     applied = apply_(model, named(fc=INT8))
     model.fc.forward = lambda input: input
@@ -242,7 +242,7 @@ def test_shared_modules_share_a_variant():
 
 
 def test_a_root_that_is_an_operator_itself():
-    """The root's FQN is empty, so that a plan can not name it; naming anything else is an error."""
+    """The root's FQN is empty, so that a plan cannot name it; naming anything else is an error."""
     with pytest.raises(PlanError, match="has no linear or convolution fc"):
         apply_(nn.Linear(4, 3), named(fc=INT8))
 
@@ -310,7 +310,7 @@ def test_a_refused_plan_leaves_the_model_alone():
     float8 = Variant.parse("float8_e4m3fn")
     with pytest.raises(
         BackendError,
-        match=r"1 of 2 operators can not run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn>bfloat16 \(aten: ",
+        match=r"1 of 2 operators cannot run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn>bfloat16 \(aten: ",
     ):
         apply_(model, named(fc=INT8, conv1=float8))
     assert all("forward" not in module.__dict__ for module in model.modules())

@@ -84,7 +84,7 @@ def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():
     assert seen.names == {"quantize", *of_each}
 
 
-def test_many_quantizations_are_dispatched_where_somebody_looks():
+def test_many_quantizations_are_dispatched_where_a_mode_looks():
     xs = weights()
     expected = quantize_many(xs, PER_CHANNEL, [1, 2], 3)
     with Seen() as seen:

@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def change(monkeypatch):
     """Replaces an entry of the table until the test ends."""
 
     def replace(site, entry):
-        monkeypatch.setitem(semantics.TABLE, site, entry)
+        monkeypatch.setattr(semantics, "TABLE", attrs.evolve(semantics.TABLE, **{site: entry}))
         semantics.steps_of.cache_clear()
 
     yield replace

@@ -69,7 +69,7 @@ def test_a_missing_backend_stops_the_run_before_its_first_step(install):
     missing = "kernel backend {!r} is not installed here (found: aten, one); install the package that "
     missing += "provides it, or name another backend"
     assert str(caught.value) == (
-        "2 of 3 operators can not run on cpu as they are planned: "
+        "2 of 3 operators cannot run on cpu as they are planned: "
         f"0#0: {missing.format('three')}; 2#0: {missing.format('four')}; "
         "install what is missing, plan again on this machine, or say which kernels to take instead: "
         "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
@@ -118,7 +118,7 @@ def test_refusals_of_backward_kernels_stop_it_too_with_all_reasons(install):
     with pytest.raises(BackendError) as caught:
         apply_(model, plan)
     message = str(caught.value)
-    assert message.startswith("3 of 3 operators can not run on cpu as they are planned: ")
+    assert message.startswith("3 of 3 operators cannot run on cpu as they are planned: ")
     assert "0#0: conv2d.grad_input as int8 (one: too narrow; two: too wide)" in message
     assert "0#0: conv2d.grad_weight as int8 (one: not offered; two: no)" in message
     assert "2#0, 4#0: linear.grad_input as int8 (one: too narrow; two: too wide)" in message
@@ -250,7 +250,7 @@ def test_a_pinned_kernel_that_can_not_be_had_stops_the_run_before_its_first_step
     with pytest.raises(BackendError) as caught:
         apply_(model, assigned(_2=(INT8, "one", "linear.output=one/b"), _4=(INT8, "one", "linear.output=one/b")))
     assert str(caught.value) == (
-        "a kernel that the plan names can not be had here: the kernel gemm was not compiled ahead (and 1 more like it); "
+        "a kernel that the plan names cannot be had here: the kernel gemm was not compiled ahead (and 1 more like it); "
         "install what is missing, plan again on this machine, or say which kernels to take instead: "
         "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
 
@@ -109,14 +108,22 @@ def _grad_output(variant: Variant, products: tuple[Precision, ...]) -> tuple[Cas
     return (*wide, *(_target(precision, Granularity.PER_TENSOR, variant.rounding) for precision in eight_bit))
 
 
-TABLE: dict[CastSite, Callable[..., Any]] = {
-    CastSite.INPUT: _input,
-    CastSite.WEIGHT: _weight,
-    CastSite.BIAS: _bias,
-    CastSite.GRAD_OUTPUT: _grad_output,
-}
-"""What each tensor of an adjustable operator is cast to.  :func:`steps_of` reads it, and everyone else reads :func:`steps_of`:
-``apply_`` runs these steps, the cost mapper charges for them, and observing puts its noise on them."""
+@attrs.frozen
+class CastTable:
+    """What each tensor of an adjustable operator is cast to, by the name of its :class:`CastSite`.
+
+    Attributes:
+        input, weight, bias: the operands of the forward product, in a variant.
+        grad_output: copies of the incoming gradient, the float one first, for backward products in these formats.
+    """
+
+    input: Callable[[Variant], CastTarget]
+    weight: Callable[[Variant], CastTarget]
+    bias: Callable[[Variant], CastTarget]
+    grad_output: Callable[[Variant, tuple[Precision, ...]], tuple[CastTarget, ...]]
+
+
+TABLE = CastTable(_input, _weight, _bias, _grad_output)
 
 
 @attrs.frozen
@@ -161,8 +168,8 @@ class OperatorSteps:
 @functools.lru_cache(maxsize=4096)
 def steps_of(variant: Variant) -> OperatorSteps:
     """The steps of an operator in a variant, from :data:`TABLE`."""
-    copies = TABLE[CastSite.GRAD_OUTPUT](variant, (variant.grad_input, variant.grad_weight))
-    x, weight = TABLE[CastSite.INPUT](variant), TABLE[CastSite.WEIGHT](variant)
+    copies = TABLE.grad_output(variant, (variant.grad_input, variant.grad_weight))
+    x, weight = TABLE.input(variant), TABLE.weight(variant)
 
     def read_by(product: Precision) -> CastTarget:
         """8-bit products read the copy in their format, float ones the float copy, which comes first."""
@@ -172,10 +179,10 @@ def steps_of(variant: Variant) -> OperatorSteps:
         variant,
         x,
         weight,
-        TABLE[CastSite.BIAS](variant),
+        TABLE.bias(variant),
         variant.output,
         copies,
-        TABLE[CastSite.GRAD_OUTPUT](variant, (variant.grad_weight,)),
+        TABLE.grad_output(variant, (variant.grad_weight,)),
         read_by(variant.grad_input),
         read_by(variant.grad_weight),
         None if variant.grad_input.needs_scale else variant.grad_input,

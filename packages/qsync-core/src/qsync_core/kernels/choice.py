@@ -1,8 +1,7 @@
 """Which backend and configuration run each operator of a call, as the text that plans and profiles store.
 
 ``backend`` of an :class:`~qsync_core.ir.plan.Assignment` names backends joined by ``+`` (the first that supports an operator runs
-it);
-``config`` pins operators to one of them with a configuration::
+it); ``config`` pins operators to one of them with a configuration::
 
     linear.output=cutlass/t128x256x64;s4&quantize=triton/block=4096;warps=8
 
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
 import attrs
 
@@ -29,14 +29,14 @@ QUANTIZE_GRADIENT = "quantize.gradient"
 """Pins the quantization of the output's gradient (8-bit backward products)."""
 
 BACKEND_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""What plans can name a backend."""
+"""A backend's name in a plan."""
 _KNOWN = (*Op.ALL, QUANTIZE_WEIGHT, QUANTIZE_GRADIENT)
 _CONFIG = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 
 
 @attrs.frozen
 class OpChoice:
-    """Who runs one operator: a backend's name, and its configuration (empty: its first candidate)."""
+    """The backend that runs one kernel, and its configuration (empty: its first candidate)."""
 
     backend: str
     config: str = ""
@@ -50,18 +50,22 @@ class OpChoice:
             )
 
 
+def _by_role(pins: Iterable[tuple[str, OpChoice]]) -> tuple[tuple[str, OpChoice], ...]:
+    return tuple(sorted(dict(pins).items()))
+
+
 @attrs.frozen(cache_hash=True)
 class KernelChoice:
     """Whose kernels run an operator.
 
     Attributes:
-        chain: backends in the order in which they are asked; ``("auto",)`` takes whichever measured fastest. pins: single kernels
-        that one backend runs, by role (a name of :class:`~qsync_core.kernels.backend.Op`, or one of the roles of
-            ``quantize``), in alphabetical order.
+        chain: backends in the order in which they are asked; ``("auto",)`` takes whichever measured fastest.
+        pins: single kernels that one backend runs, by role (a name of :class:`~qsync_core.kernels.backend.Op`, or one of the
+            roles of ``quantize``), in alphabetical order.
     """
 
     chain: tuple[str, ...] = (FLOAT_BACKEND,)
-    pins: tuple[tuple[str, OpChoice], ...] = attrs.field(default=(), converter=lambda pins: tuple(sorted(dict(pins).items())))
+    pins: tuple[tuple[str, OpChoice], ...] = attrs.field(default=(), converter=_by_role)
 
     def __attrs_post_init__(self) -> None:
         for role, _ in self.pins:

@@ -1,4 +1,4 @@
-"""What happens to torch functions while an applied model's forward runs: mixed formats, guarded operators, functional calls.
+"""Torch functions while an applied model's forward runs: mixed formats, guarded operators, functional calls.
 
 Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
 Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward
@@ -26,7 +26,7 @@ from qsync_torch.operators.norms import LOSSES, NORMS, call_in_float32, call_nor
 Function = Callable[..., Any]
 
 
-def _named(owner: object, *names: str) -> list[Function]:
+def _named(owner: object, *names: str) -> list[Any]:
     return [getattr(owner, name) for name in names if hasattr(owner, name)]
 
 
@@ -75,7 +75,8 @@ INDIFFERENT: frozenset[type[nn.Module]] = frozenset(
         *_named(nn, "Upsample", "PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
     ]
 )  # fmt: skip
-"""Modules of PyTorch that call no function which is handled here (layer norms: where :func:`.guarded.layer_norm` runs them)."""
+"""PyTorch's modules that call none of the functions handled here (``LayerNorm``: where
+:func:`qsync_torch.operators.norms.layer_norm` runs it)."""
 
 
 def is_indifferent(module: nn.Module) -> bool:
@@ -103,7 +104,7 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
 
 
 def _never_overridden(func: Any) -> Function:
-    """A copy of a Python function of PyTorch that does not ask whether somebody overrides it."""
+    """A copy of a Python function of PyTorch that does not ask whether a mode overrides it."""
     module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
     copy = types.FunctionType(func.__code__, module_globals, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
@@ -114,7 +115,7 @@ _MULTI_HEAD_ATTENTION = _never_overridden(F.multi_head_attention_forward)
 
 
 class Interception(TorchFunctionMode):
-    """Active while an applied model's forward runs; see the module's text."""
+    """The mode that is active while an applied model's forward runs."""
 
     def __init__(self, cache: CastCache, sites: CallSites) -> None:
         super().__init__()
@@ -200,8 +201,8 @@ class Interception(TorchFunctionMode):
     def _open(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python function of PyTorch with this mode still active inside it.
 
-        Such a function first asks whether somebody overrides it and would call this mode for ever; a copy of it that never asks
-        is run instead.
+        Such a function first asks whether a mode overrides it, and would call this one without end; a copy that never asks runs
+        instead.
         """
         with self:
             return _MULTI_HEAD_ATTENTION(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Whether every kernel that a plan needs can run here, asked before the first step; and building them, so that it does not wait."""
+"""Before the first step: whether every kernel that a plan needs can run here, and building those that take long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
 from qsync_torch.kernels.binding import device_facts
-from qsync_torch.kernels.selection import (
-    find_backends,
-    is_for_any_sizes,
-    missing_backends,
-    reasons_against,
-)
+from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, missing_backends, reasons_against
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
@@ -35,7 +30,7 @@ _WAY_OUT = (
 
 
 def check_backends(addressed: Addressed, device: torch.device) -> None:
-    """Ask the backends about every kernel of every planned operator, forward and backward, before anything is changed.
+    """Ask the backends about every kernel of every planned operator, forward and backward, before the model changes.
 
     Raises:
         BackendError: with every reason, and the operators it holds for.
@@ -56,7 +51,7 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
         said = "; ".join(f"{_first(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
-        raise BackendError(f"{count} can not run on {device.type} as they are planned: {said}; {_WAY_OUT}")
+        raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_WAY_OUT}")
 
 
 def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterator[str]:
@@ -71,8 +66,8 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
         choice = ATEN
     roles: dict[tuple[str, ...], list[str]] = {}
     for asked in operator_requests(call, entry.variant, *device_facts(device)):
-        if refusals := reasons_against(asked.request, choice, asked.role):
-            roles.setdefault(tuple(refusals), []).append(asked.role)
+        if reasons := reasons_against(asked.request, choice, asked.role):
+            roles.setdefault(tuple(reasons), []).append(asked.role)
     for refusals, refused in roles.items():
         yield f"{', '.join(refused)} as {label} ({'; '.join(refusals)})"
 
@@ -83,9 +78,8 @@ def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallS
         yield op_id, addressed.entries[op_id], _as_chosen(_nominal(module), addressed.entries[op_id])
     for by_name in addressed.functional.values():
         for name, op_ids in by_name.items():
-            kind = "conv2d" if "conv" in name else "linear"
             for op_id in op_ids:
-                yield op_id, addressed.entries[op_id], _as_chosen(_nominal_of_kind(kind), addressed.entries[op_id])
+                yield op_id, addressed.entries[op_id], _as_chosen(_nominal_of_kind(name), addressed.entries[op_id])
 
 
 def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
@@ -116,6 +110,7 @@ def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
         return 0, 0
     if module.padding == "same":
         return dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2
+    assert not isinstance(module.padding, str)
     return pair(module.padding)
 
 
@@ -132,12 +127,12 @@ def _first(op_ids: list[OpId]) -> str:
 
 
 def prebuild(addressed: Addressed, device: torch.device) -> None:
-    """Build the kernels that a plan pins with a configuration, so that their compilation does not fall into the first step.
+    """Build the kernels that a plan pins with a configuration, so that the first step does not wait for compilers.
 
     What does not fit nominal shapes is left to the first step; nothing is built on a CPU.
 
     Raises:
-        BackendError: when a kernel can not be had whatever the shapes: its error says so by an attribute ``for_any_sizes``.
+        BackendError: when a kernel cannot be had for any shapes (its error's attribute ``for_any_sizes``).
     """
     if device.type == "cpu":
         return
@@ -164,4 +159,4 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
         errors = [error for error in pool.map(build, compiled) if error is not None]
     if errors:
         more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
-        raise BackendError(f"a kernel that the plan names can not be had here: {errors[0]}{more}; {_WAY_OUT}") from errors[0]
+        raise BackendError(f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_WAY_OUT}") from errors[0]

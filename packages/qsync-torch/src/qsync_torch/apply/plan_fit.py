@@ -21,7 +21,7 @@ _NAMED = 3
 
 @attrs.frozen
 class Assigned:
-    """What one operator is to run as."""
+    """The variant that an operator runs in, and whose kernels run it."""
 
     variant: Variant
     choice: KernelChoice = ATEN
@@ -91,7 +91,9 @@ def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan_model: str 
     """
     modules = dict(model.named_modules())
     functional = split_functional(list(assigned), modules)
-    missing, found, by_owner = [], {}, {}
+    missing: list[str] = []
+    found: dict[str, OpId] = {}
+    by_owner: dict[str, dict[str, list[OpId]]] = {}
     for op_id, entry in assigned.items():
         module = modules.get(op_id.fqn)
         if op_id in functional:
@@ -128,7 +130,7 @@ def _other_model(model: nn.Module, missing: list[str], found: set[str], plan_mod
 
 
 def unplanned_modules(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> Iterator[tuple[str, nn.Module]]:
-    """Linear and convolution modules that a whole plan does not know: they must not run (an auxiliary head may stand unused)."""
+    """Linear and convolution modules that a whole plan does not name; they must not run (an unused auxiliary head does not)."""
     planned = {id(module) for _, module in addressed.modules}
     unaddressed = {op_id.fqn for op_id in plan.unaddressed_ids}
     for name, module in model.named_modules():

@@ -20,7 +20,7 @@ class AtenBackend:
     api_version = BACKEND_API_VERSION
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
-        """What it offers, as data only."""
+        """Operators, formats, devices and layouts that it offers, as data only."""
         eight_bit, floats = tuple(map(str, EIGHT_BIT)), tuple(map(str, FLOATS))
         formats = (
             dict.fromkeys(QUANTIZATIONS, eight_bit)
@@ -30,7 +30,7 @@ class AtenBackend:
         return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]
 
     def unsupported_reasons(self, request: KernelRequest) -> list[str]:
-        """Why it can not run the request, each reason a sentence; empty means it can."""
+        """Why it cannot run the request, each reason a sentence; empty means it can."""
         return list(unsupported_reasons(request))
 
     def candidate_configs(self, request: KernelRequest) -> Sequence[KernelConfig]:
@@ -38,9 +38,9 @@ class AtenBackend:
         return (KernelConfig(),)
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
-        """A callable kernel; signatures in :mod:`qsync_torch.aten.linear`.
+        """A callable kernel; signatures in :mod:`qsync_torch.aten.linear` and :mod:`qsync_torch.aten.quantize`.
 
-        The scales of a quantization are those of the activation: ``request.variant.x_granularity``.
+        A quantization has the scales of the activation, ``request.variant.x_granularity``.
 
         Raises:
             BackendError: when the request is not supported or the configuration is not known.
@@ -49,26 +49,22 @@ class AtenBackend:
             raise BackendError(f"backend aten has no configuration {config.text!r}; leave it empty")
         if against := self.unsupported_reasons(request):
             raise BackendError(
-                f"backend aten can not run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
+                f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import conv2d as convolutions
-        from qsync_torch.aten import linear
-        from qsync_torch.aten import quantize as quantization
+        from qsync_torch.aten import conv2d, linear, quantize
 
-        variant = request.variant
-        if request.op == Op.QUANTIZE:
-            return quantization.build_quantize(variant)
-        if request.op == Op.QUANTIZE_MANY:
-            return quantization.build_quantize_many(variant)
-        if request.op == Op.LINEAR_OUTPUT:
-            return linear.build_linear_output(variant)
-        if request.op == Op.LINEAR_GRAD_INPUT:
-            return linear.build_linear_grad_input(variant)
-        if request.op == Op.LINEAR_GRAD_WEIGHT:
-            return linear.build_linear_grad_weight(variant)
-        geometry = request.geometry
-        if request.op == Op.CONV2D_OUTPUT:
-            return convolutions.build_conv2d_output(geometry, variant)
-        if request.op == Op.CONV2D_GRAD_INPUT:
-            return convolutions.build_conv2d_grad_input(geometry, variant)
-        return convolutions.build_conv2d_grad_weight(geometry, variant)
+        if request.op in CONVOLUTIONS:
+            of_geometry = {
+                Op.CONV2D_OUTPUT: conv2d.build_conv2d_output,
+                Op.CONV2D_GRAD_INPUT: conv2d.build_conv2d_grad_input,
+                Op.CONV2D_GRAD_WEIGHT: conv2d.build_conv2d_grad_weight,
+            }
+            return of_geometry[request.op](request.geometry, request.variant)
+        of_variant = {
+            Op.QUANTIZE: quantize.build_quantize,
+            Op.QUANTIZE_MANY: quantize.build_quantize_many,
+            Op.LINEAR_OUTPUT: linear.build_linear_output,
+            Op.LINEAR_GRAD_INPUT: linear.build_linear_grad_input,
+            Op.LINEAR_GRAD_WEIGHT: linear.build_linear_grad_weight,
+        }
+        return of_variant[request.op](request.variant)

@@ -39,9 +39,10 @@ def convolution_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ATen's convolution backward for the gradients of activation and weight that ``mask`` asks for."""
     g = geometry
-    return torch.ops.aten.convolution_backward(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward(
         grad, x, w, None, list(g.stride), list(g.padding), list(g.dilation), False, [0, 0], g.groups, list(mask)
     )
+    return gradients
 
 
 def transposed_filters(w_OCHW: torch.Tensor, groups: int) -> torch.Tensor:
@@ -69,14 +70,14 @@ def build_conv2d_grad_input(geometry: Geometry, variant: Variant) -> Callable[..
 
     def make(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         weight = dequantized(w, w_scale, variant.w_granularity, grad.dtype)
-        # Only shape, dtype and layout of the activation are looked at.
+        # Of the activation, ATen reads only shape, dtype and layout.
         like_x = torch.empty(tuple(shape), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
         return convolution_backward(grad, like_x, weight, geometry, (True, False, False))[0]
 
     def kernel(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(make(grad, w, w_scale, out.shape))
 
-    # ATen allocates this gradient itself; whoever can take it as it is saves a copy of an activation.
+    # ATen allocates this gradient itself; a caller that takes the tensor it gets saves a copy of an activation.
     kernel.make_gradient = make  # type: ignore[attr-defined]
     return kernel
 

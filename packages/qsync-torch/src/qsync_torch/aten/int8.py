@@ -108,7 +108,7 @@ def int8_conv2d(x_BCHW: torch.Tensor, w_OCHW: torch.Tensor, geometry: Geometry) 
 
 
 def _depthwise(x_BHWC: torch.Tensor, w_OHWC: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """One input channel a group: no matrix product is in it, only a sum over the kernel's positions."""
+    """One input channel a group: no matrix product, only a sum over the kernel's positions."""
     stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
     batch, height, width, channels = x_BHWC.shape
     out_channels, kernel_h, kernel_w, _ = w_OHWC.shape

@@ -158,7 +158,7 @@ def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
 
 
 def _int8_grad_weight(grad_MN: torch.Tensor, x_MK: torch.Tensor, scale: torch.Tensor, out_NK: torch.Tensor) -> None:
-    """Pieces of rows whose int32 sum can not overflow, added in float32."""
+    """Pieces of rows whose int32 sum cannot overflow, added in float32."""
     factor = scale if scale.numel() == 1 else scale[:, None]
     torch.mul(int8_product(grad_MN[:MAX_CONTRACTION].t(), x_MK[:MAX_CONTRACTION].t()), factor, out=out_NK)
     for first in range(MAX_CONTRACTION, grad_MN.shape[0], MAX_CONTRACTION):

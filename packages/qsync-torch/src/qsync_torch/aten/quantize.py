@@ -3,7 +3,12 @@
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
 (docs/design/precision-semantics.md#quantization); a group of zeros, or of magnitudes below 1e-36, has scale 1.  Groups: the whole
 tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d activation.  Zero points
-exist in the reference below only.
+exist in :func:`quantize_reference_asymmetric` only.
+
+The backend's kernels, which :func:`build_quantize` and :func:`build_quantize_many` return:
+
+* ``quantize``: ``kernel(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``
+* ``quantize_many``: ``kernel(xs, qs, scales, seeds, offset)``, bit for bit what ``quantize`` does with each and its seed
 
 Memory layout is kept: a channels-last activation gives a channels-last copy.  Random numbers are counted in memory order.
 
@@ -26,15 +31,142 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.random_bits import random_thresholds, stream_key
 
-# ---- merged from qsync_torch.aten.quantize
-# Rounding to int8 on a CPU, block by block, so that intermediate results stay in the second-level cache.
-
+LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
+"""The value that the largest magnitude of a group is mapped to."""
+_SMALLEST = 2.0**-126
+"""A smaller scale has no finite inverse in float32; such a group counts as zeros."""
 _BLOCK = 1 << 16
-"""Elements per thread that are rounded at a time."""
+"""Elements per thread that a CPU rounds at a time, so that intermediate results stay in the second-level cache."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-22
 """Keeps x / scale within 127 when it is computed as a product with the rounded inverse of the scale."""
 CENTRE = 0.5 + 2.0**-9
 """Brings a threshold over 256, from [-0.5 - 2**-9, 0.5 - 2**-9), to [0, 1)."""
+
+
+def build_quantize(variant: Variant) -> Callable[..., None]:
+    """Quantization of one tensor to ``variant``'s compute format, with the scales of its activation."""
+    precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
+
+    def kernel(
+        x: torch.Tensor,
+        q_out: torch.Tensor,
+        scale_out: torch.Tensor,
+        seed: int,
+        offset: int,
+        multiplier: torch.Tensor | None = None,
+        transposed_out: torch.Tensor | None = None,
+    ) -> None:
+        if multiplier is not None:
+            x = multiplied(x, multiplier)
+        find_scale(x, precision, granularity, scale_out)
+        if x.device.type == "cpu" and x.numel() and not _all_finite(scale_out):
+            raise NumericsError(
+                f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
+                "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
+            )
+        groups, q_groups = _grouped(x, granularity), _grouped(q_out, granularity)
+        if x.device.type == "cpu" and precision is Precision.INT8:
+            _round_int8_cpu(groups, scale_out, q_groups, rounding, seed, offset)
+        elif x.numel():
+            draws = _uniform(x.numel(), seed, offset, x.device).view_as(groups) if rounding is Rounding.STOCHASTIC else None
+            round_ = _round_float8 if precision is Precision.FLOAT8_E4M3FN else _round_int8
+            q_groups.copy_(round_(groups, scale_out[:, None], rounding, draws))
+        if transposed_out is not None:
+            transposed_out.copy_(q_out.t())
+
+    return kernel
+
+
+def build_quantize_many(variant: Variant) -> Callable[..., None]:
+    """Quantization of several tensors one after the other: the reference for backends that do it in fewer launches."""
+    quantize = build_quantize(variant)
+
+    def kernel(
+        xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], seeds: Sequence[int], offset: int
+    ) -> None:
+        for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
+            quantize(x, q, scale, seed, offset)
+
+    return kernel
+
+
+def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
+    """``x`` times one factor per channel, in float32, in the layout of ``x``.
+
+    Channels are the last dimension of a matrix and dimension 1 of (B, C, H, W).
+    """
+    factors = multiplier.view(1, -1, *(1,) * (x.ndim - 2)) if x.ndim > 2 else multiplier
+    product = torch.empty_like(x, dtype=torch.float32)
+    return torch.mul(x, factors, out=product)
+
+
+def _all_finite(scale: torch.Tensor) -> bool:
+    return math.isfinite(float(scale)) if scale.numel() == 1 else bool(torch.isfinite(scale).all())
+
+
+def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """``x`` itself where its memory can be taken group by group, else a contiguous copy."""
+    if x.is_contiguous():
+        return x
+    if x.ndim == 4 and granularity is not Granularity.PER_ROW and x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    if granularity is Granularity.PER_TENSOR:
+        return x if _is_dense(x) else x.contiguous()
+    if granularity is Granularity.PER_CHANNEL:
+        outermost = x.ndim > 0 and _is_dense(x) and (x.shape[0] == 1 or x.stride(0) == x.numel() // max(x.shape[0], 1))
+        return x if outermost else x.contiguous()
+    return x.contiguous()
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """True where the elements fill one block of memory without gaps, in whatever order of dimensions."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
+
+
+def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """A (groups, elements) view in memory order."""
+    groups = granularity.scale_count(x.shape)
+    return x.as_strided((groups, x.numel() // max(groups, 1)), (x.numel() // max(groups, 1), 1))
+
+
+def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, out: torch.Tensor) -> None:
+    """Write the symmetric scales of ``x`` (see :func:`quantizable`) into ``out``; NaN and infinity stay what they are."""
+    if x.numel() == 0:
+        out.fill_(1.0)
+        return
+    groups = _grouped(x, granularity)
+    if groups.shape[0] == 1 and groups.device.type == "cpu":
+        low, high = torch.aminmax(groups)
+        # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
+        absmax = -float(low) if -float(low) > float(high) else float(high)
+        scale = absmax / LARGEST[precision]
+        out.fill_(1.0 if scale < _SMALLEST else scale)
+        return
+    if groups.device.type == "cuda":
+        torch.linalg.vector_norm(groups, math.inf, dim=1, dtype=torch.float32, out=out)
+    else:
+        # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
+        out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
+    out.div_(LARGEST[precision])
+    out.masked_fill_(out < _SMALLEST, 1.0)
+
+
+def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
+    """The scales shaped so that they broadcast against the tensor they belong to."""
+    if granularity is Granularity.PER_TENSOR:
+        return scale
+    if granularity is Granularity.PER_CHANNEL:
+        return scale.view(-1, *(1,) * (ndim - 1))
+    return scale.view(*shape[:-1], 1)
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
+    """``scale * q`` in ``dtype``; the product is computed in float32."""
+    if q.device.type == "cuda" and q.dtype is torch.int8 and dtype is not torch.float64:
+        # One kernel reads the integers and writes the format that is wanted.
+        return torch.mul(q, scale_view(scale, q.ndim, granularity, q.shape), out=torch.empty_like(q, dtype=dtype))
+    value = q.to(torch.float32).mul_(scale_view(scale, q.ndim, granularity, q.shape))
+    return value.to(dtype)
 
 
 class _Scratch(threading.local):
@@ -54,18 +186,10 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-def _blocks(rows: int, columns: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Whole rows where several fit into a block, else pieces of one row."""
-    step = max(1, block // max(columns, 1))
-    for first in range(0, rows, step):
-        for start in range(0, columns, block):
-            yield slice(first, min(first + step, rows)), slice(start, min(start + block, columns))
-
-
-def quantize_int8_cpu(
+def _round_int8_cpu(
     groups: torch.Tensor, scale: torch.Tensor, q_groups: torch.Tensor, rounding: Rounding, seed: int, offset: int
 ) -> None:
-    """Round (groups, elements) with one scale a group into ``q_groups``.
+    """Round (groups, elements) with one scale a group into ``q_groups``, block by block, so that blocks stay in the cache.
 
     Stochastic: floor(x / scale + u) with u the draw in [0, 1), computed as 256 times that and divided.  Integers stay what
     they are: u is at most 1 - 2**-16 and a sum below 128 is exact to 2**-17.  Element i of the tensor takes draw i.
@@ -93,77 +217,30 @@ def quantize_int8_cpu(
         target.copy_(y)
 
 
-# ---- from here on: qsync_torch.aten.quantize
-
-LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
-"""The value that the largest magnitude of a group is mapped to."""
-_SMALLEST = 2.0**-126
-"""A smaller scale has no finite inverse in float32; such a group counts as zeros."""
-
-
-def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
-    """The scales shaped so that they broadcast against the tensor they belong to."""
-    if granularity is Granularity.PER_TENSOR:
-        return scale
-    if granularity is Granularity.PER_CHANNEL:
-        return scale.view(-1, *(1,) * (ndim - 1))
-    return scale.view(*shape[:-1], 1)
+def _blocks(rows: int, columns: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """Whole rows where several fit into a block, else pieces of one row."""
+    step = max(1, block // max(columns, 1))
+    for first in range(0, rows, step):
+        for start in range(0, columns, block):
+            yield slice(first, min(first + step, rows)), slice(start, min(start + block, columns))
 
 
-def dequantize(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
-    """``scale * q`` in ``dtype``; the product is computed in float32."""
-    if q.device.type == "cuda" and q.dtype is torch.int8 and dtype is not torch.float64:
-        # One kernel reads the integers and writes the format that is wanted.
-        return torch.mul(q, scale_view(scale, q.ndim, granularity, q.shape), out=torch.empty_like(q, dtype=dtype))
-    value = q.to(torch.float32).mul_(scale_view(scale, q.ndim, granularity, q.shape))
-    return value.to(dtype)
+def _round_int8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
+    """Whole numbers within 127, in float32; ``draws`` in [0, 1) for stochastic rounding are overwritten."""
+    y = torch.div(groups, scale) if draws is None else draws.addcdiv_(groups.to(torch.float32), scale)
+    return (y.round_() if rounding is Rounding.NEAREST else y.floor_()).clamp_(-127.0, 127.0)
 
 
-def is_dense(x: torch.Tensor) -> bool:
-    """True where the elements fill one block of memory without gaps, in whatever order of dimensions."""
-    return torch.ops.aten.is_non_overlapping_and_dense(x)
-
-
-def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """A (groups, elements) view in memory order."""
-    groups = granularity.scale_count(x.shape)
-    return x.as_strided((groups, x.numel() // max(groups, 1)), (x.numel() // max(groups, 1), 1))
-
-
-def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """``x`` itself where its memory can be taken group by group, else a contiguous copy."""
-    if x.is_contiguous():
-        return x
-    if x.ndim == 4 and granularity is not Granularity.PER_ROW and x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    if granularity is Granularity.PER_TENSOR:
-        return x if is_dense(x) else x.contiguous()
-    if granularity is Granularity.PER_CHANNEL:
-        outermost = x.ndim > 0 and is_dense(x) and (x.shape[0] == 1 or x.stride(0) == x.numel() // max(x.shape[0], 1))
-        return x if outermost else x.contiguous()
-    return x.contiguous()
-
-
-def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, out: torch.Tensor) -> None:
-    """Write the symmetric scales of ``x`` (see :func:`quantizable`) into ``out``; NaN and infinity stay what they are."""
-    if x.numel() == 0:
-        out.fill_(1.0)
-        return
-    groups = _grouped(x, granularity)
-    if groups.shape[0] == 1 and groups.device.type == "cpu":
-        low, high = torch.aminmax(groups)
-        # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
-        absmax = -float(low) if -float(low) > float(high) else float(high)
-        scale = absmax / LARGEST[precision]
-        out.fill_(1.0 if scale < _SMALLEST else scale)
-        return
-    if groups.device.type == "cuda":
-        torch.linalg.vector_norm(groups, math.inf, dim=1, dtype=torch.float32, out=out)
-    else:
-        # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
-        out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
-    out.div_(LARGEST[precision])
-    out.masked_fill_(out < _SMALLEST, 1.0)
+def _round_float8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
+    """Round to a multiple of the spacing that float8_e4m3fn has around each value (2**-9 among the subnormals)."""
+    y = torch.div(groups, scale).to(torch.float32)
+    exponent = torch.frexp(y).exponent - 1
+    spacing = torch.ldexp(torch.ones_like(y), exponent.clamp_(min=Precision.FLOAT8_E4M3FN.min_exponent) - 3)
+    y = y / spacing
+    if draws is not None:
+        y = y + draws
+    y = y.round() if rounding is Rounding.NEAREST else y.floor()
+    return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
 
 
 def _uniform(numel: int, seed: int, offset: int, device: torch.device) -> torch.Tensor:
@@ -177,54 +254,8 @@ def _uniform(numel: int, seed: int, offset: int, device: torch.device) -> torch.
 
 @functools.lru_cache(maxsize=16)
 def _generator(device: torch.device) -> torch.Generator:
-    """A generator of our own, seeded anew for every tensor: PyTorch's random numbers (dropout) stay as they would be without us."""
+    """A generator apart from PyTorch's own, whose numbers (dropout) stay what they are without quantization."""
     return torch.Generator(device)
-
-
-def _round_float8(y: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
-    """Round to a multiple of the spacing that float8_e4m3fn has around each value (2**-9 among the subnormals)."""
-    exponent = torch.frexp(y).exponent - 1
-    spacing = torch.ldexp(torch.ones_like(y), exponent.clamp_(min=Precision.FLOAT8_E4M3FN.min_exponent) - 3)
-    y = y / spacing
-    if draws is not None:
-        y = y + draws
-    y = y.round() if rounding is Rounding.NEAREST else y.floor()
-    return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
-
-
-def _all_finite(scale: torch.Tensor) -> bool:
-    return math.isfinite(float(scale)) if scale.numel() == 1 else bool(torch.isfinite(scale).all())
-
-
-def quantize_into(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    precision: Precision,
-    granularity: Granularity,
-    rounding: Rounding,
-    seed: int,
-    offset: int,
-) -> None:
-    """The ATen kernel behind :func:`qsync_torch.quantize.quantize`: writes ``q`` (strides of ``x``) and ``scale``."""
-    find_scale(x, precision, granularity, scale)
-    if x.numel() == 0:
-        return
-    if x.device.type == "cpu" and not _all_finite(scale):
-        raise NumericsError(
-            f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
-            "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
-        )
-    groups, q_groups = _grouped(x, granularity), _grouped(q, granularity)
-    if x.device.type == "cpu" and precision is Precision.INT8:
-        quantize_int8_cpu(groups, scale, q_groups, rounding, seed, offset)
-        return
-    draws = _uniform(x.numel(), seed, offset, x.device).view_as(groups) if rounding is Rounding.STOCHASTIC else None
-    if precision is Precision.FLOAT8_E4M3FN:
-        q_groups.copy_(_round_float8(torch.div(groups, scale[:, None]).to(torch.float32), rounding, draws))
-        return
-    y = torch.div(groups, scale[:, None]) if draws is None else draws.addcdiv_(groups.to(torch.float32), scale[:, None])
-    q_groups.copy_((y.round_() if rounding is Rounding.NEAREST else y.floor_()).clamp_(-127.0, 127.0))
 
 
 def quantize_reference_asymmetric(
@@ -245,54 +276,3 @@ def quantize_reference_asymmetric(
     q = torch.empty_like(x, dtype=torch.int8)
     _grouped(q, granularity).copy_((groups / scale + zero_point).round_().clamp_(-128.0, 127.0))
     return q, scale.view(-1), zero_point.view(-1).to(torch.int32)
-
-
-# ---- merged from qsync_torch.aten.quantize
-# The backend ``aten``'s quantization kernels.
-#
-# * ``quantize``: ``kernel(x, q_out, scale_out, seed, offset, multiplier=None, transposed_out=None)``
-# * ``quantize_many``: ``kernel(xs, qs, scales, seeds, offset)``, bit for bit what ``quantize`` does with each and its seed
-
-
-def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
-    """``x`` times one factor per channel, in float32, in the layout of ``x``.
-
-    Channels are the last dimension of a matrix and dimension 1 of (B, C, H, W).
-    """
-    factors = multiplier.view(1, -1, *(1,) * (x.ndim - 2)) if x.ndim > 2 else multiplier
-    product = torch.empty_like(x, dtype=torch.float32)
-    return torch.mul(x, factors, out=product)
-
-
-def build_quantize(variant: Variant) -> Callable[..., None]:
-    """Quantization of one tensor; the scales are those of ``variant``'s activation."""
-
-    def kernel(
-        x: torch.Tensor,
-        q_out: torch.Tensor,
-        scale_out: torch.Tensor,
-        seed: int,
-        offset: int,
-        multiplier: torch.Tensor | None = None,
-        transposed_out: torch.Tensor | None = None,
-    ) -> None:
-        if multiplier is not None:
-            x = multiplied(x, multiplier)
-        quantize_into(x, q_out, scale_out, variant.compute, variant.x_granularity, variant.rounding, seed, offset)
-        if transposed_out is not None:
-            transposed_out.copy_(q_out.t())
-
-    return kernel
-
-
-def build_quantize_many(variant: Variant) -> Callable[..., None]:
-    """Quantization of several tensors one after the other: the reference for backends that do it in fewer launches."""
-    quantize = build_quantize(variant)
-
-    def kernel(
-        xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], seeds: Sequence[int], offset: int
-    ) -> None:
-        for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
-            quantize(x, q, scale, seed, offset)
-
-    return kernel

@@ -9,5 +9,5 @@ from qsync_core.plugins.registry import Registry
 
 @functools.cache
 def installed() -> Registry:
-    """The installed plugins, loaded when somebody first asks for a backend other than ``aten``."""
+    """The installed plugins, loaded at the first request for a backend other than ``aten``."""
     return Registry.load()

@@ -56,7 +56,8 @@ def call_norm(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def layer_norm(module: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
     """``nn.LayerNorm.forward`` with :func:`call_norm` in it."""
-    return call_norm(F.layer_norm, (input, module.normalized_shape, module.weight, module.bias, module.eps), {})
+    y: torch.Tensor = call_norm(F.layer_norm, (input, module.normalized_shape, module.weight, module.bias, module.eps), {})
+    return y
 
 
 _ROUNDS_STATISTICS = (F.group_norm, torch.group_norm)
