@@ -1,6 +1,6 @@
 """Rows K1 to K10 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
 
-Run it on a machine with a CUDA device; a row that can not be measured is missing, with the reason on stderr::
+Run it on a machine with a CUDA device; a row that cannot be measured is missing, with the reason on stderr::
 
     python tests/benchmarks/gpu_kernels.py --out OUT [--only K1,K4] [--profile] [--directory docs/results]
 

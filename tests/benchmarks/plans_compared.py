@@ -307,7 +307,7 @@ def nothing_to_decide(case: Case) -> list[str]:
     else:
         uniform, full = (format_ns(plan.baselines[name]) for name in ("uniform", "full"))
         why = f"a step takes {full} in full precision and {uniform} in uniform low precision"
-    what = f"{case.limit.capitalize()} can not bind at {case.dag.batch_size} samples each: {why}."
+    what = f"{case.limit.capitalize()} cannot bind at {case.dag.batch_size} samples each: {why}."
     return [f"### {title}, {case.limit}", "", what, ""]
 
 

@@ -44,7 +44,7 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
         The file.
 
     Raises:
-        ValueError: when a row lacks a field, has an unknown one, or a value that JSON can not hold.
+        ValueError: when a row lacks a field, has an unknown one, or a value that JSON cannot hold.
     """
     return _merge(topic, rows, {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}, directory)
 

@@ -24,7 +24,7 @@ def test_two_groups_train_under_one_plan_and_the_checkpoint_loads_without_qsync(
     assert [(epoch, group) for epoch, group, _, _ in said] == [("0", "train"), ("1", "train"), ("2", "train")]
     assert float(said[-1][3]) > 90
 
-    # Plain PyTorch in a process in which QSync can not be imported.
+    # Plain PyTorch in a process in which QSync cannot be imported.
     blocked = "import runpy, sys; sys.modules |= {'qsync_core': None, 'qsync_torch': None}; sys.argv = sys.argv[1:]; "
     command = [sys.executable, "-c", blocked + "runpy.run_path(sys.argv[0], run_name='__main__')", "evaluate.py", str(checkpoint)]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)

@@ -374,10 +374,10 @@ def test_runs_on_the_tensors_device(build, generator):
 def test_bad_calls_are_named(build, generator):
     kernel, one = build(Op.LINEAR_OUTPUT, INT8, TMA), torch.ones(1, device="cuda")
     x, w, out = integers(generator, 8, 16), integers(generator, 4, 16), torch.empty(8, 4, device="cuda")
-    where = r"linear.output \(int8 x int8 -> float32\) of shapes .* with the configuration path=tma.* can not run: "
+    where = r"linear.output \(int8 x int8 -> float32\) of shapes .* with the configuration path=tma.* cannot run: "
     with pytest.raises(BackendError, match=where + r"operands of these shapes do not give an output of shape \(8, 5\)"):
         kernel(x, one, w, one, None, torch.empty(8, 5, device="cuda"))
-    with pytest.raises(BackendError, match="can not run: the kernel was built for int8 x int8 -> float32"):
+    with pytest.raises(BackendError, match="cannot run: the kernel was built for int8 x int8 -> float32"):
         kernel(x.half(), one, w, one, None, out)
     with pytest.raises(BackendError, match="the first operand has 3 scales, expected 1 or 8"):
         kernel(x, torch.ones(3, device="cuda"), w, one, None, out)

@@ -150,12 +150,12 @@ def test_convolution_grad_input(geometry):
     batch, channels, size, outputs, kernel, _, padding, dilation, _ = geometry
     x, w, one = last(integers(batch, channels, size, size)), last(integers(outputs, channels, kernel, kernel)), ONE.cuda()
     shape = torch.nn.functional.conv2d(x.float(), w.float(), None, 1, padding, dilation).shape
-    texts = {"padding": f"{padding},{padding}", "dilation": f"{dilation},{dilation}"}
+    sizes = {"padding": (padding, padding), "dilation": (dilation, dilation)}
     grad, out = last(integers(*shape, seed=2)), last(torch.empty(x.shape, device="cuda"))
-    build(Op.CONV2D_GRAD_INPUT, INT8_GRADIENTS, (tuple(shape), tuple(w.shape)), **texts)[0](grad, w, one, out)
+    build(Op.CONV2D_GRAD_INPUT, INT8_GRADIENTS, (tuple(shape), tuple(w.shape)), **sizes)[0](grad, w, one, out)
     exact = torch.nn.grad.conv2d_input(x.shape, w.double(), grad.double(), 1, padding, dilation)
     assert torch.equal(out, exact.float())
     grad, out = last(torch.randn(shape, device="cuda").bfloat16()), last(torch.empty(x.shape, device="cuda", dtype=torch.bfloat16))
-    build(Op.CONV2D_GRAD_INPUT, INT8, (tuple(shape), tuple(w.shape)), **texts)[0](grad, w, one, out)
+    build(Op.CONV2D_GRAD_INPUT, INT8, (tuple(shape), tuple(w.shape)), **sizes)[0](grad, w, one, out)
     expected = torch.nn.grad.conv2d_input(x.shape, w.double(), grad.double(), 1, padding, dilation)
     assert torch.all((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-14 * expected.abs().max())

@@ -10,6 +10,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import Op
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
 from qsync_core.tuning.search import Effort
@@ -128,15 +129,15 @@ def test_the_command_line(tuned, tmp_path, monkeypatch):
 
 
 def test_a_plan_of_variants_runs_on_what_was_tuned(tuned, monkeypatch):
-    from qsync_torch.kernels import binding
+    from qsync_torch.kernels.binding import BOUND
 
     _, _dag, path, _found = tuned
     monkeypatch.setenv("QSYNC_TUNING", str(path))
-    monkeypatch.setattr(binding, "_KERNELS", {})
     job = make_job()
     model = job.model.to(CUDA)
     apply_(model, {OpId("fc"): INT8})
     loss = job.compute_loss(job.batch(0, 64).to(CUDA), model)
     loss.backward()
     assert torch.isfinite(loss)
-    assert any("auto" in str(key) for key in binding._KERNELS)
+    by_auto = [bound for bound in BOUND.values() if bound.choice.chain == ("auto",)]
+    assert any(op == Op.LINEAR_OUTPUT for bound in by_auto for op, *_ in bound._kernels)

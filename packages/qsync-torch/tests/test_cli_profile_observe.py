@@ -128,7 +128,7 @@ def test_observe_writes_an_artifact(folder):
         (["--memory-cap", "much"], "--memory-cap: not a size: 'much'"),
         (["--device", "mps"], "QSync measures cpu and cuda devices, got 'mps'"),
         (["--dag", "cluster.toml"], "cluster.toml"),
-        (["--rungs", "float8_e4m3fn,float32"], "operator 0#0 can not run linear.output as float8_e4m3fn>bfloat16: aten: "),
+        (["--rungs", "float8_e4m3fn,float32"], "operator 0#0 cannot run linear.output as float8_e4m3fn>bfloat16: aten: "),
         (["--backend", "nobody"], "kernel backend 'nobody' is not installed here"),
     ],
 )

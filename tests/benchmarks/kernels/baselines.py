@@ -43,7 +43,7 @@ def baseline_names(op: str) -> tuple[str, ...]:
 
 
 def why_not(name: str, problem: Problem, device: torch.device) -> str | None:
-    """Why a baseline can not run a problem here; None when it can be tried."""
+    """Why a baseline cannot run a problem here; None when it can be tried."""
     int8 = str(problem.variant.compute) == "int8"
     if name == "torchao" and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"

@@ -92,7 +92,7 @@ class Bench:
                 continue
             try:
                 found.append(build_best(backend, request, operands, self.device))
-            except Exception as error:  # what one backend can not build another may
+            except Exception as error:  # what one backend cannot build another may
                 reasons.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         for why in reasons:
             print(f"{problem.label}: {why}", file=sys.stderr)

@@ -86,7 +86,7 @@ class Session:
         return self._operands[1]
 
     def contender(self, problem: Problem, name: str) -> Contender:
-        """Ready to be timed; skips the test, with the reason, where it can not be."""
+        """Ready to be timed; skips the test, with the reason, where it cannot be."""
         if self._broken:
             pytest.fail(self._broken)
         if name in self.backends.by_name:

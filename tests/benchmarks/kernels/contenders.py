@@ -44,7 +44,7 @@ class Backends:
         self.disabled = dict(registry.disabled)
 
     def reasons(self, name: str, request: KernelRequest) -> list[str]:
-        """Why a backend can not run a request; empty when it can."""
+        """Why a backend cannot run a request; empty when it can."""
         return self.by_name[name].unsupported_reasons(request)
 
     def accepting(self, request: KernelRequest) -> list[str]:
@@ -107,7 +107,7 @@ def compile_ahead(backends: Backends, requests: Iterable[KernelRequest]) -> None
 
 
 def build_side_by_side(todo: Sequence[tuple[KernelBackend, KernelRequest, KernelConfig]]) -> None:
-    """Build kernels on all cores; what can not be built is left to whoever needs it.
+    """Build kernels on all cores; what cannot be built is left to whoever needs it.
 
     Threads that want one library wait for each other, so that each library is built once before any is asked for again.
     """

@@ -117,7 +117,7 @@ def _open(bench: Bench, job: StepJob, kernels: JobKernels, setting: Setting, mod
 
 
 def _measure(bench: Bench, job: StepJob, kernels: JobKernels, settings: Sequence[Setting], mode: Mode) -> dict[str, StepTimes]:
-    """All settings in turns; one that can not run is left out, with the reason on stderr."""
+    """All settings in turns; one that cannot run is left out, with the reason on stderr."""
     steps: dict[str, Callable[[], None]] = {}
     for setting in settings:
         try:

@@ -92,12 +92,12 @@ def read_suite(path: Path) -> Suite:
     """Read it.
 
     Raises:
-        ValueError: in one sentence, when the file can not be read or is not one of this format.
+        ValueError: in one sentence, when the file cannot be read or is not one of this format.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} can not be read: {error.strerror or error}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a result of the kernel suite ({error}); measure again") from None
     if not isinstance(stored, dict) or stored.get("format") != FORMAT:

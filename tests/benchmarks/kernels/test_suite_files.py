@@ -127,7 +127,7 @@ WHOLE = {"format": 1, **attrs.asdict(SUITE)}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"stored\.json can not be read: No such file or directory"),
+        (None, r"stored\.json cannot be read: No such file or directory"),
         ("{", r"stored\.json is not a result of the kernel suite \(Expecting property name"),
         ('{"machine": {}, "rows": []}', r"in format 1 \(found no format\)"),
         (json.dumps({"format": 1, "rows": []}), r"it lacks 'device'"),

@@ -50,7 +50,7 @@ class Measured:
 
 
 def rotation_count(set_bytes: int, device: torch.device) -> int:
-    """How many sets of operands of that size make a rotation that the L2 cache can not hold."""
+    """How many sets of operands of that size make a rotation that the L2 cache cannot hold."""
     if device.type != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -115,7 +115,7 @@ def race(
     for name, thunks in contenders.items():
         try:
             calls[name] = timer.warm_up(thunks)
-        except Exception as error:  # a contender that can not run must not stop the others
+        except Exception as error:  # a contender that cannot run must not stop the others
             failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.monotonic()

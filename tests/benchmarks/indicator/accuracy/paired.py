@@ -20,7 +20,7 @@ class Difference:
         mean: mean of (first − second).
         half_width: of the 95% confidence interval; infinite for a single pair.
         pairs: how many.
-        p: two-sided, of Student's paired test; 1 where it can not be computed.
+        p: two-sided, of Student's paired test; 1 where it cannot be computed.
     """
 
     mean: float
