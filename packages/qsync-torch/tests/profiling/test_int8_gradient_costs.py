@@ -19,7 +19,7 @@ from qsync_torch.profiling.profile import profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
-from .test_saved_tensors import _convolution
+from .test_benchmark_case import _convolution
 
 QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
 INPUT = attrs.evolve(Variant.of(Precision.INT8, output=Precision.BFLOAT16), grad_input=Precision.INT8)

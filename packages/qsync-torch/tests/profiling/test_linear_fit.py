@@ -26,7 +26,7 @@ def test_noise_in_proportion_is_averaged_out_at_small_and_large_sizes():
 
 def test_disturbed_samples_do_not_bend_the_line():
     samples = [(n, 5_000 + 0.5 * n) for n in SIZES]
-    samples[2] = (samples[2][0], 20 * samples[2][1])  # somebody else ran at that moment
+    samples[2] = (samples[2][0], 20 * samples[2][1])  # another process ran at that moment
     line = fit_line(samples)
     for n in SIZES:
         assert line(n) == pytest.approx(5_000 + 0.5 * n, rel=0.05)

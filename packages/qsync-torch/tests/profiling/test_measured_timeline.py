@@ -93,7 +93,7 @@ def _cuda_like_events():
     ]
 
 
-def test_kernels_belong_to_whoever_launched_them():
+def test_kernels_belong_to_the_operator_that_launched_them():
     from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 
     dag = PrecisionDag(
