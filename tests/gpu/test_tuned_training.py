@@ -15,8 +15,8 @@ from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.kernels.roofline import lower_bound_ns
 from qsync_core.tuning.search import Effort
 from qsync_torch import apply_
+from qsync_torch.devices import device_facts
 from qsync_torch.job import Batch, Job
-from qsync_torch.kernels.binding import device_facts
 from qsync_torch.kernels.selection import find_backends
 from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.profile import chooser_of

@@ -17,8 +17,8 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.kernels.binding import device_facts
 
 from .shapes import ConvShape, LinearShape, ShapeSet
 

@@ -49,6 +49,11 @@ def compute_capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
 
 
+def device_facts(device: torch.device) -> tuple[str, str]:
+    """Kind and compute capability, as requests for kernels say them."""
+    return device.type, compute_capability(device)
+
+
 def describe_device(device: torch.device) -> DeviceFacts:
     """What kernels and their tuning records depend on of a device."""
     found = device_type(device)

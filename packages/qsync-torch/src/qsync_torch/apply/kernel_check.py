@@ -16,7 +16,7 @@ from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
-from qsync_torch.kernels.binding import device_facts
+from qsync_torch.devices import device_facts
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, missing_backends, reasons_against
 
 _NOMINAL_ROWS = 64

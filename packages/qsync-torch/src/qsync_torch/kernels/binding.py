@@ -19,17 +19,9 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelRequest, Op
 from qsync_core.kernels.choice import ATEN, QUANTIZE_GRADIENT, QUANTIZE_WEIGHT, KernelChoice
 from qsync_core.kernels.requests import quantization_variant
+from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reasons_against
-
-
-@functools.lru_cache(maxsize=16)
-def device_facts(device: torch.device) -> tuple[str, str]:
-    """Kind and compute capability (empty on a CPU) of a device."""
-    if device.type != "cuda":
-        return device.type, ""
-    major, minor = torch.cuda.get_device_capability(device)
-    return "cuda", f"{major}.{minor}"
 
 
 class Bound:

@@ -14,7 +14,7 @@ from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIG
 from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
 from qsync_core.plugins.backends import Answer
 from qsync_core.tuning.store import TuningStore
-from qsync_torch.devices import compute_capability
+from qsync_torch.devices import device_facts
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend, find_backends, reasons_against
 
@@ -70,7 +70,7 @@ class KernelChooser:
                 )
             return KernelChoice()
         ops: dict[str, OpChoice] = {}
-        for asked in operator_requests(call, variant, self.device.type, compute_capability(self.device)):
+        for asked in operator_requests(call, variant, *device_facts(self.device)):
             if self._is_trivial:
                 if reasons := reasons_against(asked.request, KernelChoice()):
                     raise BackendError(f"{name or call.kind} cannot run {asked.role} as {variant.label}: {'; '.join(reasons)}")
@@ -89,7 +89,7 @@ class KernelChooser:
         if self._is_trivial or not key.target.needs_scale:
             return KernelChoice()
         variant = quantization_variant(key.target, key.granularity, key.rounding)
-        kind, capability = self.device.type, compute_capability(self.device)
+        kind, capability = device_facts(self.device)
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
