@@ -90,7 +90,7 @@ def ladder_options(default: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         @click.option("--rungs", help=f"Precisions or variants a plan may use.  [{default}]")
-        @click.option("--cluster", "cluster_path", type=PATH, help="Take ladder and share from this file's group.")
+        @click.option("--cluster", "cluster_path", type=PATH, help="Take ladder (and a profile's share) from this file's group.")
         @click.option("--group", help="Which group of the cluster file.")
         @functools.wraps(command)
         def call(*args: Any, rungs: str | None, cluster_path: Path | None, group: str | None, **named: Any) -> Any:
