@@ -36,7 +36,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator import allocate
-from qsync_planner.replayer.replay import Replayer, plan_variants, uniform_variants
+from qsync_planner.replayer.replay import Replayer, plan_variants
 
 DATA = ROOT / "tests" / "data"
 PAGE = ROOT / "docs" / "plans-compared.md"
@@ -106,7 +106,10 @@ def read_case(name: str, limit: str, *, share: float = 0.5, tolerance: float = 0
     replayer, groups = Replayer(dag, cluster, profiles), []
     for group in cluster.groups:
         if group.role is Role.INFER:
-            peaks = [replayer.memory(group.name, uniform_variants(dag, group, rung)).peak_bytes for rung in group.ladder]
+            peaks = [
+                replayer.memory(group.name, dict.fromkeys((o.op_id for o in dag.adjustable), rung)).peak_bytes
+                for rung in group.ladder
+            ]
             group = attrs.evolve(
                 group, memory_bytes=min(peaks) + round(share * (peaks[-1] - min(peaks))) if limit == "memory" else 0
             )

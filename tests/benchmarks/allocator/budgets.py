@@ -12,7 +12,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.replay import Replayer, uniform_variants
+from qsync_planner.replayer.replay import Replayer
 
 LEAST_SHARE, LARGEST_SHARE = 0.1, 0.9
 
@@ -30,7 +30,7 @@ def with_budgets(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pro
         if group.role is Role.INFER:
             key = (group.device, group.ladder)
             if key not in peaks_of:
-                variants = [uniform_variants(dag, group, rung) for rung in group.ladder]
+                variants = [dict.fromkeys((o.op_id for o in dag.adjustable), rung) for rung in group.ladder]
                 peaks_of[key] = [replayer.memory(group.name, rung).peak_bytes for rung in variants]
             leanest, uniform, base = min(peaks_of[key]), peaks_of[key][-2], peaks_of[key][-1]
             low, high = (leanest, uniform) if leanest < uniform else (uniform, base)

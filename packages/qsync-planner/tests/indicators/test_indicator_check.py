@@ -151,7 +151,6 @@ def test_truth_is_the_geometric_mean_of_the_mean_of_both_halves() -> None:
     assert column.halves["draws"][0] == pytest.approx((40 ** (1 / 3), 2.0))
     assert set(truth.columns[B16].halves) == {"iterations"}
     assert (column.together, truth.columns[B16].together) == (pytest.approx(2.0), None)
-    assert truth.gradient_sq_norm == pytest.approx(10.0)
     assert truth.is_whole
 
 

@@ -165,7 +165,7 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
     x = g.unary("relu", "relu", g.input("x", (4, 8)))
     g.loss(g.linear("fc", x, 8))
     built = mapper(g.build(), {op("fc"): FP32})
-    before = (list(built.states), list(built.forward), built.variants())
+    before = (list(built.states), list(built.forward), list(built._variant))
     with pytest.raises(PlanError, match=r"model 'm' has no operator gone#0; is the plan for another model\?"):
         built.update({op("fc"): BF16, op("gone"): BF16})
     with pytest.raises(PlanError, match=r"relu#0 cannot be chosen: a relu is dependent, it follows its inputs"):
@@ -175,7 +175,7 @@ def test_bad_changes_are_refused_by_name_and_leave_nothing_behind() -> None:
         PlanError, match=r"no cost of operator fc#0 \(linear\) in float8_e4m3fn>bfloat16, only in: bfloat16, float16"
     ):
         built.update({op("fc"): float8})
-    assert (built.states, built.forward, built.variants()) == before
+    assert (built.states, built.forward, built._variant) == before
     built.update({op("fc"): BF16})
     with pytest.raises(RuntimeError, match="pending"):
         built.update({op("fc"): FP32})
@@ -204,7 +204,7 @@ def test_every_adjustable_operator_needs_a_variant() -> None:
 
 
 def state(built: CostMapper) -> tuple[object, ...]:
-    return [state.evaluation for state in built.states], built.charged, built.forward, built.backward, built.variants()
+    return [state.evaluation for state in built.states], built.charged, built.forward, built.backward
 
 
 @settings(max_examples=150, deadline=None)

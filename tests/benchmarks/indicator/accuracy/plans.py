@@ -31,7 +31,7 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.indicators.random_scheme import RandomScheme
-from qsync_planner.replayer.replay import Replayer, uniform_variants
+from qsync_planner.replayer.replay import Replayer
 
 WIDER = 24
 """From a width of 32 to one of 768."""
@@ -121,7 +121,7 @@ class Planner:
     def _with_budget(self, cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
         replayer = Replayer(self.dag, cluster, profiles)
         group = cluster.group(WEAK)
-        full = replayer.memory(WEAK, uniform_variants(self.dag, group, FLOAT32)).peak_bytes
+        full = replayer.memory(WEAK, dict.fromkeys((o.op_id for o in self.dag.adjustable), FLOAT32)).peak_bytes
         anything = indicate(None, self.dag, group.ladder, RandomScheme(0))
         leanest = allocate(self.dag, cluster, profiles, anything, objective="memory", tolerance=_ANY_TIME)
         least = next(entry.predicted_peak_bytes for entry in leanest.groups if entry.group == WEAK)

@@ -262,7 +262,7 @@ def _plan(
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
-        verdict=judge(dag, cluster, problem.profiles, variants, period, local_batches, state.replayer),
+        verdict=judge(state.replayer, variants, period, local_batches),
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,

@@ -66,7 +66,7 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
     """
     dag, groups = problem.dag, problem.cluster.groups
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: _MemoryScaling.of(dag, replayer.present_memory(g.name)) for g in groups}
+    memory = {g.name: _MemoryScaling.of(dag, replayer.memory(g.name)) for g in groups}
     counts = [group.count for group in groups]
     traced = max(1, dag.batch_size)
     total = traced * sum(counts)

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, Role, Verdict
 from qsync_core.ir.profile import Profile
@@ -44,26 +43,20 @@ class _Job:
 
 
 def judge(
-    dag: PrecisionDag,
-    cluster: Cluster,
-    profiles: Mapping[str, Profile],
-    variants: Mapping[str, Mapping[OpId, Variant]],
-    hybrid_ns: int,
-    local_batches: Mapping[str, int],
-    replayer: Replayer | None = None,
+    whole: Replayer, variants: Mapping[str, Mapping[OpId, Variant]], hybrid_ns: int, local_batches: Mapping[str, int]
 ) -> Verdict | None:
     """Compare the hybrid job with the training groups alone, at the same batch per rank.
 
     Args:
-        profiles: what the hybrid job was predicted with.
+        whole: the replayer of the hybrid job.
         variants: the plan, by group.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
-        replayer: of this job, where there is one already.
 
     Returns:
         None where there is no training group to compare with, or nothing but training groups.
     """
+    dag, cluster = whole.dag, whole.cluster
     training = [group for group in cluster.groups if group.role is Role.TRAIN]
     inference = [group for group in cluster.groups if group.role is Role.INFER]
     if not training or not inference:
@@ -71,7 +64,6 @@ def judge(
     everyone = tuple(group.name for group in inference)
     hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
     hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
-    whole = Replayer(dag, cluster, profiles) if replayer is None else replayer
     mappers = {group.name: whole.mapper(group.name, variants[group.name]) for group in cluster.groups}
     others = [_replay(whole, mappers, training, subset) for subset in _subsets(everyone)]
     alone = others[0]

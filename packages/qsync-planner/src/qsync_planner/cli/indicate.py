@@ -71,7 +71,6 @@ def indicate(
     from qsync_core.cluster_file import read_cluster
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
-    from qsync_planner.cli.indicate import CheckRequest, check_usage, render_check, run_check
     from qsync_planner.indicate import indicate as compute
     from qsync_planner.indicators import available_indicators
 

@@ -46,7 +46,6 @@ class Truth:
         columns: by variant.
         iterations: observed updates.
         adjustable: how many subjects the model has; fewer may have been measured.
-        gradient_sq_norm: geometric mean of ‖∂L/∂θ‖², for comparison.
     """
 
     model: str
@@ -54,7 +53,6 @@ class Truth:
     columns: Mapping[Variant, Column]
     iterations: int
     adjustable: int
-    gradient_sq_norm: float
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +94,6 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
         columns={variant: _column(found, subjects, variant) for variant in variants},
         iterations=len(observations.iterations),
         adjustable=len(every),
-        gradient_sq_norm=geometric_mean(_gradient(observations)),
     )
 
 
@@ -112,13 +109,6 @@ def _halves(observations: Observations, op_id: OpId | None, variant: Variant) ->
             ) from None
         columns.append(non_negative(values, observations.iterations, f"{terms.MONTECARLO}.{term} of {owner} at {variant.label}"))
     return columns[0], columns[1]
-
-
-def _gradient(observations: Observations) -> Sequence[float]:
-    try:
-        return observations.values(terms.MONTECARLO, terms.GRADIENT_SQ_NORM)
-    except KeyError:
-        return (0.0,)
 
 
 def _column(

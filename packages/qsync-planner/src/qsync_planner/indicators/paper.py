@@ -14,6 +14,7 @@ one exponent from the maximum stands for all elements.  Where the paper leaves a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from qsync_core.ir import observations as terms
@@ -23,7 +24,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import arithmetic_mean, non_negative, require
+from qsync_planner.indicators.series import non_negative, require
 
 
 def epsilon(precision: Precision) -> float:
@@ -72,7 +73,7 @@ class Paper:
                     by_variant[variant] = 0.0
                     continue
                 forward, backward = _increments(operator, variant, observations)
-                by_variant[variant] = arithmetic_mean(
+                by_variant[variant] = statistics.fmean(
                     [
                         gamma_squared * operator.depth * fp + (model_depth - operator.depth) * bp
                         for fp, bp in zip(forward, backward, strict=True)

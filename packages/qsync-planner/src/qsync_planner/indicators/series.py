@@ -89,11 +89,6 @@ def geometric_mean(values: Sequence[float]) -> float:
     return mean * (len(positive) / len(values))
 
 
-def arithmetic_mean(values: Sequence[float]) -> float:
-    """The plain mean (the paper's running mean over the first updates)."""
-    return math.fsum(values) / len(values)
-
-
 _UNROUNDED = CastTarget(Precision.FLOAT32)
 
 Part = tuple[object, ...]

@@ -175,14 +175,6 @@ class CostMapper:
         reason = operator.not_applicable or f"a {operator.kind} is {operator.op_class}, it follows its inputs"
         return PlanError(f"the variant of operator {op_id} cannot be chosen: {reason}")
 
-    def variants(self) -> dict[OpId, Variant]:
-        """The variant of every adjustable operator."""
-        return {
-            operator.op_id: self.model.variant(number)
-            for operator, number in zip(self.dag.operators, self._variant, strict=True)
-            if operator.is_adjustable
-        }
-
     def update(self, variants: Mapping[OpId, Variant]) -> Change:
         """Give some adjustable operators other variants; ends with :meth:`commit` or :meth:`rollback`.
 

@@ -179,21 +179,16 @@ class CostModel:
         dag: the model.
         profile: its measurements on the device.
         calibration: how they are brought to whole steps; None for the plain sum of parts.
-
-    Raises:
-        PlanError: when the profile is of another model.
     """
 
     def __init__(self, dag: PrecisionDag, profile: Profile, calibration: Calibration | None = None) -> None:
-        if profile.model != dag.model:
-            raise PlanError(
-                f"the profile of device {profile.device.name} is of model {profile.model!r}, but the graph is of {dag.model!r}; "
-                "run 'qsync profile' for this model"
-            )
         self.dag = dag
         self.profile = profile
         self.synchronous = profile.device.is_synchronous
-        self.calibration = calibration or self._plain_calibration()
+        if calibration is None:
+            dispatch, compute = profile.optimizer_dispatch_ns, profile.optimizer_compute_ns
+            calibration = Calibration(0, dispatch + compute) if self.synchronous else Calibration(dispatch, compute)
+        self.calibration = calibration
         self.wiring = Wiring.of(dag)
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant, int] = {}
@@ -204,20 +199,12 @@ class CostModel:
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
 
-    def _plain_calibration(self) -> Calibration:
-        dispatch, compute = self.profile.optimizer_dispatch_ns, self.profile.optimizer_compute_ns
-        return Calibration(0, dispatch + compute) if self.synchronous else Calibration(dispatch, compute)
-
     def intern(self, variant: Variant) -> int:
         """A small number for a variant; equal variants have equal numbers."""
         number = self._variants.setdefault(variant, len(self._variants))
         if number == len(self._variant_of):
             self._variant_of.append(variant)
         return number
-
-    def variant(self, number: int) -> Variant:
-        """The variant of a number given by :meth:`intern`."""
-        return self._variant_of[number]
 
     def evaluate(self, position: int, variant: int, inputs: tuple[Precision, ...]) -> Evaluation:
         """Costs and formats of the operator at ``position``.

@@ -39,6 +39,7 @@ Intervals = list[tuple[int, int, int]]
 """(first moment, moment after the last, bytes)."""
 OwnBytes = tuple[int, int, int, int]
 """Own saved bytes, workspace, gradient copy, calibration."""
+Replaced = tuple[list[tuple[int, Intervals]], list[tuple[int, OwnBytes]], Intervals, list[tuple[int, int]]]
 _EMPTY = (0, 0, 0)
 
 
@@ -165,19 +166,9 @@ class MemoryLedger:
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
         self._known: dict[tuple[object, ...], Intervals] = {}
-        self._tensors = [self._intervals_of(i) for i in range(count)]
-        for intervals in self._tensors:
-            for start, end, nbytes in intervals:
-                self._delta[start] += nbytes
-                self._delta[end] -= nbytes
-        self._own: list[OwnBytes] = [_own_bytes(state.evaluation) for state in mapper.states]
-        for position, (saved, workspace, gradient_copy, correction) in enumerate(self._own):
-            backward = self._backward_of[position]
-            self._delta[position] += saved
-            self._delta[backward + 1] -= saved
-            self._moment[position] += workspace
-            self._moment[backward] += workspace + gradient_copy
-            self._correction += correction
+        self._tensors: list[Intervals] = [[] for _ in range(count)]
+        self._own: list[OwnBytes] = [(0, 0, 0, 0)] * count
+        self._replace(range(count), range(count))
         self._tree = SequenceTree(count, self._fold, _join)
 
     def _intervals_of(self, position: int) -> Intervals:
@@ -237,8 +228,18 @@ class MemoryLedger:
 
         Returns what was there, for :meth:`restore`.
         """
-        before = MemoryBefore(self._tree.root, [], [], [], [])
-        _, tensors, owned, intervals, moments = before
+        before = MemoryBefore(self._tree.root, *self._replace(evaluated, producers))
+        touched = {moment for start, end, _ in before.intervals for moment in (start, end)}
+        touched.update(moment for moment, _ in before.moments)
+        self._tree.refresh([self._operator_at[moment] for moment in touched])
+        return before
+
+    def _replace(self, evaluated: Iterable[int], producers: Iterable[int]) -> Replaced:
+        """Set what changed operators own and how producers' outputs are kept; returns the fields of :class:`MemoryBefore`."""
+        tensors: list[tuple[int, Intervals]] = []
+        owned: list[tuple[int, OwnBytes]] = []
+        intervals: Intervals = []
+        moments: list[tuple[int, int]] = []
         for position in producers:
             old, new = self._tensors[position], self._intervals_of(position)
             if old != new:
@@ -261,17 +262,12 @@ class MemoryLedger:
                 moments.append((position, now[1] - was[1]))
                 moments.append((backward, now[1] - was[1] + now[2] - was[2]))
                 self._correction += now[3] - was[3]
-        touched = set()
         for start, end, nbytes in intervals:
             self._delta[start] += nbytes
             self._delta[end] -= nbytes
-            touched.add(start)
-            touched.add(end)
         for moment, nbytes in moments:
             self._moment[moment] += nbytes
-            touched.add(moment)
-        self._tree.refresh([self._operator_at[moment] for moment in touched])
-        return before
+        return tensors, owned, intervals, moments
 
     def restore(self, before: MemoryBefore) -> None:
         """Undo a refresh."""

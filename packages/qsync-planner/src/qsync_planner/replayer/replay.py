@@ -45,7 +45,6 @@ class GroupPrediction(NamedTuple):
     backward_ns: int
     optimizer_ns: int
     dispatch_ns: int
-    alone_ns: int
     period_ns: int
     bucket_ready: Deferred[tuple[int, ...]]
     peak_bytes: int
@@ -89,23 +88,6 @@ class Prediction:
         """Every number by its name."""
         groups = {name: group.as_dict() for name, group in self.groups.items()}
         return {"iteration_ns": self.iteration_ns, "groups": groups, "bucket_end_ns": self.bucket_end_ns}
-
-
-def uniform_variants(dag: PrecisionDag, group: DeviceGroup, rung: Variant) -> dict[OpId, Variant]:
-    """Every adjustable operator at one rung of the group's ladder.
-
-    Raises:
-        PlanError: when the rung is not on the ladder.
-    """
-    if rung not in group.ladder:
-        ladder = ", ".join(variant.label for variant in group.ladder)
-        raise PlanError(f"{rung.label} is not on the ladder of group {group.name!r}, which is: {ladder}")
-    return {operator.op_id: rung for operator in dag.adjustable}
-
-
-def base_variants(dag: PrecisionDag, group: DeviceGroup) -> dict[OpId, Variant]:
-    """Every adjustable operator at the group's base precision."""
-    return {operator.op_id: base_rung(group) for operator in dag.adjustable}
 
 
 def base_rung(group: DeviceGroup) -> Variant:
@@ -171,23 +153,16 @@ class Replayer:
     Args:
         dag: the model.
         cluster: the device groups.
-        profiles: per group the profile of its device type.
+        profiles: of every group, of this model on its device type (:func:`qsync_planner.matching.check_profiles`).
         like: another replayer of the same model, whose cost models are taken where profiles are the same objects.
 
     Raises:
-        PlanError: when a group has no profile, or one of another model.
         ClusterError: when nothing says how fast the groups communicate.
     """
 
     def __init__(
         self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], *, like: Replayer | None = None
     ) -> None:
-        missing = [group.name for group in cluster.groups if group.name not in profiles]
-        if missing:
-            raise PlanError(
-                f"no profile is given for group {missing[0]!r} of cluster {cluster.name!r}; "
-                f"give one with --profile {missing[0]}=PATH"
-            )
         self.dag = dag
         self.cluster = cluster
         self.profiles = dict(profiles)
@@ -221,12 +196,8 @@ class Replayer:
 
     def base_variants(self, group: str) -> dict[OpId, Variant]:
         """Every adjustable operator of a group at its base precision."""
-        return base_variants(self.dag, self.cluster.group(group))
-
-    def available(self, group: str, op_id: OpId) -> tuple[Variant, ...]:
-        """The rungs of a group's ladder in which an operator was profiled, lowest first."""
-        measured = self.profiles[group].cost_index.get(op_id, {})
-        return tuple(variant for variant in self.cluster.group(group).ladder if variant in measured)
+        rung = base_rung(self.cluster.group(group))
+        return {operator.op_id: rung for operator in self.dag.adjustable}
 
     def _check_names(self, variants: Mapping[str, Variants]) -> None:
         unknown = sorted(set(variants) - {group.name for group in self.cluster.groups})
@@ -283,14 +254,11 @@ class Replayer:
             for group in self.cluster.groups
         )
 
-    def present_memory(self, group: str) -> MemoryEstimate:
-        """Predicted memory of one rank of a group in the present state of trials."""
-        return self._states[group].memory.estimate()
-
-    def memory(self, group: str, variants: Variants) -> MemoryEstimate:
-        """Predicted memory of one rank of a group, in its parts."""
-        mapper = CostMapper(self.dag, self.model(group), variants)
-        return MemoryLedger(mapper, distributed=self.ranks > 1).estimate()
+    def memory(self, group: str, variants: Variants | None = None) -> MemoryEstimate:
+        """Predicted memory of one rank of a group, in its parts; without variants of the present state of trials."""
+        if variants is None:
+            return self._states[group].memory.estimate()
+        return MemoryLedger(self.mapper(group, variants), distributed=self.ranks > 1).estimate()
 
     def start(self, variants: Mapping[str, Variants]) -> Prediction:
         """Begin trials from these variants; groups not named start at their base precision."""
@@ -301,10 +269,6 @@ class Replayer:
     def current(self) -> Prediction:
         """The prediction of the present state, a pending trial included."""
         return self._predict(self._states)
-
-    def current_variants(self, group: str) -> dict[OpId, Variant]:
-        """Variants of the present state, a pending trial included."""
-        return self._states[group].mapper.variants()
 
     def trial(self, group: str, variants: Variants) -> Prediction:
         """Evaluate a change of some operators of one group; it stays pending until ``commit`` or ``rollback``.

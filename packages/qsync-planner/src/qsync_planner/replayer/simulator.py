@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Generic, TypeVar
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -33,24 +32,8 @@ Times = npt.NDArray[np.int64]
 """A moment as a max-plus vector: its distance after each resource's becoming free."""
 
 
-@attrs.frozen
-class Simulation:
-    """What the simulator found.
-
-    Attributes:
-        period: the steady-state period in nanoseconds, exact.
-    """
-
-    period: Fraction
-
-    @property
-    def period_ns(self) -> int:
-        """The period in whole nanoseconds, rounded up."""
-        return -(-self.period.numerator // self.period.denominator)
-
-
-def simulate(dfg: GlobalDfg) -> Simulation:
-    """The steady-state period of a job.
+def simulate(dfg: GlobalDfg) -> Fraction:
+    """The steady-state period of a job in nanoseconds, exact.
 
     Free-running groups dispatch the next step as soon as they have dispatched this one; a group with ``sync_per_step`` when all its
     nodes of this step, communication included, have finished.
@@ -58,7 +41,7 @@ def simulate(dfg: GlobalDfg) -> Simulation:
     step = Step(dfg, np.maximum, _plus)
     unit = np.full((step.resources, step.resources), NEVER, dtype=np.int64)
     np.fill_diagonal(unit, 0)
-    return Simulation(max_cycle_mean(np.stack(step.run(list(unit)))))
+    return max_cycle_mean(np.stack(step.run(list(unit))))
 
 
 def _plus(moment: Times, duration: int) -> Times:

@@ -84,7 +84,6 @@ class StepTimes(NamedTuple):
     Attributes:
         forward_ns, backward_ns, optimizer_ns: compute time of the phases (host work of collectives counts as backward).
         dispatch_ns: CPU time of the whole step.
-        alone_ns: the period of the group without waiting for any collective.
         period_ns: the job's period if this group were the only one that limits it.
         bucket_ready: see :attr:`bucket_ready_ns`, worked out when it is asked for.
     """
@@ -93,7 +92,6 @@ class StepTimes(NamedTuple):
     backward_ns: int
     optimizer_ns: int
     dispatch_ns: int
-    alone_ns: int
     period_ns: int
     bucket_ready: Deferred[tuple[int, ...]]
 
@@ -182,7 +180,6 @@ class StepTiming:
             backward,
             optimizer.compute_ns,
             dispatch,
-            alone,
             max(alone, collected + optimizer.compute_ns),
             Deferred(lambda: self._bucket_ready(root)),
         )
