@@ -17,8 +17,8 @@ from qsync_core.tuning.search import Effort
 from qsync_torch import apply_
 from qsync_torch.devices import device_facts
 from qsync_torch.job import Batch, Job
+from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import find_backends
-from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.profile import chooser_of
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests

@@ -14,7 +14,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.tuning.record import formats_of
 from qsync_torch.devices import device_facts
-from qsync_torch.kernels.store import open_store
+from qsync_torch.kernels.installed import open_store
 from qsync_torch.load_job import load_job
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser

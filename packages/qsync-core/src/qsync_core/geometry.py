@@ -13,7 +13,7 @@ Pair = int | Sequence[int]
 
 
 def pair(value: Pair) -> IntPair:
-    """Height and width of what may be written as one number."""
+    """Height and width of a size that may be one number."""
     if isinstance(value, int):
         return value, value
     first, *rest = value
@@ -39,7 +39,7 @@ class Geometry:
 
     @classmethod
     def of(cls, attributes: Mapping[str, str]) -> Geometry:
-        """Read the texts that graphs and tuning records store (``stride="1,1"``, ``groups="1"``); other keys are left alone.
+        """Read the texts that graphs and tuning records store (``stride="1,1"``, ``groups="1"``); other keys are ignored.
 
         Raises:
             ValueError: when a value is not one or two whole numbers, or out of range.
@@ -62,7 +62,7 @@ class Geometry:
 
 
 NEUTRAL = Geometry()
-"""Of operators that are no convolutions."""
+"""The geometry of operators that are not convolutions."""
 
 
 @functools.lru_cache(maxsize=1024)

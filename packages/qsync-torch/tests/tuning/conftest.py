@@ -5,8 +5,8 @@ from qsync_core.plugins.hooks import hookimpl
 from qsync_core.plugins.registry import Registry
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.kernels import binding
+from qsync_torch.kernels import installed as installed_here
 from qsync_torch.kernels import selection as kernel_selection
-from qsync_torch.kernels import store as tuned_store
 from qsync_torch.tuning import chooser
 
 
@@ -35,7 +35,7 @@ def install(monkeypatch):
 
         registry = Registry.load([])
         registry.register(Plugin(), "test-backends")
-        for module in (kernel_selection, chooser, tuned_store):
+        for module in (kernel_selection, chooser, installed_here):
             monkeypatch.setattr(module, "installed", lambda: registry)
         kernel_selection.find_backends.cache_clear()
         forget_kernels()

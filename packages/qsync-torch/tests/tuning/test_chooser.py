@@ -11,7 +11,7 @@ from qsync_core.kernels.backend import Op
 from qsync_core.kernels.choice import KernelChoice, OpChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
-from qsync_torch.kernels.store import open_store
+from qsync_torch.kernels.installed import open_store
 from qsync_torch.tuning.chooser import KernelChooser
 
 from .installed_backends import NamedBackend

@@ -16,7 +16,7 @@ from qsync_core.kernels.requests import CallShapes, OperatorRequest
 from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import Effort
 from qsync_torch.job import Batch, Job
-from qsync_torch.kernels.store import open_store, store_of_request
+from qsync_torch.kernels.installed import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.compiling import _greedy

@@ -16,7 +16,7 @@ from qsync_core.tuning.record import TuningRecord
 from qsync_torch import apply_
 from qsync_torch.apply import kernel_check as planned_kernels
 from qsync_torch.kernels import selection as kernel_selection
-from qsync_torch.kernels.store import open_store
+from qsync_torch.kernels.installed import open_store
 
 from .installed_backends import CompilingNamedBackend, NamedBackend
 

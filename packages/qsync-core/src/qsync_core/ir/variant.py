@@ -1,7 +1,7 @@
 """A variant: everything about *how* one operator runs that changes its result, its time or its memory.
 
-It keys profiles, sensitivities and plans.  The text form is canonical (equal variants have equal text), because it is what
-artifacts store and what people type.
+It keys profiles, sensitivities and plans.  Its text, which artifacts store and users type, is canonical: equal variants have equal
+text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which backend and configuration run each operator of a call, as the text that plans and profiles store.
+"""Whose kernels run an operator, as values and as the text that plans and profiles store.
 
 ``backend`` of an :class:`~qsync_core.ir.plan.Assignment` names backends joined by ``+`` (the first that supports an operator runs
 it); ``config`` pins operators to one of them with a configuration::
@@ -22,7 +22,7 @@ from qsync_core.kernels.backend import Op
 AUTO_BACKEND = "auto"
 """In place of a backend's name: the backend that measured fastest for the shapes at hand, through ``qsync_select_backend``."""
 FLOAT_BACKEND = "aten"
-"""Operators in float formats run PyTorch's own kernels, through autograd; no other backend is asked for them."""
+"""Operators in float formats run PyTorch's own kernels, through autograd, and no other backend's."""
 QUANTIZE_WEIGHT = "quantize.weight"
 """Pins the quantization of the weight apart from the activation's (``quantize``)."""
 QUANTIZE_GRADIENT = "quantize.gradient"
@@ -59,7 +59,7 @@ class KernelChoice:
     """Whose kernels run an operator.
 
     Attributes:
-        chain: backends in the order in which they are asked; ``("auto",)`` takes whichever measured fastest.
+        chain: backends in the order in which they are asked; ``("auto",)`` takes the one that measured fastest.
         pins: single kernels that one backend runs, by role (a name of :class:`~qsync_core.kernels.backend.Op`, or one of the
             roles of ``quantize``), in alphabetical order.
     """
@@ -131,7 +131,7 @@ def split_chain(names: str) -> tuple[str, ...]:
     """The backends of ``a+b``, in the order in which they are asked.
 
     Raises:
-        BackendError: when a name is empty, no name at all, or stands there twice.
+        BackendError: when a name is empty, is not a backend's name, or occurs twice.
     """
     chain = tuple(names.split("+"))
     for name in chain:

@@ -1,8 +1,7 @@
 """``apply_``: make a model run as a precision plan says, in place and reversibly.
 
-See docs/design/precision-semantics.md#parameters-and-gradients.
-
-Parameters stay plain float32 under their old names; how modules are taken hold of is :mod:`qsync_torch.apply.installation`.
+Parameters stay plain float32 under their old names (docs/design/precision-semantics.md#parameters-and-gradients).  A plan is read
+and checked here; :mod:`qsync_torch.apply.installation` puts its operators into the model.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ class AppliedPlan(Installation):
         self.install(addressed, calls, intercept=sixteen_bit)
 
     def remove(self) -> None:
-        """Take every change back.
+        """Take every change back, the mark of an applied plan included.
 
         Raises:
-            PlanError: when another replacement of a forward has come on top since; take that back first.
+            PlanError: when a forward was replaced again since; take that replacement back first.
         """
         super().remove()
         self.model.__dict__.pop(_MARK, None)
@@ -109,12 +108,12 @@ def apply_(
     Args:
         model: any module; its parameters stay as they are.
         plan: a plan, the path of one, or variants (or whole assignments) by operator; operators and variants may be texts, as in
-            ``{"encoder.0#0": "int8"}``.  Operators for which only a variant is given run on the kernels that were tuned fastest on
-            a GPU, on PyTorch's own on a CPU.
-        group: which device group of the plan this process belongs to; found by :func:`qsync_torch.distributed.ranks.which_group`
-        if omitted.
+            ``{"encoder.0#0": "int8"}``.  An operator with a variant alone runs on the kernels that were tuned fastest on a GPU,
+            and on PyTorch's own on a CPU.
+        group: which device group of the plan this process belongs to; by default what
+            :func:`qsync_torch.distributed.ranks.which_group` finds.
         backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
-            ``auto`` whatever was tuned fastest here.
+            ``auto`` the kernels that were tuned fastest here.
         seed: of the stochastic rounding; ranks draw different numbers from the same seed.
 
     Returns:
@@ -156,11 +155,7 @@ def apply_(
 
 
 def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:
-    """Operators and variants, of which some may be texts.
-
-    Raises:
-        PlanError: when one is neither.
-    """
+    """Operators and variants, of which some may be texts.  Raises PlanError for anything else."""
     if not isinstance(entries, Mapping):
         raise PlanError(f"apply_ takes a plan, the path of one, or variants by operator, got {type(entries).__name__}")
     found = {}

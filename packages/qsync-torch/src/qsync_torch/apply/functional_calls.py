@@ -1,18 +1,17 @@
-"""Which ``F.linear`` or ``F.conv2d`` call a plan means by ``fqn.linear#k``: the k-th such call that the module ``fqn`` makes.
+"""Functional calls: ``fqn.linear#k`` in a plan is the k-th call of ``F.linear`` that the module ``fqn`` makes (or ``F.conv2d``).
 
 While a module's forward runs it is the *site* of the functional calls it makes itself; those of its children are theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from qsync_core.geometry import Pair
-from qsync_core.ir.op_id import OpId
 
 
 class OperatorCall(Protocol):
@@ -69,7 +68,7 @@ class CallSites:
             site.counts = dict.fromkeys(site.calls, 0)
 
     def next_call(self, name: str) -> OperatorCall | None:
-        """What the plan says about the functional call that is being made now; None where it says nothing."""
+        """What replaces the functional call that the model makes now; None where no plan names it."""
         site = self._running[-1] if self._running else None
         if site is None or name not in site.calls:
             return None
@@ -79,8 +78,10 @@ class CallSites:
 
 
 def places(model: nn.Module, sites: Mapping[str, CallSite]) -> list[tuple[nn.Module, CallSite | None]]:
-    """The modules whose forward enters something: the owners of the sites, by their FQNs, and with None all modules inside of them
-    that make no planned calls themselves, for any may be called by itself (those of a ModuleList are)."""
+    """The modules whose forward enters a site, or None: the owners of the sites, by FQN, and all modules inside them.
+
+    A module inside an owner makes no planned calls itself, and the owner may call it by itself (those of a ModuleList are).
+    """
     owners: dict[nn.Module, CallSite | None] = {model.get_submodule(owner): site for owner, site in sites.items()}
     inside = dict.fromkeys(module for owner in owners for module in owner.modules() if may_call_functions(module))
     return list((inside | owners).items())
@@ -90,15 +91,3 @@ def may_call_functions(module: nn.Module) -> bool:
     """False for PyTorch's own leaves without parameters (ReLU, pooling, dropout), which run in any format."""
     own = type(module).__module__.startswith("torch.nn.modules.")
     return not own or next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
-
-
-def split_functional(op_ids: Sequence[OpId], modules: Mapping[str, Any]) -> dict[OpId, tuple[str, str]]:
-    """For each operator that is not a module itself: the module that makes the call, and the operator's name."""
-    found = {}
-    for op_id in op_ids:
-        if op_id.fqn in modules:
-            continue
-        owner, _, name = op_id.fqn.rpartition(".")
-        if owner in modules and name in ("linear", "conv2d"):
-            found[op_id] = (owner, name)
-    return found

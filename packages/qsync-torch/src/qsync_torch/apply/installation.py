@@ -1,4 +1,4 @@
-"""What is put in a model's place of calls: one installation, which ``apply_`` and observing share.
+"""Replacing the calls that a model makes: one installation, which ``apply_`` and observing share.
 
 It finds each operator where the model calls it (a Linear or Conv2d module, or ``F.linear`` and ``F.conv2d`` inside another module's
 forward) and puts an :class:`OperatorCall` there.  Modules keep their identity; what changes is the ``forward`` that an instance
@@ -38,7 +38,7 @@ class Installation(abc.ABC):
     Attributes:
         model: the model.
         cache: casts that consumers share within a forward.
-        running: the model's forward is running now, interception is active.
+        running: whether the model's forward runs now, with interception active.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,8 +62,8 @@ class Installation(abc.ABC):
         Args:
             addressed: where the operators are.
             calls: by operator; modules that are called several times have one, under their first call.
-            intercept: whether mixed formats can meet, so that functions which refuse them need their operands promoted; functional
-                calls are intercepted anyway.
+            intercept: whether formats can mix, so that functions that refuse mixed ones need their operands promoted; functional
+                calls are intercepted in any case.
         """
         for op_id, module in addressed.modules:
             self.replace_forward(module, functools.partial(_operator_forward, calls[op_id]))
@@ -104,7 +104,7 @@ class Installation(abc.ABC):
         """Take every change back.
 
         Raises:
-            PlanError: when another replacement of a forward has come on top since; take that back first.
+            PlanError: when a forward was replaced again since; take that replacement back first.
         """
         for module, _, forward in {id(entry[0]): entry for entry in self._replaced}.values():
             if module.__dict__.get("forward") is not forward:
@@ -120,8 +120,7 @@ class Installation(abc.ABC):
         self.cache.clear()
 
     def _part_of_model(self, around: AbstractContextManager[Any], inner: Forward) -> Forward:
-        """A module that gradient checkpointing, or a user, may run outside the model's forward: interception is active there
-        too."""
+        """A module that gradient checkpointing or a user may run outside the model's forward, with the same interception."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.running:
@@ -137,7 +136,7 @@ class Installation(abc.ABC):
         return forward
 
     def _whole_model(self, around: AbstractContextManager[Any], inner: Forward) -> Forward:
-        """A step: fresh counts and casts; outputs leave in float32, because the loss reads float32."""
+        """A step, with counts and casts of its own; outputs leave in float32, because the loss reads float32."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.start_forward()
@@ -182,7 +181,7 @@ def _recurrent(inner: Forward) -> Forward:
 
 
 def _aside(interception: Interception, inner: Forward) -> Forward:
-    """A module that interception has nothing to do in runs without it: asking the mode takes longer than most functions."""
+    """A module whose functions are not intercepted runs without the mode, which takes longer than most functions do."""
     if inner is nn.LayerNorm.forward:
         inner = layer_norm
 

@@ -73,7 +73,7 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
 
 
 def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
-    """Every planned operator with shapes that stand for those of its calls, which a plan does not know."""
+    """Every planned operator, with nominal shapes in place of those of its calls, which no plan stores."""
     for op_id, module in addressed.modules:
         yield op_id, addressed.entries[op_id], _as_chosen(_nominal(module), addressed.entries[op_id])
     for by_name in addressed.functional.values():
@@ -85,7 +85,7 @@ def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallS
 def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
     """Without the gradient of the input, where kernels were chosen for both other products and none for it.
 
-    The first operator of a model has no such gradient: its kernels were chosen without, and none of the backends need offer one.
+    The first operator of a model has no such gradient, and no backend need offer its kernel.
     """
     chosen = dict(entry.choice.pins)
     others = all(f"{call.kind}.{product}" in chosen for product in ("output", "grad_weight"))

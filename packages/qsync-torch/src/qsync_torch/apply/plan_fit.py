@@ -1,4 +1,4 @@
-"""Whether a plan fits a model: every operator it names is found, every backend it names can run it."""
+"""Whether a plan fits a model: each operator that it names is a module of the model, or a functional call of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
-from qsync_torch.apply.functional_calls import split_functional
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 
 _NAMED = 3
@@ -48,7 +47,7 @@ def assignments_of(
         plan: a plan, or by operator a variant or a whole assignment.
         group: which group of a plan.
         backend: instead of every planned backend; configurations go with it.
-        default: backend of operators for which only a variant is given.
+        default: backend of operators with a variant alone.
 
     Raises:
         PlanError: when the plan has no such group.
@@ -90,14 +89,13 @@ def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan_model: str 
         PlanError: naming the first FQNs that the model does not have, or calls of one module with different variants.
     """
     modules = dict(model.named_modules())
-    functional = split_functional(list(assigned), modules)
     missing: list[str] = []
     found: dict[str, OpId] = {}
     by_owner: dict[str, dict[str, list[OpId]]] = {}
     for op_id, entry in assigned.items():
         module = modules.get(op_id.fqn)
-        if op_id in functional:
-            owner, name = functional[op_id]
+        owner, _, name = op_id.fqn.rpartition(".")
+        if module is None and owner in modules and name in ("linear", "conv2d"):  # a functional call
             by_owner.setdefault(owner, {}).setdefault(name, []).append(op_id)
         elif module is None or not is_own_forward(module):
             missing.append(op_id.fqn)

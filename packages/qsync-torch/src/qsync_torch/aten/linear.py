@@ -8,7 +8,7 @@ All write into the output that the caller allocates (see ``docs/writing-a-backen
 
 Beside a gradient in a float format, saved 8-bit copies are dequantized to that format.  An integer up to 127 is exact in bfloat16,
 so there the scale is applied to the product instead of rounding ``scale * q``; float16 would overflow that way and takes
-``scale * q``.  An int8 gradient is multiplied as it is, and the sum of integers is exact.
+``scale * q``.  An int8 gradient enters the product undequantized, and the sum of integers is exact.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _float8_padded(x: torch.Tensor, row_multiple: int) -> torch.Tensor:
     rows, columns = -x.shape[0] % row_multiple, -x.shape[1] % _FLOAT8_MULTIPLE
     if not rows and not columns:
         return x.contiguous()
-    # Padding knows no float8; a zero byte is the number zero.
+    # ``pad`` does not take float8; a zero byte is the number zero.
     return torch.nn.functional.pad(x.view(torch.int8), (0, columns, 0, rows)).view(x.dtype)
 
 

@@ -119,7 +119,7 @@ def quantizable(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """True where the elements fill one block of memory without gaps, in whatever order of dimensions."""
+    """True where the elements fill one block of memory without gaps, in any order of dimensions."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
 
 

@@ -85,8 +85,8 @@ def tune(
     from qsync_core.kernels.choice import split_chain
     from qsync_core.tuning.search import Effort
     from qsync_torch.devices import device_facts, gradient_format, parse_device
+    from qsync_torch.kernels.installed import open_store
     from qsync_torch.kernels.selection import find_backends
-    from qsync_torch.kernels.store import open_store
     from qsync_torch.tuning.job_tuning import capability_of, distinct_requests, tune_requests
 
     if arch is None:

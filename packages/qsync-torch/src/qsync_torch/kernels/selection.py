@@ -1,5 +1,4 @@
-"""Which backend runs a request: the one that a plan pins, the first of a chain that takes it, or the fastest measured
-(``auto``)."""
+"""Which backend runs a request: the pinned one, the first of a chain that supports it, or (``auto``) the fastest measured."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest
 from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
 from qsync_torch.aten.backend import AtenBackend
-from qsync_torch.kernels.installed import installed
-from qsync_torch.kernels.store import store_of_request
+from qsync_torch.kernels.installed import installed, store_of_request
 
 DEFAULT_BACKEND = AtenBackend.name
 AUTO = (AUTO_BACKEND,)
@@ -65,7 +63,7 @@ def missing_backends(names: Iterable[str]) -> list[str]:
 def reasons_against(request: KernelRequest, choice: KernelChoice, role: str = "") -> list[str]:
     """Why none of the backends that may run a request does, as ``backend: reason``; empty when one does.
 
-    A pinned configuration that its backend does not have whatever the shapes is a reason too.
+    A pinned configuration that its backend has for no shapes is a reason too.
 
     Args:
         request: what is to run.
@@ -92,7 +90,7 @@ def reasons_against(request: KernelRequest, choice: KernelChoice, role: str = ""
 
 
 def _why_unknown(backend: KernelBackend, request: KernelRequest, config: str) -> str:
-    """Why a backend has no such configuration for any shapes; empty where it has, or where only building in earnest would tell."""
+    """Why a backend has a configuration for no shapes at all; empty where it may have it, which only compiling would tell."""
     if not config or isinstance(backend, CompilingBackend) or config in (c.text for c in backend.candidate_configs(request)):
         return ""
     try:
@@ -103,16 +101,15 @@ def _why_unknown(backend: KernelBackend, request: KernelRequest, config: str) ->
 
 
 def is_for_any_sizes(error: BackendError) -> bool:
-    """Whether a backend says of its error that other shapes would not help (an attribute ``for_any_sizes``)."""
+    """Whether an error holds for any shapes, which a backend says by its attribute ``for_any_sizes``."""
     return bool(getattr(error, "for_any_sizes", False))
 
 
 def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
-    """Build a kernel with the backend that is to run the request.
+    """Build the kernel of a request with the backend that the choice leads to.
 
     A pinned configuration that its backend refuses for the shapes at hand (a smaller last batch) gives way to the same backend's
-    first candidate, with a warning; not so where the backend says that it has no such configuration for any shapes.  Another
-    backend is never taken.
+    first candidate, with a warning; a configuration that it has for no shapes is an error.  Another backend never takes over.
 
     Raises:
         BackendError: with every backend's reasons.

@@ -2,10 +2,10 @@
 
 See docs/design/precision-semantics.md#operator-classes.
 
-* Norms and softmax take and return the activation's format.  ATen's own kernels accumulate in float32 there; what they do not all
-  take is a float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): there the weight and bias are cast to the
-  activation's format, as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
-  statistics: it is given float32 and its result is cast back.
+* Norms and softmax take and return the activation's format.  ATen's kernels accumulate in float32 there, but some refuse a
+  float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): weight and bias are then cast to the activation's format,
+  as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
+  statistics: it receives float32, and its result is cast back.
 * Losses are fixed operators: their floating-point inputs are cast to float32.
 """
 

@@ -29,8 +29,8 @@ from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.job import Job, check_same_model
+from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
-from qsync_torch.kernels.store import open_store
 from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.operator_cost import measure_operator
