@@ -67,3 +67,8 @@ def test_evaluation_leaves_the_model_training():
     assert 0 <= result.accuracy <= 1
     for name, value in workload.model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_every_sample_has_something_to_predict():
+    batch = workloads._masked(torch.randint(0, workloads.BYTES, (200, 2)), seed=1)
+    assert (batch.target != workloads.IGNORED).any(1).all()

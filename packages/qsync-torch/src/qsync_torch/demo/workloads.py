@@ -220,6 +220,9 @@ def _masked(tokens: Tensor, seed: int) -> Batch:
     """BERT's corruption of tokens (N, S): of 15%, 80% become the mask, 10% a random byte, 10% stay; targets are the originals."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.rand(tokens.shape, generator=generator)
+    # The mean over no tokens is NaN: a short sample by itself, as in a small batch, has one masked token at least.
+    without = (draw >= MASKED_SHARE).all(1)
+    draw[without, draw[without].argmin(1)] = 0.0
     corrupted = tokens.clone()
     corrupted[draw < 0.8 * MASKED_SHARE] = MASK
     swapped = (draw >= 0.8 * MASKED_SHARE) & (draw < 0.9 * MASKED_SHARE)

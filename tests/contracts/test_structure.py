@@ -1,0 +1,44 @@
+"""The source keeps its arrangement: rows H1 to H4 and H9 of ``docs/results/structure.json`` stay within their targets."""
+
+from __future__ import annotations
+
+import sys
+
+from contracts.environment import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+
+from structure.imports import cycles, floors, import_graph, modules, room_graph, room_sizes, within
+from structure.texts import Citations, text_files, written_apart
+
+GRAPH = import_graph(modules(ROOT))
+TEXTS = text_files(ROOT)
+DIRECTLY = {"qsync_torch": 12, "qsync_core": 10, "qsync_planner": 8}
+"""Modules beside a package's folders, at most."""
+IN_A_ROOM = 18
+FLOORS = 10
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert cycles(GRAPH) == []
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    assert cycles(room_graph(GRAPH)) == []
+
+
+def test_no_room_holds_more_modules_than_a_reader_can_survey():
+    full = {folder: size for folder, size in room_sizes(ROOT).items() if size > DIRECTLY.get(folder, IN_A_ROOM)}
+    assert full == {}
+
+
+def test_the_rooms_of_qsync_torch_stand_on_few_floors():
+    assert floors(room_graph(within(GRAPH, "qsync_torch"))) <= FLOORS
+
+
+def test_every_citation_leads_somewhere():
+    assert Citations(ROOT, TEXTS).dead() == []
+
+
+def test_cannot_is_one_word():
+    assert written_apart(TEXTS) == []
