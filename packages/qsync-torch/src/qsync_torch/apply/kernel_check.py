@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,10 +18,16 @@ from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
 from qsync_torch.devices import device_facts
-from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, missing_backends, reasons_against
+from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, why_missing
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
+_SQUARE, _IMAGE = (_NOMINAL_ROWS,) * 2, (1, *(_NOMINAL_ROWS,) * 3)
+_NOMINAL = {
+    "linear": CallShapes("linear", _SQUARE, _SQUARE, _SQUARE),
+    "conv2d": CallShapes("conv2d", _IMAGE, (*_SQUARE, 1, 1), _IMAGE),
+}
+"""Of functional calls, whose weights are not known either."""
 _COMPILERS = 8
 _NAMED = 3
 _WAY_OUT = (
@@ -37,15 +44,12 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
     """
     reasons: dict[str, list[OpId]] = {}
     for name in dict.fromkeys(name for entry in addressed.entries.values() for name in entry.choice.backends):
-        for reason in missing_backends({name} - {AUTO_BACKEND}):
+        if name != AUTO_BACKEND and (reason := why_missing(name)):
             reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if name in entry.choice.backends]
     if not reasons:
-        known: dict[tuple[Assigned, CallShapes], tuple[str, ...]] = {}
+        reasons_of = functools.cache(lambda entry, call: tuple(_reasons(entry, call, device)))  # layers repeat
         for op_id, entry, call in _planned_calls(addressed):
-            key = (entry, call)
-            if key not in known:
-                known[key] = tuple(_reasons(entry, call, device))
-            for reason in known[key]:
+            for reason in reasons_of(entry, call):
                 reasons.setdefault(reason, []).append(op_id)
     if reasons:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
@@ -74,12 +78,12 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
 
 def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
     """Every planned operator, with nominal shapes in place of those of its calls, which no plan stores."""
-    for op_id, module in addressed.modules:
-        yield op_id, addressed.entries[op_id], _as_chosen(_nominal(module), addressed.entries[op_id])
+    calls = [(op_id, _nominal(module)) for op_id, module in addressed.modules]
     for by_name in addressed.functional.values():
-        for name, op_ids in by_name.items():
-            for op_id in op_ids:
-                yield op_id, addressed.entries[op_id], _as_chosen(_nominal_of_kind(name), addressed.entries[op_id])
+        calls += [(op_id, _NOMINAL[name]) for name, op_ids in by_name.items() for op_id in op_ids]
+    for op_id, call in calls:
+        entry = addressed.entries[op_id]
+        yield op_id, entry, _as_chosen(call, entry)
 
 
 def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
@@ -112,13 +116,6 @@ def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
         return dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2
     assert not isinstance(module.padding, str)
     return pair(module.padding)
-
-
-def _nominal_of_kind(kind: str) -> CallShapes:
-    size = _NOMINAL_ROWS
-    if kind == "linear":
-        return CallShapes("linear", (size, size), (size, size), (size, size))
-    return CallShapes("conv2d", (1, size, size, size), (size, size, 1, 1), (1, size, size, size))
 
 
 def _first(op_ids: list[OpId]) -> str:

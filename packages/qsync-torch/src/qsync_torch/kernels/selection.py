@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
 
 import torch
 
@@ -49,15 +48,13 @@ def _find_backend(name: str) -> KernelBackend:
     return backends[name]
 
 
-def missing_backends(names: Iterable[str]) -> list[str]:
-    """Why backends cannot be asked at all, a sentence for each that is not installed."""
-    found = []
-    for name in names:
-        try:
-            find_backends((name,))
-        except BackendError as error:
-            found.append(str(error))
-    return found
+def why_missing(name: str) -> str:
+    """Why a backend cannot be asked at all; empty where it is installed."""
+    try:
+        find_backends((name,))
+    except BackendError as error:
+        return str(error)
+    return ""
 
 
 def reasons_against(request: KernelRequest, choice: KernelChoice, role: str = "") -> list[str]:
