@@ -26,7 +26,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.units import parse_bytes
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.exact import tradeoff as tradeoff_module
+from qsync_planner.allocator.exact import program
 from qsync_planner.allocator.exact.solve import RELAXED
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint, tradeoff
 from qsync_planner.cli.plan import show_tradeoff
@@ -202,7 +202,7 @@ def test_without_a_sensitivity() -> None:
 
 
 def test_without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tradeoff_module, "is_installed", lambda: False)
+    monkeypatch.setattr(program, "is_installed", lambda: False)
     with pytest.raises(
         PlanError, match=r"^the trade-off curve needs HiGHS; install it with: pip install 'qsync-planner\[exact\]'$"
     ):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.artifacts.files import digest
-from qsync_core.errors import PlanError
+from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan, Role
@@ -30,7 +30,7 @@ from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
-from qsync_planner.allocator.solution import Solution, group_plans
+from qsync_planner.allocator.solution import Solution, group_plan
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.matching import check_profiles, check_sensitivity
 from qsync_planner.replayer.replay import Replayer
@@ -97,7 +97,11 @@ def allocate(
     if solver == "full":
         solution = solve_full(problem, full)
     elif solver == "dynamic-batch":
-        solution = balanced.require_fitting()
+        if balanced.does_not_fit:
+            raise InfeasibleError(
+                f"dynamic-batch is not possible: {balanced.does_not_fit}; add memory, or make the global batch smaller"
+            )
+        solution = balanced.solution
     starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
     uniform = Solution.of(state)
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
@@ -236,7 +240,7 @@ def _plan(
 ) -> PrecisionPlan:
     problem = state.problem
     dag, cluster = problem.dag, problem.cluster
-    groups = group_plans(problem, solution)
+    groups = tuple(group_plan(problem, group, solution) for group in cluster.groups)
     variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in groups}
     period = solution.prediction.iteration_ns
     local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}

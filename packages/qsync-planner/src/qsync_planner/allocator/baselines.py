@@ -11,9 +11,9 @@ from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.plan import Role
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import GroupProgram, least_memory
+from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, least
 from qsync_planner.allocator.exact.program import is_installed
-from qsync_planner.allocator.problem import Problem, SearchState
+from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution
 
@@ -93,7 +93,7 @@ def _prove_least_memory(state: SearchState, group: str, smallest: int) -> int:
     if not is_installed():
         return smallest
     try:
-        found = least_memory(GroupProgram(problem, state.replayer, problem.uniform(0)))
+        found = least(GroupProgram(problem, state.replayer, problem.uniform(0)), Quantity.MEMORY)
     except TooManyCombinations:
         return smallest
     if found is None or found.peak_bytes >= smallest:
@@ -108,21 +108,14 @@ def time_limit_ns(period_ns: int, tolerance: float) -> int:
 
 def solve_uniform(problem: Problem, uniform: Solution, starts: Mapping[str, UniformStart]) -> Solution:
     """The uniform plan itself, as a baseline to run."""
-    reasons = {}
-    for group in problem.groups:
-        index = starts[group.name].ladder_index
-        wanted = None
-        if index is None:
-            why = "no single rung fits the memory; part of the leanest mixed plan"
-        else:
-            wanted = group.group.ladder[index]
-            why = f"uniform precision, {wanted.label} is the first rung below the base precision that fits"
-            if index == len(group.group.ladder) - 1:
-                why = "the ladder has no rung below the base precision"
-        rungs = zip(group.units, uniform.rungs[group.name], strict=True)
-        reasons[group.name] = tuple(
-            f"{unit.rungs[rung].label}: {why}"
-            + (", but this operator was not measured so" if wanted is not None and wanted not in unit.rungs else "")
-            for unit, rung in rungs
-        )
-    return attrs.evolve(uniform, reasons=reasons)
+
+    def reason(name: str, index: int, unit: Unit, rung: int) -> str:
+        label, ladder, start = unit.rungs[rung].label, problem.by_name[name].group.ladder, starts[name].ladder_index
+        if start is None:
+            return f"{label}: no single rung fits the memory; part of the leanest mixed plan"
+        why = f"uniform precision, {ladder[start].label} is the first rung below the base precision that fits"
+        if start == len(ladder) - 1:
+            why = "the ladder has no rung below the base precision"
+        return f"{label}: {why}{'' if ladder[start] in unit.rungs else ', but this operator was not measured so'}"
+
+    return uniform.with_reasons(problem, reason)

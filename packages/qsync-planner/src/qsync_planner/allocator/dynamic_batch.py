@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
@@ -39,18 +39,6 @@ class Balanced:
 
     solution: Solution
     does_not_fit: str
-
-    def require_fitting(self) -> Solution:
-        """The solution where memory takes it.
-
-        Raises:
-            InfeasibleError: saying which batches fit.
-        """
-        if self.does_not_fit:
-            raise InfeasibleError(
-                f"dynamic-batch is not possible: {self.does_not_fit}; add memory, or make the global batch smaller"
-            )
-        return self.solution
 
 
 def balance_batches(problem: Problem, replayer: Replayer, full: Solution, further: Mapping[str, BatchProfile]) -> Balanced:

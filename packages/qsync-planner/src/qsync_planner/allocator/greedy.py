@@ -59,7 +59,7 @@ def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_
         if not move_to_fitting(state, group.name):
             state.move_to(group.name, uniform[group.name].rungs)
     starts = {"fastest": state.all_rungs(), "uniform": {name: entry.rungs for name, entry in uniform.items()}}
-    if starts["fastest"] == starts["uniform"] or not _keeps_limits(state, limit_ns):
+    if starts["fastest"] == starts["uniform"] or state.prediction.iteration_ns > limit_ns or not Solution.of(state).fits(problem):
         del starts["fastest"]
     candidates = []
     for start, rungs in starts.items():
@@ -75,21 +75,12 @@ def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_
     return _with_reasons(state, attrs.evolve(best, solution=Solution.of(state)))
 
 
-def _keeps_limits(state: SearchState, limit_ns: int) -> bool:
-    return state.prediction.iteration_ns <= limit_ns and Solution.of(state).fits(state.problem)
-
-
 def _with_reasons(state: SearchState, candidate: _Candidate) -> Solution:
-    solution = candidate.solution
-    reasons = {
-        group.name: tuple(
-            reason(unit, rung, entry)
-            for unit, rung, entry in zip(group.units, solution.rungs[group.name], candidate.history[group.name], strict=True)
-        )
-        for group in state.problem.groups
-    }
+    solution = candidate.solution.with_reasons(
+        state.problem, lambda group, index, unit, rung: reason(unit, rung, candidate.history[group][index])
+    )
     note = f"greedy recovery from the {candidate.way}, {state.trials:,} replayed trials"
-    return attrs.evolve(solution, reasons=reasons, notes=(note,))
+    return attrs.evolve(solution, notes=(note,))
 
 
 def move_to_fastest(state: SearchState, group: str) -> None:

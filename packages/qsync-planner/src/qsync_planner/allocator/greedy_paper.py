@@ -54,16 +54,11 @@ def solve_greedy_paper(
         notes = [note for group in state.problem.groups if (note := _move_to_initial(state, group.name, uniform, limit_ns))]
     history = recover_as_printed(state, limit_ns)
     _judge_again(state, limit_ns, history)
-    solution = Solution.of(state)
-    reasons = {
-        group.name: tuple(
-            _reason(unit, rung, entry)
-            for unit, rung, entry in zip(group.units, solution.rungs[group.name], history[group.name], strict=True)
-        )
-        for group in state.problem.groups
-    }
+    solution = Solution.of(state).with_reasons(
+        state.problem, lambda group, index, unit, rung: _reason(unit, rung, history[group][index])
+    )
     way = f"greedy recovery as the paper prints it, from the {start} start, {state.trials:,} replayed trials"
-    return attrs.evolve(solution, reasons=reasons, notes=(way, *notes))
+    return attrs.evolve(solution, notes=(way, *notes))
 
 
 def _move_to_initial(state: SearchState, group: str, uniform: Mapping[str, UniformStart], limit_ns: int) -> str:

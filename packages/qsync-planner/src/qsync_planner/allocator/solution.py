@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 
 from qsync_core.ir.cluster import DeviceGroup
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
-from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, Unit
+from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal
 from qsync_planner.replayer.replay import Prediction
 
@@ -50,31 +48,36 @@ class Solution:
 
     def with_one_reason(self, problem: Problem, sentence: str) -> Solution:
         """The same with one reason for all units: the unit's variant and ``sentence``."""
+        return self.with_reasons(problem, lambda group, index, unit, rung: f"{unit.rungs[rung].label}: {sentence}")
+
+    def with_reasons(self, problem: Problem, reason: Callable[[str, int, Unit, int], str]) -> Solution:
+        """The same with the reason for every unit: of the group's name, the unit's index, the unit and its rung."""
         reasons = {
             group.name: tuple(
-                f"{unit.rungs[rung].label}: {sentence}" for unit, rung in zip(group.units, self.rungs[group.name], strict=True)
+                reason(group.name, index, unit, rung)
+                for index, (unit, rung) in enumerate(zip(group.units, self.rungs[group.name], strict=True))
             )
             for group in problem.groups
         }
         return attrs.evolve(self, reasons=reasons)
 
 
-def group_plans(problem: Problem, solution: Solution) -> tuple[GroupPlan, ...]:
-    """One GroupPlan per group of the cluster, in its order."""
-    return tuple(_group_plan(problem, group, solution) for group in problem.cluster.groups)
-
-
-def _group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> GroupPlan:
+def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> GroupPlan:
+    """What the ranks of a group carry out."""
     profile = problem.profiles[group.name]
     if group.role is Role.TRAIN:
         base = Variant.plain(group.base)
         reason = f"{base.label}: a training group keeps its base precision"
         chosen = {operator.op_id: (base, reason) for operator in problem.dag.adjustable}
     else:
-        chosen = _chosen(problem.by_name[group.name], solution)
-    assignments = {
-        operator.op_id: _assignment(profile, operator.op_id, *chosen[operator.op_id]) for operator in problem.dag.adjustable
-    }
+        units = problem.by_name[group.name].units
+        rows = zip(units, solution.rungs[group.name], solution.reasons[group.name], strict=True)
+        chosen = {op_id: (unit.rungs[rung], reason) for unit, rung, reason in rows for op_id in unit.operators}
+    assignments = {}
+    for op_id in (operator.op_id for operator in problem.dag.adjustable):
+        variant, reason = chosen[op_id]
+        cost = profile.cost(op_id, variant)
+        assignments[op_id] = Assignment(variant, cost.backend, cost.config, reason)
     prediction = solution.prediction.groups[group.name]
     return GroupPlan(
         group=group.name,
@@ -88,16 +91,6 @@ def _group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Gro
         predicted_busy_ns=prediction.busy_ns,
         needs_loss_scaling=any(_needs_loss_scaling(assignment.variant) for assignment in assignments.values()),
     )
-
-
-def _chosen(group: GroupProblem, solution: Solution) -> dict[OpId, tuple[Variant, str]]:
-    rows = zip(group.units, solution.rungs[group.name], solution.reasons[group.name], strict=True)
-    return {op_id: (unit.rungs[rung], reason) for unit, rung, reason in rows for op_id in unit.operators}
-
-
-def _assignment(profile: Profile, op_id: OpId, variant: Variant, reason: str) -> Assignment:
-    cost = profile.cost(op_id, variant)
-    return Assignment(variant, cost.backend, cost.config, reason)
 
 
 def _needs_loss_scaling(variant: Variant) -> bool:

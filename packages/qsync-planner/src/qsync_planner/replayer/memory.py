@@ -65,8 +65,6 @@ class MemoryEstimate:
 class MemoryLayout:
     """The fixed part of one rank's memory.
 
-    A step has 2V moments: operator i runs forward at moment i and backward at moment 2V-1-i.
-
     Args:
         dag: the model.
         profile: its measurements.

@@ -122,7 +122,7 @@ class Choices:
         if not choices:
             raise PlanError(f"no variant of operator {operator.op_id} was measured with the formats that it may get")
         for chosen in forbidden:
-            self._program.forbid(chosen)
+            self._program.row(chosen, upper=0)
         self.of.append(choices)
         sources = (*(id(entry) for entry in free), *(id(entry) for entry in rungs), *outputs)
         self._formats.append(self._output(choices, sources, free if not rungs else []))

@@ -66,6 +66,10 @@ class Replayed:
 class GroupProgram:
     """Builds a group's program and reads plans off its solutions.
 
+    Attributes:
+        program, choices: what HiGHS solves, and what its columns stand for.
+        memory: rows that hold the memory of single moments below the budget.
+
     Args:
         uniform: the rungs of uniform precision, for which Ω is scaled where no better plan is known.
     """
@@ -88,7 +92,7 @@ class GroupProgram:
         else:
             rows.add_free_running(steps)
         layout = MemoryLayout(replayer.dag, model.profile, replayer.ranks > 1)
-        self._memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
+        self.memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
         self.minimise(Quantity.OMEGA)
 
     def minimise(self, quantity: Quantity) -> None:
@@ -126,15 +130,6 @@ class GroupProgram:
         self.program.bound(self._limit, 0.0, period_ns / self._unit_ns if binds else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether the memory of any moment is held below the budget."""
-        return self._memory.has_rows
-
-    def keep_moment(self, moment: int) -> bool:
-        """Hold the memory of a moment below the budget; False where it is held already."""
-        return self._memory.add(moment)
-
     def replay(self, rungs: Sequence[int]) -> Replayed:
         """What a plan takes, exactly."""
         group, replayer = self._group, self._replayer
@@ -143,10 +138,6 @@ class GroupProgram:
         ledger = MemoryLedger(mapper, distributed=replayer.ranks > 1)
         moments = ledger.moments_bytes()
         return Replayed(tuple(rungs), timing.times().period_ns, ledger.peak_bytes(), moments.index(max(moments)))
-
-    def relax(self, seconds: float | None = None) -> Solved:
-        """The solution without integrality."""
-        return self.program.solve(Limits(seconds=seconds), relaxed=True)
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
@@ -184,39 +175,36 @@ def _longest_ns(choices: Sequence[Choice]) -> int:
     )
 
 
-def least_time(program: GroupProgram, budget_bytes: int = 0, start: Sequence[int] | None = None) -> Replayed | None:
-    """The plan whose period, were the group alone, is the shortest within a memory budget (0: none); None where none fits."""
-    return _least(program, Quantity.TIME, 0, budget_bytes, start)
-
-
-def least_memory(program: GroupProgram, limit_ns: int = 0, start: Sequence[int] | None = None) -> Replayed | None:
-    """The plan of the smallest peak within a time limit (0: none); None where none keeps it."""
-    return _least(program, Quantity.MEMORY, limit_ns, 0, start)
-
-
-def _least(
-    program: GroupProgram, quantity: Quantity, limit_ns: int, budget_bytes: int, start: Sequence[int] | None
+def least(
+    program: GroupProgram, quantity: Quantity, limit_ns: int = 0, budget_bytes: int = 0, start: Sequence[int] | None = None
 ) -> Replayed | None:
+    """The plan of the shortest period, were the group alone, or of the smallest peak; None where none keeps the limits.
+
+    Args:
+        quantity: TIME or MEMORY.
+        limit_ns, budget_bytes: a time limit and a memory budget (0: none).
+        start: a plan to begin at.
+    """
+
+    def keeps_limits(plan: Replayed) -> bool:
+        return (not budget_bytes or plan.peak_bytes <= budget_bytes) and (not limit_ns or plan.period_ns <= limit_ns)
+
     program.look_below(None)
     program.limit(limit_ns, budget_bytes)
     program.minimise(quantity)
-    best: Replayed | None = None
-    if start is not None:
-        first = program.replay(start)
-        if (not budget_bytes or first.peak_bytes <= budget_bytes) and (not limit_ns or first.period_ns <= limit_ns):
-            best = first
+    first = None if start is None else program.replay(start)
+    best = first if first is not None and keeps_limits(first) else None
     try:
         for _ in range(_ROUNDS):
             solved = program.solve(_LIMITS, None if best is None else best.rungs)
             if not solved.values.size:
                 return best
             plan = program.replay(program.rungs(solved.values))
-            keeps = (not budget_bytes or plan.peak_bytes <= budget_bytes) and (not limit_ns or plan.period_ns <= limit_ns)
-            if keeps and (best is None or _size(plan, quantity) < _size(best, quantity)):
+            if keeps_limits(plan) and (best is None or _size(plan, quantity) < _size(best, quantity)):
                 best = plan
             # A moment without a row was not seen by the program: its memory may have been too much, or not the least.
             concerned = quantity is Quantity.MEMORY or (budget_bytes and plan.peak_bytes > budget_bytes)
-            if not concerned or not program.keep_moment(plan.peak_moment):
+            if not concerned or not program.memory.add(plan.peak_moment):
                 return best
         return best
     finally:

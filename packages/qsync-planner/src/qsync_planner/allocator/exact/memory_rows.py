@@ -24,6 +24,9 @@ Terms = Mapping[int, Indicator]
 class MemoryRows:
     """Rows of one group's program that keep its budget, moment by moment.
 
+    Attributes:
+        moments: those that have a row.
+
     Args:
         layout: what no plan changes.
         added_bytes: what calibration adds to the peak.
@@ -33,19 +36,14 @@ class MemoryRows:
     def __init__(self, choices: Choices, program: Program, layout: MemoryLayout, added_bytes: int, budget: int) -> None:
         self._choices, self._program, self._layout, self._budget = choices, program, layout, budget
         self._static_bytes = layout.static_bytes + added_bytes
-        self._added: set[int] = set()
+        self.moments: set[int] = set()
         self._kept: dict[tuple[int, object, tuple[int, ...]], Indicator] = {}
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether any moment has one."""
-        return bool(self._added)
 
     def add(self, moment: int) -> bool:
         """Add a moment's row; False where it is there already."""
-        if moment in self._added:
+        if moment in self.moments:
             return False
-        self._added.add(moment)
+        self.moments.add(moment)
         row = self._at(moment)
         row[self._budget] = -_UNIT
         self._program.row(row, upper=0, unit=_UNIT)

@@ -162,10 +162,6 @@ class Program:
         if self._solver is not None and column < self._columns_passed:
             self._solver.changeColCost(column, cost)
 
-    def forbid(self, indicator: Indicator) -> None:
-        """It must be 0."""
-        self.row(indicator, upper=0)
-
     def solve(
         self,
         limits: Limits,

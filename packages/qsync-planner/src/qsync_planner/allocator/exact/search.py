@@ -89,9 +89,9 @@ class Search:
     def run(self, start: Sequence[int]) -> Answer:
         """Search from a plan that may or may not keep the limits."""
         first = self._program.replay(start)
-        if self._budget and not self._program.has_moments:
+        if self._budget and not self._program.memory.moments:
             # A first row of memory costs much in a program that is solved already, further ones do not.
-            self._program.keep_moment(first.peak_moment)
+            self._program.memory.add(first.peak_moment)
         self._offer(first)
         for _ in range(_RESCALINGS):
             best = None if self._best is None else self._group.omega(self._best.rungs)
@@ -126,7 +126,7 @@ class Search:
         where one was is cheap, but not after a search for integers.
         """
         for _ in range(_ROUNDS):
-            relaxed = self._program.relax(self._left_for_bound())
+            relaxed = self._program.program.solve(Limits(seconds=self._left_for_bound()), relaxed=True)
             if relaxed.outcome is Outcome.INFEASIBLE:
                 return False
             self._raise_bound(relaxed.bound)
@@ -134,7 +134,7 @@ class Search:
                 return True
             rounded = self._program.replay(self._program.rungs(relaxed.values))
             self._offer(rounded)
-            if self._budget and rounded.peak_bytes > self._budget and self._program.keep_moment(rounded.peak_moment):
+            if self._budget and rounded.peak_bytes > self._budget and self._program.memory.add(rounded.peak_moment):
                 continue
             near = self._program.solve_near(relaxed.values, Limits(_SOLVER_GAP, self._nodes(), self._left_for_bound()))
             if not near.values.size or self._accept(near):
@@ -162,7 +162,7 @@ class Search:
         plan = self._program.replay(self._program.rungs(solved.values))
         self._offer(plan)
         over_time, over_memory = plan.period_ns - self._limit_ns, plan.peak_bytes - self._budget if self._budget else 0
-        if over_memory > 0 and self._program.keep_moment(plan.peak_moment):
+        if over_memory > 0 and self._program.memory.add(plan.peak_moment):
             return False
         if over_time <= 0 and over_memory <= 0:
             return True

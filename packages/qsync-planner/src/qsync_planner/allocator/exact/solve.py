@@ -20,7 +20,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, least_memory, least_time
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, least
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
@@ -156,7 +156,7 @@ def adopt(state: SearchState, answers: Mapping[str, Answer]) -> float:
         found = answers[group.name].plan
         assert found is not None
         state.move_to(group.name, found.rungs)
-    return sum(group.group.count * answers[group.name].bound for group in state.problem.groups)
+    return _bound(state.problem, answers)
 
 
 def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
@@ -171,9 +171,14 @@ def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformSt
             bound += group.group.count * search.run(found.rungs[group.name]).bound
     except NO_PROGRAM:
         return found
-    objective = state.problem.objective(found.rungs)
+    return _with_bound(state, found, bound)
+
+
+def _with_bound(state: SearchState, solution: Solution, bound: float) -> Solution:
+    """A solution with its bound, and a note on how good that proves it."""
+    objective = state.problem.objective(solution.rungs)
     bound = min(max(0.0, bound), objective)
-    return attrs.evolve(found, bound=bound, notes=(*found.notes, proof_note(objective, bound)))
+    return attrs.evolve(solution, bound=bound, notes=(*solution.notes, proof_note(objective, bound)))
 
 
 def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further: bool = True, explain: bool = True) -> Solution:
@@ -186,14 +191,14 @@ def with_proof(state: SearchState, limit_ns: int, bound: float, *, raise_further
     history = new_history(state)
     if raise_further:
         sweep_until_stable(state, limit_ns, history)
+    solution = Solution.of(state)
     if explain:
-        reasons = {group.name: _reasons(state, group, limit_ns, history[group.name]) for group in state.problem.groups}
+        solution = solution.with_reasons(
+            state.problem, lambda group, index, unit, rung: _reason(state, group, index, limit_ns, history[group][index])
+        )
     else:
-        reasons = {group.name: _labels(state, group) for group in state.problem.groups}
-    solution = attrs.evolve(Solution.of(state), reasons=reasons)
-    objective = state.problem.objective(solution.rungs)
-    bound = min(max(0.0, bound), objective)
-    return attrs.evolve(solution, bound=bound, notes=(proof_note(objective, bound),))
+        solution = solution.with_one_reason(state.problem, "part of the best plan that was found in the time given")
+    return _with_bound(state, solution, bound)
 
 
 def proof_note(objective: float, bound: float) -> str:
@@ -207,41 +212,23 @@ def relative_gap(objective: float, bound: float) -> float:
     return (objective - bound) / objective if objective > 0 else 0.0
 
 
-def _labels(state: SearchState, group: GroupProblem) -> tuple[str, ...]:
-    rungs = zip(group.units, state.rungs(group.name), strict=True)
-    return tuple(f"{unit.rungs[rung].label}: part of the best plan that was found in the time given" for unit, rung in rungs)
-
-
-def _what_raising_takes(state: SearchState, group: GroupProblem, index: int) -> str:
-    unit, rung = group.units[index], state.rungs(group.name)[index] + 1
-    before = state.prediction.groups[group.name]
-    after = state.try_moves(group.name, {index: rung}).groups[group.name]
+def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: History) -> str:
+    """Why a unit runs as it does, with what the next choice up or down would take."""
+    unit, rung, before = state.problem.by_name[group].units[index], state.rung(group, index), state.prediction.groups[group]
+    label = unit.rungs[rung].label
+    if len(unit.rungs) == 1:
+        return f"{label}: the only variant of the ladder that was measured for it"
+    if rung < unit.top and history.refusals:
+        return f"kept {label}: {refusal_text(unit, history.refusals[0])}"
+    other = rung + 1 if rung < unit.top else rung - 1
+    after = state.try_moves(group, {index: other}).groups[group]
     state.reject()
+    if other < rung:
+        added = added_time_text(before.busy_ns - after.busy_ns)
+        return f"raised to {label}: {added} over {unit.rungs[other].label}, slack {time_text(limit_ns - before.period_ns)}"
     added, more = added_time_text(after.busy_ns - before.busy_ns), after.peak_bytes - before.peak_bytes
     memory = f" and {format_bytes(more)} more memory" if more > 0 else ""
-    return f"{unit.rungs[rung].label} would take {added}{memory}"
-
-
-def _reasons(state: SearchState, group: GroupProblem, limit_ns: int, history: tuple[History, ...]) -> tuple[str, ...]:
-    before = state.prediction.groups[group.name]
-    slack = time_text(limit_ns - before.period_ns)
-    found = []
-    for index, unit in enumerate(group.units):
-        rung = state.rungs(group.name)[index]
-        label = unit.rungs[rung].label
-        if len(unit.rungs) == 1:
-            found.append(f"{label}: the only variant of the ladder that was measured for it")
-        elif rung < unit.top and history[index].refusals:
-            found.append(f"kept {label}: {refusal_text(unit, history[index].refusals[0])}")
-        elif rung < unit.top:
-            found.append(f"kept {label}: {_what_raising_takes(state, group, index)}")
-        else:
-            lower = unit.rungs[rung - 1].label
-            after = state.try_moves(group.name, {index: rung - 1}).groups[group.name]
-            state.reject()
-            added = added_time_text(before.busy_ns - after.busy_ns)
-            found.append(f"raised to {label}: {added} over {lower}, slack {slack}")
-    return tuple(found)
+    return f"kept {label}: {unit.rungs[other].label} would take {added}{memory}"
 
 
 def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort) -> Solution:
@@ -250,7 +237,7 @@ def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], l
     programs = Programs(state.replayer, uniform)
     budgets, starts = {}, {}
     for group in state.problem.groups:
-        smallest = least_memory(programs.of(group), limit_ns, uniform[group.name].rungs)
+        smallest = least(programs.of(group), Quantity.MEMORY, limit_ns, start=uniform[group.name].rungs)
         assert smallest is not None, "uniform precision keeps the time limit"
         budgets[group.name], starts[group.name] = smallest.peak_bytes, smallest.rungs
     answers = answer(state, programs, starts, limit_ns, effort, budgets=budgets)
@@ -273,7 +260,8 @@ def least_time_plan(
     shortest = max((state.prediction.groups[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
     starts: dict[str, tuple[int, ...]] = {}
     for group in problem.groups:
-        fastest = least_time(programs.of(group), group.group.memory_bytes, uniform[group.name].rungs)
+        start, budget = uniform[group.name].rungs, group.group.memory_bytes
+        fastest = least(programs.of(group), Quantity.TIME, budget_bytes=budget, start=start)
         assert fastest is not None, "uniform precision fits"
         starts[group.name] = fastest.rungs
         shortest = max(shortest, fastest.period_ns)

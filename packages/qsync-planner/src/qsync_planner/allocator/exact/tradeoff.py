@@ -25,8 +25,8 @@ from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Replayed, least_memory, least_time
-from qsync_planner.allocator.exact.program import is_installed
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity, Replayed, least
+from qsync_planner.allocator.exact.program import require_solver
 from qsync_planner.allocator.exact.search import Effort, KnownPlans
 from qsync_planner.allocator.exact.solve import Programs, relative_gap
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem
@@ -89,24 +89,17 @@ class TradeoffPoint:
 
     def dominates(self, other: TradeoffPoint) -> bool:
         """Whether it is at least as good in Σ Ω, time and every group's memory, and better in one of them."""
-        mine, theirs = self._figures(), other._figures()
+        mine, theirs = self.figures, other.figures
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
-    def _figures(self) -> tuple[float, ...]:
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """Σ Ω, time, and every group's memory in the order of their names."""
         return (self.omega, self.iteration_ns, *(self.peak_bytes[name] for name in sorted(self.peak_bytes)))
 
     def as_dict(self) -> dict[str, object]:
         """Every number by its name; the plan as counts."""
-        return {
-            "omega": self.omega,
-            "bound": self.bound,
-            "gap": self.gap,
-            "iteration_ns": self.iteration_ns,
-            "peak_bytes": dict(self.peak_bytes),
-            "operators": self.counts,
-            "arguments": list(self.arguments),
-            "memory": dict(self.memory),
-        }
+        return attrs.asdict(self, filter=attrs.filters.exclude("variants")) | {"gap": self.gap, "operators": self.counts}
 
 
 @attrs.frozen
@@ -186,8 +179,7 @@ def tradeoff(
     """
     if sensitivity is None:
         raise PlanError("the trade-off curve needs a sensitivity; make one with 'qsync indicate'")
-    if not is_installed():
-        raise PlanError("the trade-off curve needs HiGHS; install it with: pip install 'qsync-planner[exact]'")
+    require_solver("the trade-off curve")
     if budgets < 1 or limits < 3:
         raise PlanError(f"a trade-off curve has at least 1 memory budget and 3 time limits, got {budgets} and {limits}")
     check_profiles(dag, cluster, profiles)
@@ -287,12 +279,12 @@ class _Curve:
         if known.program.program.columns > _EXTREME_COLUMNS:
             state = SearchState(self._problem, self._replayer)
             move_to_least_memory(state, group.name)
-            least: Replayed | None = known.add(state.rungs(group.name))
+            leanest: Replayed | None = known.add(state.rungs(group.name))
         else:
-            least = least_memory(known.program)
-        assert least is not None, "without limits there is a plan"
-        known.add(least.rungs)
-        return least.peak_bytes, max(least.peak_bytes, most)
+            leanest = least(known.program, Quantity.MEMORY)
+        assert leanest is not None, "without limits there is a plan"
+        known.add(leanest.rungs)
+        return leanest.peak_bytes, max(leanest.peak_bytes, most)
 
     def _level(self, budgets: Mapping[str, int], lines: Mapping[str, str]) -> MemoryLevel:
         groups = tuple(attrs.evolve(g, group=attrs.evolve(g.group, memory_bytes=budgets[g.name])) for g in self._problem.groups)
@@ -336,7 +328,7 @@ class _Curve:
             known, start = self._known[name], level.uniform[name]
             plan = known.add(start)
             if known.program.program.columns <= _EXTREME_COLUMNS:
-                found = least_time(known.program, nbytes, start)
+                found = least(known.program, Quantity.TIME, budget_bytes=nbytes, start=start)
                 plan = plan if found is None or found.period_ns > plan.period_ns else known.add(found.rungs)
             periods.append(plan.period_ns)
         return max(periods)
@@ -362,7 +354,7 @@ class _Curve:
         points = sorted(found.values(), key=lambda p: (p.iteration_ns, p.omega, sorted(p.peak_bytes.items())))
         kept: list[TradeoffPoint] = []
         for point in points:
-            if not any(other.dominates(point) for other in points) and not any(_is_same(other, point) for other in kept):
+            if not any(other.dominates(point) for other in points) and point.figures not in [other.figures for other in kept]:
                 kept.append(point)
         return tuple(kept)
 
@@ -393,10 +385,6 @@ def _widest(level: MemoryLevel, solved: Mapping[int, tuple[int, float]]) -> int 
         if area > best_area and before < middle < reached and middle not in solved:
             best, best_area = middle, area
     return best
-
-
-def _is_same(a: TradeoffPoint, b: TradeoffPoint) -> bool:
-    return (a.omega, a.iteration_ns, a.peak_bytes) == (b.omega, b.iteration_ns, b.peak_bytes)
 
 
 def _sizes(budgets: Mapping[str, int]) -> str:
