@@ -159,7 +159,10 @@ class Interception(TorchFunctionMode):
                 return value
             if not self._cache.applies_to(value):
                 return value.to(dtype)
-            return self._cache.cast(value, float_key(value.dtype, dtype), 0, lambda seed: value.to(dtype))
+            entry = self._cache.find(value, float_key(value.dtype, dtype), 0)
+            if entry.value is None:
+                entry.value = value.to(dtype)
+            return entry.value
         if type(value) in (list, tuple):
             return type(value)(self._cast(item, dtype) for item in value)
         return value

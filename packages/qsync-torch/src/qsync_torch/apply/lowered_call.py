@@ -195,6 +195,9 @@ class WeightBatch:
         """Quantize the weights of this step."""
         if not self._members or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        # No weight lies on a GPU before CUDA is initialised: on a CPU a step does not ask each weight where it is.
+        if "cpu" not in DEVICE_KINDS and not torch.cuda.is_initialized():
+            return
         groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
         for call, module in self._members:
             weight = module.weight
@@ -213,6 +216,7 @@ class WeightBatch:
     @staticmethod
     def _quantize(quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
         weights, offset = [weight.detach() for _, weight in members], members[0][0].seeds.offset
+        assert isinstance(offset, int), "a compiler quantizes weights one by one"
         qs, scales = quantize_many(weights, quantization, [call.w_seed for call, _ in members], offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
             call.prepared_weight = PreparedWeight(weight, Operand(q, scale))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,21 @@ from qsync_core.kernels.requests import quantization_variant
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, build_kernel, reasons_against
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Memo(dict[K, V]):
+    """Results of a function of one value, worked out once each: looked up without a call of Python code."""
+
+    def __init__(self, work_out: Callable[[K], V]) -> None:
+        super().__init__()
+        self._work_out = work_out
+
+    def __missing__(self, key: K) -> V:
+        value = self[key] = self._work_out(key)
+        return value
 
 
 class Bound:
@@ -71,6 +87,9 @@ BOUND: dict[str, Bound] = {}
 """Every binding of this process, by its key."""
 
 
+_KINDS: dict[tuple[CastTarget, bool, bool], int] = {}
+
+
 class Quantization(Bound):
     """A cast to an 8-bit format.
 
@@ -79,7 +98,9 @@ class Quantization(Bound):
         choice: whose kernels.
         multiplied: the tensor is first multiplied by one factor per channel.
         transposed: a transposed copy is wanted too.
-        dtype: of the copy; ``granularity``, ``has_one_scale``: of its scales.
+        dtype: of the copy; ``granularity``: of its scales.
+        scale_counts: number of scales, by the tensor's shape.
+        kind: a number that equal casts have in common, whoever runs them; hashed faster than what it stands for.
     """
 
     def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
@@ -87,7 +108,8 @@ class Quantization(Bound):
         self.variant = quantization_variant(target.precision, target.granularity, target.rounding)
         self.dtype = TORCH_DTYPE[target.precision]
         self.granularity = target.granularity
-        self.has_one_scale = target.granularity is Granularity.PER_TENSOR
+        self.kind = _KINDS.setdefault((target, multiplied, transposed), len(_KINDS))
+        self.scale_counts = Memo(self.granularity.scale_count)
         self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed)
 
 
@@ -112,6 +134,7 @@ class OperatorBinding(Bound):
         grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
         wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
             whose summed dimension is contiguous.
+        conv2d_shapes: :meth:`conv2d_shape`, by the shapes of activation and filters.
     """
 
     def __init__(self, variant: Variant, choice: KernelChoice = ATEN, geometry: Geometry | None = None) -> None:
@@ -135,7 +158,12 @@ class OperatorBinding(Bound):
         gradient = eight_bit[0] if eight_bit else CastTarget(Precision.INT8)
         chosen = _role(choice, QUANTIZE_GRADIENT)
         self.grad = tuple(tuple(quantization(gradient, chosen, m, t) for t in (False, True)) for m in (False, True))
+        self.conv2d_shapes = Memo(lambda shapes: self.conv2d_shape(*shapes))
         self._register("operator", variant, choice.backend, choice.config, geometry)
+
+    def conv2d_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a convolution's result, from those of activation and filters."""
+        return (x[0], w[0], *self.geometry.output_size(x[2:], w[2:]))
 
 
 def _float_dtype(copies: tuple[CastTarget, ...]) -> torch.dtype | None:

@@ -49,8 +49,8 @@ def quantize(
         return cast(Pair, op(x, quantization.key, seed, offset, multiplier))
     if not x.is_contiguous():
         x = quantizable(x, quantization.granularity)
-    q, scale = _quantized(x, quantization)
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x.shape)
+    q, scale = _quantized(x, quantization, quantization.scale_counts[x.shape])
     if multiplier is None:
         kernel(x, q, scale, seed, offset)
     else:
@@ -71,9 +71,9 @@ def quantize_transposed(
     if not straight and not is_plain(x):
         op = _OPS.quantize_transposed.at if isinstance(offset, torch.Tensor) else _OPS.quantize_transposed.default
         return cast(Triple, op(x, quantization.key, seed, offset, multiplier))
-    x_MK = _rows(x).contiguous()
-    q, scale, transposed = _transposed(x_MK, x.shape, quantization)
+    x_MK = rows(x).contiguous()
     kernel = quantization.kernel(Op.QUANTIZE, x.device, x_MK.shape)
+    q, scale, transposed = _transposed(x_MK, x.shape, quantization, quantization.scale_counts[x_MK.shape])
     kernel(x_MK, q.view(x_MK.shape), scale, seed, offset, multiplier, transposed)
     return q, scale, transposed
 
@@ -83,9 +83,9 @@ def quantize_many(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
     if not straight and not all(map(is_plain, xs)):
-        return cast(Any, _OPS.quantize_many.default(xs, quantization.key, seeds, offset))
+        return cast(tuple[list[torch.Tensor], list[torch.Tensor]], _OPS.quantize_many.default(xs, quantization.key, seeds, offset))
     dense = [quantizable(x, quantization.granularity) for x in xs]
-    out = [_quantized(x, quantization) for x in dense]
+    out = [_quantized(x, quantization, quantization.scale_counts[x.shape]) for x in dense]
     qs, scales = [q for q, _ in out], [scale for _, scale in out]
     if dense:
         kernel = quantization.kernel(Op.QUANTIZE_MANY, dense[0].device, *(x.shape for x in dense))
@@ -93,13 +93,12 @@ def quantize_many(
     return qs, scales
 
 
-def _quantized(x: torch.Tensor, quantization: Quantization) -> Pair:
-    count = 1 if quantization.has_one_scale else quantization.granularity.scale_count(x.shape)
-    return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(count, dtype=torch.float32)
+def _quantized(x: torch.Tensor, quantization: Quantization, scale_count: int) -> Pair:
+    return torch.empty_like(x, dtype=quantization.dtype), x.new_empty(scale_count, dtype=torch.float32)
 
 
-def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization) -> Triple:
-    q, scale = _quantized(x_MK, quantization)
+def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantization, scale_count: int) -> Triple:
+    q, scale = _quantized(x_MK, quantization, scale_count)
     return (
         q.view(shape) if q.is_contiguous() else q,
         scale,
@@ -107,7 +106,7 @@ def _transposed(x_MK: torch.Tensor, shape: Sequence[int], quantization: Quantiza
     )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows(x: torch.Tensor) -> torch.Tensor:
     """A matrix of the last dimension; one that is a matrix already is not even viewed, which would take a microsecond."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
@@ -125,9 +124,10 @@ def linear_output(
     """(..., K) and (N, K) of 8 bits to (..., N) in the output's format."""
     if not straight and not is_plain(x):
         return cast(torch.Tensor, _OPS.linear_output.default(x, x_scale, w, w_scale, bias, binding.key))
-    x_MK, out = _rows(x), x.new_empty((*x.shape[:-1], w.shape[0]), dtype=binding.output)
+    # Sizes one by one: PyTorch takes twice as long over a tuple.
+    x_MK, out = rows(x), x.new_empty(*x.shape[:-1], w.shape[0], dtype=binding.output)
     kernel = binding.kernel(Op.LINEAR_OUTPUT, x.device, x_MK.shape, w.shape)
-    kernel(x_MK, x_scale, w, w_scale, bias, _rows(out))
+    kernel(x_MK, x_scale, w, w_scale, bias, rows(out))
     return out
 
 
@@ -143,9 +143,9 @@ def linear_grad_input(
     """(..., N) and (N, K) to (..., K) in ``dtype``, by default the variant's."""
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, binding.key, dtype))
-    grad_MN, out = _rows(grad), grad.new_empty((*grad.shape[:-1], w.shape[1]), dtype=dtype or binding.grad_input)
+    grad_MN, out = rows(grad), grad.new_empty(*grad.shape[:-1], w.shape[1], dtype=dtype or binding.grad_input)
     kernel = binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)
-    kernel(grad_MN, w, scale, _rows(out))
+    kernel(grad_MN, w, scale, rows(out))
     return out
 
 
@@ -155,8 +155,8 @@ def linear_grad_weight(
     """(..., N) and (..., K) to (N, K) in float32."""
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, binding.key))
-    grad_MN, x_MK = _rows(grad), _rows(x)
-    out = grad.new_empty((grad_MN.shape[1], x_MK.shape[1]), dtype=torch.float32)
+    grad_MN, x_MK = rows(grad), rows(x)
+    out = grad.new_empty(grad_MN.shape[1], x_MK.shape[1], dtype=torch.float32)
     kernel = binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_MN.shape, x_MK.shape)
     kernel(grad_MN, x_MK, scale, out)
     return out
@@ -174,11 +174,6 @@ def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
     return y.contiguous()
 
 
-def _conv2d_result(x: torch.Tensor, w: torch.Tensor, binding: OperatorBinding) -> torch.Tensor:
-    size = binding.geometry.output_size(x.shape[2:], w.shape[2:])
-    return _images(x, (x.shape[0], w.shape[0], *size), binding.output)
-
-
 def conv2d_output(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -192,8 +187,9 @@ def conv2d_output(
     """(B, C, H, W) and (O, C / groups, KH, KW) of 8 bits to (B, O, OH, OW) in the output's format."""
     if not straight and not is_plain(x):
         return cast(torch.Tensor, _OPS.conv2d_output.default(x, x_scale, w, w_scale, bias, binding.key))
-    out = _conv2d_result(x, w, binding)
-    binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)(x, x_scale, w, w_scale, bias, out)
+    kernel = binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)
+    out = _images(x, binding.conv2d_shapes[x.shape, w.shape], binding.output)
+    kernel(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
 
 
@@ -254,13 +250,15 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Pair:
-    return _quantized(quantizable(x, _quantization(key).granularity), _quantization(key))
+    quantization = _quantization(key)
+    return _quantized(quantizable(x, quantization.granularity), quantization, quantization.granularity.scale_count(x.shape))
 
 
 def _fake_quantize_transposed(
     x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None
 ) -> Triple:
-    return _transposed(_rows(x).contiguous(), x.shape, _quantization(key))
+    x_MK, quantization = rows(x).contiguous(), _quantization(key)
+    return _transposed(x_MK, x.shape, quantization, quantization.granularity.scale_count(x_MK.shape))
 
 
 for _name, _run, _fake, _results in (
@@ -303,7 +301,9 @@ _define(
 _define(
     "conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
     lambda x, x_scale, w, w_scale, bias, key: conv2d_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
-    lambda x, x_scale, w, w_scale, bias, key: _in_layout_of(_conv2d_result(x, w, _operator(key)), x, w),
+    lambda x, x_scale, w, w_scale, bias, key: _in_layout_of(
+        _images(x, _operator(key).conv2d_shape(x.shape, w.shape), _operator(key).output), x, w
+    ),
 )
 _define(
     "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",

@@ -31,7 +31,7 @@ from qsync_core.ir.profile import CastKey
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import OperatorBinding
-from qsync_torch.kernels.library_ops import Offset, quantize, quantize_transposed
+from qsync_torch.kernels.library_ops import Offset, is_plain, quantize, quantize_transposed, rows
 
 
 @functools.lru_cache(maxsize=64)
@@ -40,18 +40,33 @@ def float_key(source: torch.dtype, target: torch.dtype) -> CastKey:
     return CastKey(PRECISION[source], PRECISION[target])
 
 
-class _Entry:
-    __slots__ = ("grad_enabled", "seed", "source", "value", "version")
+class CachedCast(weakref.ref[torch.Tensor]):
+    """A cast of an activation, to which this is a weak reference.
 
-    def __init__(self, source: weakref.ref[torch.Tensor], version: int, grad_enabled: bool, seed: int, value: Any) -> None:
-        self.source, self.version, self.grad_enabled, self.seed, self.value = source, version, grad_enabled, seed, value
+    Attributes:
+        value: the cast; None where it is still to be made.
+        seed: of its random numbers: the first consumer's, for whoever makes it.
+    """
+
+    __slots__ = ("grad_enabled", "place", "seed", "value", "version")
+
+    place: tuple[int, Hashable]
+    seed: int
+    value: Any
+    version: int
+    grad_enabled: bool
 
 
 class CastCache:
     """Casts of activations, by the tensor's identity and version and the kind of cast."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, Hashable], _Entry] = {}
+        entries: dict[tuple[int, Hashable], CachedCast] = {}
+
+        def forget(entry: CachedCast) -> None:
+            entries.pop(entry.place, None)
+
+        self._entries, self._forget = entries, forget
 
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
@@ -60,30 +75,26 @@ class CastCache:
         """
         return not torch.compiler.is_compiling() and not x.is_inference()
 
-    def cast(self, x: torch.Tensor, key: Hashable, seed: int, make: Callable[[int], Any]) -> Any:
-        """The cast of ``x`` of that kind: an earlier one of this forward where there is one, else ``make(seed)``.
+    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
+        """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.
+
+        A caller who makes the cast itself spares the call of a function that would make it, once per operator.
 
         Args:
             x: the activation; :meth:`applies_to` must be true of it.
             key: what kind of cast.
-            seed: of the random numbers, used if nobody cast ``x`` before.
-            make: does the cast.
+            seed: of the random numbers, where no earlier consumer has given one.
         """
         place = (id(x), key)
         version, grad_enabled = x._version, torch.is_grad_enabled()
         entry = self._entries.get(place)
-        if entry is not None and entry.source() is x and entry.version == version:
-            seed = entry.seed
-            if entry.value is not None and entry.grad_enabled == grad_enabled:
-                return entry.value
-        value = make(seed)
-        entries = self._entries
-
-        def forget(_: object) -> None:
-            entries.pop(place, None)
-
-        entries[place] = _Entry(weakref.ref(x, forget), version, grad_enabled, seed, value)
-        return value
+        if entry is None or entry() is not x or entry.version != version:
+            entry = self._entries[place] = CachedCast(x, self._forget)
+            entry.place, entry.version, entry.seed, entry.value = place, version, seed, None
+        elif entry.grad_enabled != grad_enabled:
+            entry.value = None
+        entry.grad_enabled = grad_enabled
+        return entry
 
     def end_forward(self) -> None:
         """Let go of every cast tensor."""
@@ -132,21 +143,39 @@ def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
     return Seeds(stream_key(seed, 0), stream_key(seed, 1), offset, stream_key(seed, 2))
 
 
-def cast_input(x: torch.Tensor, binding: OperatorBinding, seeds: Seeds, cache: CastCache | None = None) -> Operand:
+def cast_input(
+    x: torch.Tensor,
+    binding: OperatorBinding,
+    seeds: Seeds,
+    cache: CastCache | None = None,
+    *,
+    grad_enabled: bool = True,
+    straight: bool = False,
+) -> Operand:
     """The activation quantized as the operator's steps say, shared through ``cache``.
 
-    Not differentiable: the operator itself takes the gradient to the activation.
+    Not differentiable, and called where autograd does not record: the operator itself takes the gradient to the activation.
+
+    Args:
+        x: float32 or a 16-bit float.
+        binding: how the operator runs.
+        seeds: which random numbers the rounding takes.
+        cache: where casts are shared.
+        grad_enabled: whether a backward pass may follow, which reads the transposed copy of a GPU's operand.
+        straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``x``.
     """
     if x.dtype not in _QUANTIZED:
         raise _refused(x, binding)
     # The copy that a backward product reads; on a CPU products read operands in any layout.
-    transposed = binding.wants_transposed and x.device.type == "cuda" and torch.is_grad_enabled()
+    transposed = binding.wants_transposed and grad_enabled and x.device.type == "cuda"
     run, quantization = (quantize_transposed, binding.x_transposed) if transposed else (quantize, binding.x)
     if cache is None or not cache.applies_to(x):
-        return Operand(*run(x.detach(), quantization, seeds.x, seeds.offset))
-    key = (quantization.target, transposed)
-    found: Operand = cache.cast(x, key, seeds.x, lambda seed: Operand(*run(x.detach(), quantization, seed, seeds.offset)))
-    return found
+        return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
+    entry = cache.find(x, quantization.kind, seeds.x)
+    if entry.value is None:
+        entry.value = Operand(*run(x, quantization, entry.seed, seeds.offset, straight=straight))
+    operand: Operand = entry.value
+    return operand
 
 
 def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | None = None) -> torch.Tensor:
@@ -158,7 +187,10 @@ def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | No
         raise _refused(x, binding)
     if cache is None or not cache.applies_to(x):
         return x.to(dtype)
-    cast: torch.Tensor = cache.cast(x, float_key(x.dtype, dtype), 0, lambda seed: x.to(dtype))
+    entry = cache.find(x, float_key(x.dtype, dtype), 0)
+    if entry.value is None:
+        entry.value = x.to(dtype)
+    cast: torch.Tensor = entry.value
     return cast
 
 
@@ -168,15 +200,19 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
     )
 
 
-def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds) -> Operand:
-    """The float32 parameter, quantized."""
-    return Operand(*quantize(weight.detach(), binding.w, seeds.w, seeds.offset))
+def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds, *, straight: bool = False) -> Operand:
+    """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`."""
+    return Operand(*quantize(weight, binding.w, seeds.w, seeds.offset, straight=straight))
 
 
 Needs = tuple[bool, bool, bool]
 """Whether activation, weight and bias want a gradient."""
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Gradients of activation, weight and bias; None where none is wanted."""
+
+
+Copy = Any
+"""A tensor, or None where no product reads it: needs and binding say which, before a product reads."""
 
 
 class Gradient(NamedTuple):
@@ -191,21 +227,20 @@ class Gradient(NamedTuple):
     """
 
     incoming: torch.Tensor
-    wide: torch.Tensor | None = None
-    quantized: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    transposed: torch.Tensor | None = None
-    channel_scale: torch.Tensor | None = None
+    wide: Copy = None
+    quantized: Copy = None
+    scale: Copy = None
+    transposed: Copy = None
+    channel_scale: Copy = None
 
     def grad_input_scale(self, w_scale: torch.Tensor) -> torch.Tensor:
         """The one scale of an 8-bit product with the weight."""
-        assert self.scale is not None
-        return self.scale if self.channel_scale is not None else self.scale * w_scale
+        scale: torch.Tensor = self.scale if self.channel_scale is not None else self.scale * w_scale
+        return scale
 
     def grad_weight_scale(self, x_scale: torch.Tensor) -> torch.Tensor:
         """The scale, or one per output channel, of an 8-bit product with the activation."""
-        assert self.scale is not None
-        scale = self.scale * x_scale
+        scale: torch.Tensor = self.scale * x_scale
         return scale if self.channel_scale is None else scale / self.channel_scale
 
     def for_bias(self) -> torch.Tensor:
@@ -214,7 +249,13 @@ class Gradient(NamedTuple):
 
 
 def cast_gradient(
-    grad: torch.Tensor, w_scale: torch.Tensor | None, binding: OperatorBinding, needs: Needs, seed: int, offset: Offset
+    grad: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    binding: OperatorBinding,
+    needs: Needs,
+    seed: int,
+    offset: Offset,
+    straight: bool = False,
 ) -> Gradient:
     """Make the copies that the backward products of ``needs`` read.
 
@@ -224,6 +265,7 @@ def cast_gradient(
         binding: how the operator runs.
         needs: which gradients are wanted.
         seed, offset: which random numbers the stochastic rounding takes.
+        straight: as :func:`~qsync_torch.kernels.library_ops.is_plain` says of ``grad``.
     """
     need_x, need_w, _ = needs
     dtype = binding.grad_float if need_x else binding.grad_float_weight_only
@@ -235,11 +277,11 @@ def cast_gradient(
     transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.
-    source = grad.reshape(-1, grad.shape[-1]) if binding.is_linear else grad
+    source = rows(grad) if binding.is_linear else grad
     if transpose:
-        q, scale, transposed = quantize_transposed(source, quantization, seed, offset, multiplier)
+        q, scale, transposed = quantize_transposed(source, quantization, seed, offset, multiplier, straight=straight)
         return Gradient(grad, wide, q, scale, transposed, multiplier)
-    q, scale = quantize(source, quantization, seed, offset, multiplier)
+    q, scale = quantize(source, quantization, seed, offset, multiplier, straight=straight)
     return Gradient(grad, wide, q, scale, None, multiplier)
 
 
@@ -253,16 +295,16 @@ class Saved(NamedTuple):
         x_shape, x_dtype: of the float activation.
     """
 
-    x: torch.Tensor | None
-    x_scale: torch.Tensor | None
-    w: torch.Tensor | None
-    w_scale: torch.Tensor | None
+    x: Copy
+    x_scale: Copy
+    w: Copy
+    w_scale: Copy
     x_shape: torch.Size
     x_dtype: torch.dtype
 
 
-BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs], Grads]
-"""Both backward products of an operator, from the saved copies.
+BackwardProducts = Callable[[Gradient, Saved, OperatorBinding, Needs, bool], Grads]
+"""Both backward products of an operator, from the saved copies; the last argument says whether they skip the dispatcher.
 
 The gradient of the activation comes in the variant's format, or in the activation's where the product is an 8-bit one; those of
 weight and bias come in float32."""
@@ -291,20 +333,24 @@ def keep_for_backward(
     x: torch.Tensor,
     copies: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     binding: OperatorBinding,
-    seed: int,
-    offset: Offset,
+    seeds: Seeds,
 ) -> None:
     """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
     ctx.save_for_backward(*copies)
-    ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seed, offset
+    ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seeds.grad, seeds.offset
+
+
+_NO_TENSORS = (None,) * 6
+"""Gradients of an operator's arguments from the binding on."""
 
 
 def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a quantized operator's inputs."""
-    binding, needs = ctx.binding, ctx.needs_input_grad[:3]
-    saved = Saved(*ctx.saved_tensors, ctx.x_shape, ctx.x_dtype)
-    gradient = cast_gradient(grad, saved.w_scale, binding, needs, ctx.seed, ctx.offset)
-    grad_x, grad_w, grad_b = products(gradient, saved, binding, needs)
-    if grad_x is not None and grad_x.dtype is not ctx.x_dtype:
-        grad_x = grad_x.to(ctx.x_dtype)
-    return grad_x, grad_w, grad_b, None, None, None, None, None, None, None, None
+    binding, needs, x_dtype, straight = ctx.binding, ctx.needs_input_grad[:3], ctx.x_dtype, is_plain(grad)
+    x, x_scale, w, w_scale = ctx.saved_tensors
+    saved = Saved(x, x_scale, w, w_scale, ctx.x_shape, x_dtype)
+    gradient = cast_gradient(grad, saved.w_scale, binding, needs, ctx.seed, ctx.offset, straight)
+    grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
+    if grad_x is not None and grad_x.dtype is not x_dtype:
+        grad_x = grad_x.to(x_dtype)
+    return grad_x, grad_w, grad_b, *_NO_TENSORS

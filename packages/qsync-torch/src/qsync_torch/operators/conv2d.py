@@ -6,15 +6,16 @@ Built like :mod:`qsync_torch.operators.linear`.  A channels-last activation give
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx
 
 from qsync_core.geometry import Geometry, IntPair, Pair, pair
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import Offset, conv2d_grad_input, conv2d_grad_weight, conv2d_output
+from qsync_torch.kernels.library_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output, is_plain
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.operators.casts import (
     CastCache,
@@ -36,33 +37,41 @@ from qsync_torch.operators.casts import (
 
 
 class QuantizedConv2d(torch.autograd.Function):
-    """Float activation and weight are inputs only as places where the gradients go; they are neither read nor saved."""
+    """Casts and product in one: autograd follows three tensors, and records nothing inside.
+
+    Only the 8-bit copies are saved, never the float activation or weight.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        q_x: torch.Tensor,
-        x_scale: torch.Tensor,
-        x_transposed: torch.Tensor | None,
-        q_w: torch.Tensor,
-        w_scale: torch.Tensor,
         binding: OperatorBinding,
-        seed: int,
-        offset: Offset,
+        seeds: Seeds,
+        grad_enabled: bool,
+        cache: CastCache | None = None,
+        weight_copy: Operand | None = None,
+        x_copy: Operand | None = None,
     ) -> torch.Tensor:
-        """The convolution of the 8-bit copies."""
+        """The convolution of the 8-bit copies, which are made here unless they are given."""
         need_x, need_w = ctx.needs_input_grad[:2]
+        straight = is_plain(x) and is_plain(weight)
+        if x_copy is None:
+            x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
+        if weight_copy is None:
+            weight_copy = cast_weight(weight, binding, seeds, straight=straight)
+        q_x, x_scale, _ = x_copy
+        q_w, w_scale, _ = weight_copy
         # The weight's copy is needed for its shape alone when only the weight has a gradient.
         copies = (*((q_x, x_scale) if need_w else (None, None)), q_w if need_x or need_w else None, w_scale if need_x else None)
-        keep_for_backward(ctx, x, copies, binding, seed, offset)
-        return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding)
+        keep_for_backward(ctx, x, copies, binding, seeds)
+        return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, conv2d_backward)
 
@@ -84,21 +93,23 @@ def conv2d_product(
     return y if y.dtype is binding.output else y.to(binding.output)
 
 
-def conv2d_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
+def conv2d_backward(
+    gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True), straight: bool = False
+) -> Grads:
     """Both backward products of a quantized convolution alone (:data:`~.casts.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
             scale = gradient.grad_input_scale(saved.w_scale)
-            grad_x = conv2d_grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding, saved.x_dtype)
+            grad_x = conv2d_grad_input(gradient.quantized, saved.w, scale, saved.x_shape, binding, saved.x_dtype, straight=straight)
         else:
-            grad_x = conv2d_grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding)
+            grad_x = conv2d_grad_input(gradient.wide, saved.w, saved.w_scale, saved.x_shape, binding, straight=straight)
     if needs[1]:
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
-            grad_w = conv2d_grad_weight(gradient.quantized, saved.x, scale, saved.w, binding)
+            grad_w = conv2d_grad_weight(gradient.quantized, saved.x, scale, saved.w, binding, straight=straight)
         else:
-            grad_w = conv2d_grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding)
+            grad_w = conv2d_grad_weight(gradient.wide, saved.x, saved.x_scale, saved.w, binding, straight=straight)
     if needs[2]:
         grad_b = gradient.for_bias().sum((0, 2, 3), dtype=torch.float32)
     return grad_x, grad_w, grad_b
@@ -119,9 +130,7 @@ def run_conv2d(
         return run_conv2d(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
     if not binding.is_quantized:
         return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    q_x = cast_input(x, binding, seeds, cache)
-    q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_of(QuantizedConv2d)(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_of(QuantizedConv2d)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
 
 
 def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: IntPair) -> tuple[torch.Tensor, IntPair]:

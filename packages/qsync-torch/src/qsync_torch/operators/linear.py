@@ -6,14 +6,15 @@ autograd.  8-bit formats save their 8-bit copies only and compute both gradients
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx
 
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
-from qsync_torch.kernels.library_ops import Offset, linear_grad_input, linear_grad_weight, linear_output
+from qsync_torch.kernels.library_ops import is_plain, linear_grad_input, linear_grad_weight, linear_output, rows
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.operators.casts import (
     CastCache,
@@ -35,33 +36,41 @@ from qsync_torch.operators.casts import (
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """Float activation and weight are inputs only as places where the gradients go; they are neither read nor saved."""
+    """Casts and product in one: autograd follows three tensors, and records nothing inside.
+
+    Only the 8-bit copies are saved, never the float activation or weight.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        q_x: torch.Tensor,
-        x_scale: torch.Tensor,
-        x_transposed: torch.Tensor | None,
-        q_w: torch.Tensor,
-        w_scale: torch.Tensor,
         binding: OperatorBinding,
-        seed: int,
-        offset: Offset,
+        seeds: Seeds,
+        grad_enabled: bool,
+        cache: CastCache | None = None,
+        weight_copy: Operand | None = None,
+        x_copy: Operand | None = None,
     ) -> torch.Tensor:
-        """The product of the 8-bit copies."""
+        """The product of the 8-bit copies, which are made here unless they are given."""
         need_x, need_w = ctx.needs_input_grad[:2]
+        straight = is_plain(x) and is_plain(weight)
+        if x_copy is None:
+            x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
+        if weight_copy is None:
+            weight_copy = cast_weight(weight, binding, seeds, straight=straight)
+        q_x, x_scale, x_transposed = x_copy
+        q_w, w_scale, _ = weight_copy
         kept_x = q_x if x_transposed is None else x_transposed.t()
         copies = (*((kept_x, x_scale) if need_w else (None, None)), *((q_w, w_scale) if need_x else (None, None)))
-        keep_for_backward(ctx, x, copies, binding, seed, offset)
-        return linear_output(q_x, x_scale, q_w, w_scale, bias, binding)
+        keep_for_backward(ctx, x, copies, binding, seeds)
+        return linear_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, linear_backward)
 
@@ -81,25 +90,28 @@ def linear_product(
     return y if y.dtype is binding.output else y.to(binding.output)
 
 
-def linear_backward(gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True)) -> Grads:
+def linear_backward(
+    gradient: Gradient, saved: Saved, binding: OperatorBinding, needs: Needs = (True, True, True), straight: bool = False
+) -> Grads:
     """Both backward products of a quantized linear operator alone (:data:`~.casts.BackwardProducts`)."""
     grad_x = grad_w = grad_b = None
     if needs[0]:
         if binding.grad_input_quantized:
             scale = gradient.grad_input_scale(saved.w_scale)
-            grad_x = linear_grad_input(gradient.quantized, saved.w, scale, binding, saved.x_dtype).view(saved.x_shape)
+            grad_x = linear_grad_input(gradient.quantized, saved.w, scale, binding, saved.x_dtype, straight=straight)
+            grad_x = grad_x.view(saved.x_shape)
         else:
-            grad_x = linear_grad_input(gradient.wide, saved.w, saved.w_scale, binding)
+            grad_x = linear_grad_input(gradient.wide, saved.w, saved.w_scale, binding, straight=straight)
     if needs[1]:
         if binding.grad_weight_quantized:
             scale = gradient.grad_weight_scale(saved.x_scale)
             quantized = gradient.quantized if gradient.transposed is None else gradient.transposed.t()
-            grad_w = linear_grad_weight(quantized, saved.x, scale, binding)
+            grad_w = linear_grad_weight(quantized, saved.x, scale, binding, straight=straight)
         else:
-            grad_w = linear_grad_weight(gradient.wide, saved.x, saved.x_scale, binding)
+            grad_w = linear_grad_weight(gradient.wide, saved.x, saved.x_scale, binding, straight=straight)
     if needs[2]:
         grad = gradient.for_bias()
-        grad_b = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+        grad_b = rows(grad).sum(0, dtype=torch.float32)
     return grad_x, grad_w, grad_b
 
 
@@ -115,9 +127,7 @@ def run_linear(
     """A linear call with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
     if not binding.is_quantized:
         return linear_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    q_x = cast_input(x, binding, seeds, cache)
-    q_w = cast_weight(weight, binding, seeds) if weight_copy is None else weight_copy
-    return apply_of(QuantizedLinear)(x, weight, bias, *q_x, q_w.values, q_w.scale, binding, seeds.grad, seeds.offset)
+    return apply_of(QuantizedLinear)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
 
 
 def linear(

@@ -140,7 +140,8 @@ def _quantized_case(
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> BenchmarkCase:
-    q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
+    with torch.no_grad():
+        q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
     x_dtype = binding.output if binding.grad_input_quantized else binding.grad_input
     place = torch.zeros((), device=x.device, dtype=x_dtype).expand(x.shape).requires_grad_(x_needs_gradient)
@@ -149,7 +150,7 @@ def _quantized_case(
     function, products = (QuantizedLinear, linear_backward) if is_linear else (QuantizedConv2d, conv2d_backward)
     kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
     saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
-    forward = partial(function.apply, place, weight, bias, *q_x, q_w.values, q_w.scale, binding, 0, 0)
+    forward = partial(function.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
     trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
     if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
         call = ReadyCall(forward, (weight,), lambda grad: products(Gradient(grad, grad), saved, binding, needs))
