@@ -12,11 +12,7 @@ from qsync_core.ir.dfg import Resource
 from qsync_core.ir.timeline import Timeline
 
 _THREAD = {Resource.DISPATCH: 1, Resource.COMPUTE: 2, Resource.COMMUNICATION: 3}
-_THREAD_NAME = {
-    Resource.DISPATCH: "CPU dispatch",
-    Resource.COMPUTE: "compute stream",
-    Resource.COMMUNICATION: "communication stream",
-}
+_THREAD_NAME = ("", "CPU dispatch", "compute stream", "communication stream")
 
 
 def to_perfetto(timeline: Timeline) -> dict[str, Any]:
@@ -25,8 +21,8 @@ def to_perfetto(timeline: Timeline) -> dict[str, Any]:
     for rank, group in sorted(timeline.rank_group.items()):
         events.append(_metadata("process_name", rank, 0, {"name": f"rank {rank} ({group}, {timeline.source})"}))
         events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-    streams = sorted({(interval.rank, _THREAD[interval.resource], interval.resource) for interval in timeline.intervals})
-    events.extend(_metadata("thread_name", rank, thread, {"name": _THREAD_NAME[resource]}) for rank, thread, resource in streams)
+    streams = sorted({(interval.rank, _THREAD[interval.resource]) for interval in timeline.intervals})
+    events.extend(_metadata("thread_name", rank, thread, {"name": _THREAD_NAME[thread]}) for rank, thread in streams)
     for interval in timeline.intervals:
         arguments = {"phase": str(interval.phase)}
         if interval.op_id is not None:

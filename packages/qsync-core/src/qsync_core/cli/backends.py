@@ -182,13 +182,8 @@ def _entry(operator: Operator, variant: Variant, asked: OperatorRequest, registr
 
 
 def _result(answer: Answer) -> Entry:
-    """Backend, configuration and what was measured; ``exact`` is false where the latency is scaled from other shapes."""
-    return {
-        "backend": answer.backend,
-        "config": answer.config,
-        "latency_ns": answer.latency_ns,
-        "exact": answer.exact,
-    }
+    """Backend, configuration and what was measured."""
+    return attrs.asdict(answer, filter=attrs.filters.exclude("reasons"))
 
 
 def _render(console: Console, data: dict[str, Any]) -> None:

@@ -86,10 +86,10 @@ class Cluster:
 
     def __attrs_post_init__(self) -> None:
         names = [group.name for group in self.groups]
-        if len(set(names)) != len(names):
-            raise ValueError(f"the groups of a cluster have different names, got {names}")
-        if twice := checks.first_repeated(frozenset(link.between) for link in self.links):
-            raise ValueError(f"two links connect the groups {sorted(twice)}")
+        if twice := checks.first_repeated(names):
+            raise ValueError(f"two groups are called {twice!r}; give each its own name")
+        if ends := checks.first_repeated(frozenset(link.between) for link in self.links):
+            raise ValueError(f"two links connect the groups {sorted(ends)}; keep one")
         for link in self.links:
             for end in link.between:
                 if end not in names:
@@ -101,7 +101,4 @@ class Cluster:
         Raises:
             KeyError: when there is none.
         """
-        for group in self.groups:
-            if group.name == name:
-                return group
-        raise KeyError(name)
+        return {group.name: group for group in self.groups}[name]

@@ -136,7 +136,4 @@ class PrecisionPlan:
         Raises:
             KeyError: when the plan has no such group.
         """
-        for group in self.groups:
-            if group.group == name:
-                return group
-        raise KeyError(name)
+        return {group.group: group for group in self.groups}[name]

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 
 class Precision(enum.StrEnum):
@@ -24,7 +25,7 @@ class Precision(enum.StrEnum):
     @property
     def nbytes(self) -> int:
         """Bytes an element takes in memory."""
-        return _NBYTES[self]
+        return _FACTS[self].nbytes
 
     @property
     def is_fixed_point(self) -> bool:
@@ -47,41 +48,30 @@ class Precision(enum.StrEnum):
         """
         if self.is_fixed_point:
             raise ValueError("int8 is a fixed-point format and has no mantissa")
-        return _MANTISSA_BITS[self]
+        return _FACTS[self].mantissa_bits
 
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number; below it the spacing of values stays constant (subnormals)."""
         if self.is_fixed_point:
             raise ValueError("int8 is a fixed-point format and has no exponent")
-        return _MIN_EXPONENT[self]
+        return _FACTS[self].min_exponent
 
 
-_NBYTES = {
-    Precision.INT8: 1,
-    Precision.FLOAT8_E4M3FN: 1,
-    Precision.BFLOAT16: 2,
-    Precision.FLOAT16: 2,
-    Precision.FLOAT32: 4,
-}
-_MANTISSA_BITS = {
-    Precision.FLOAT8_E4M3FN: 3,
-    Precision.BFLOAT16: 7,
-    Precision.FLOAT16: 10,
-    Precision.FLOAT32: 23,
-}
-_MIN_EXPONENT = {
-    Precision.FLOAT8_E4M3FN: -6,
-    Precision.BFLOAT16: -126,
-    Precision.FLOAT16: -14,
-    Precision.FLOAT32: -126,
-}
-_LEVEL = {
-    Precision.INT8: 0,
-    Precision.FLOAT8_E4M3FN: 1,
-    Precision.BFLOAT16: 2,
-    Precision.FLOAT16: 2,
-    Precision.FLOAT32: 3,
+class _Facts(NamedTuple):
+    nbytes: int
+    level: int
+    """In the lattice's order."""
+    mantissa_bits: int = 0
+    min_exponent: int = 0
+
+
+_FACTS = {
+    Precision.INT8: _Facts(1, 0),
+    Precision.FLOAT8_E4M3FN: _Facts(1, 1, 3, -6),
+    Precision.BFLOAT16: _Facts(2, 2, 7, -126),
+    Precision.FLOAT16: _Facts(2, 2, 10, -14),
+    Precision.FLOAT32: _Facts(4, 3, 23, -126),
 }
 
 
@@ -89,9 +79,9 @@ def join(a: Precision, b: Precision) -> Precision:
     """The narrowest format that is at least as wide as both (the lattice's least upper bound)."""
     if a is b:
         return a
-    if _LEVEL[a] == _LEVEL[b]:
+    if _FACTS[a].level == _FACTS[b].level:
         return Precision.FLOAT32
-    return a if _LEVEL[a] > _LEVEL[b] else b
+    return a if _FACTS[a].level > _FACTS[b].level else b
 
 
 def promote(*precisions: Precision) -> Precision:

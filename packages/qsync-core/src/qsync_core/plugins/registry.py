@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import pluggy
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
     from qsync_core.tuning.store import TuningStore
+
+T = TypeVar("T")
 
 
 @attrs.define
@@ -123,16 +125,18 @@ class Registry:
         """Names of the plugins that take part, in alphabetical order."""
         return sorted(name for name, _ in self._manager.list_name_plugin() if name != "qsync-core")
 
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        return sorted(getattr(self._manager.hook, hook).get_hookimpls(), key=lambda found: found.plugin_name)
+
     def _call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
         """Call a hook plugin by plugin, in order of their names; one that raises is disabled."""
         results = []
-        implementations = getattr(self._manager.hook, hook).get_hookimpls()
-        for implementation in sorted(implementations, key=lambda found: found.plugin_name):
+        for implementation in self._implementations(hook):
             with self._guarded(implementation.plugin_name, f"its {hook}"):
                 results.append((implementation.plugin_name, _call(implementation, arguments)))
         return results
 
-    def _first(self, hook: str, expected: type, **arguments: Any) -> Any:
+    def _first(self, hook: str, expected: type[T], **arguments: Any) -> T | None:
         """What the first plugin that knows an answer says, in pluggy's order (the last registered first), or None.
 
         An error of QSync's is the answer and passes; a plugin that raises anything else, or answers with something else than
@@ -222,9 +226,8 @@ class Registry:
         import click
 
         found: dict[str, click.Command] = {}
-        for implementation in sorted(self._manager.hook.qsync_register_commands.get_hookimpls(), key=lambda i: i.plugin_name):
-            group = click.Group()
-            name = implementation.plugin_name
+        for implementation in self._implementations("qsync_register_commands"):
+            group, name = click.Group(), implementation.plugin_name
             with self._guarded(name, "its qsync_register_commands"):
                 _call(implementation, {"cli": group})
             if name in self.disabled:
@@ -251,13 +254,11 @@ class Registry:
         """
         from qsync_core.ir.dag import PrecisionDag
 
-        found: PrecisionDag | None = self._first("qsync_trace_job", PrecisionDag, job=job)
-        return found
+        return self._first("qsync_trace_job", PrecisionDag, job=job)
 
     def describe_device(self, device: str) -> hooks.DeviceFacts | None:
         """What kernels depend on, of a device of this machine; None where no plugin knows it."""
-        found: hooks.DeviceFacts | None = self._first("qsync_describe_device", hooks.DeviceFacts, device=device)
-        return found
+        return self._first("qsync_describe_device", hooks.DeviceFacts, device=device)
 
     def measure_truth(self, request: hooks.TruthRequest) -> Observations | None:
         """The measured sensitivity of a job, None where no plugin measures it.
@@ -267,8 +268,7 @@ class Registry:
         """
         from qsync_core.ir.observations import Observations
 
-        found: Observations | None = self._first("qsync_measure_truth", Observations, request=request)
-        return found
+        return self._first("qsync_measure_truth", Observations, request=request)
 
     def backends(self) -> list[KernelBackend]:
         """Every usable kernel backend, in order of their names; they raise nothing but BackendError.

@@ -85,21 +85,13 @@ def formats_of(request: KernelRequest) -> str:
     elif op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
     elif op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
-        parts += [
-            f"gi={variant.grad_input}",
-            f"grad={_gradient(variant.grad_input, variant.grad_weight)}",
-            f"w={variant.w_granularity}",
-        ]
-        if variant.grad_input.needs_scale:
-            parts.append(f"out={variant.output}")
+        gradient = _gradient(variant.grad_input, variant.grad_weight)
+        parts += [f"gi={variant.grad_input}", f"grad={gradient}", f"w={variant.w_granularity}"]
+        parts += [f"out={variant.output}"] if variant.grad_input.needs_scale else []
     else:
-        parts += [
-            f"gw={variant.grad_weight}",
-            f"grad={_gradient(variant.grad_weight, variant.grad_input)}",
-            f"x={variant.x_granularity}",
-        ]
-        if variant.grad_weight.needs_scale:
-            parts.append(f"w={variant.w_granularity}")
+        gradient = _gradient(variant.grad_weight, variant.grad_input)
+        parts += [f"gw={variant.grad_weight}", f"grad={gradient}", f"x={variant.x_granularity}"]
+        parts += [f"w={variant.w_granularity}"] if variant.grad_weight.needs_scale else []
     return ";".join(parts) if variant.symmetric else ";".join([*parts, "sym=false"])
 
 

@@ -90,11 +90,11 @@ def plan(
             raise click.UsageError(f"Missing option '{name}'.")
     assert dag is not None
     assert cluster is not None
+    loaded = {name: load(path, Profile) for name, path in profiles.items()}
+    rated = load(sensitivity, Sensitivity) if sensitivity else None
     if pareto:
         if (solver, objective, omega_limit, time_limit, tolerance) != ("auto", "omega", None, None, 0.0):
             raise click.UsageError("--pareto goes through all limits: leave out --solver, --minimise, --tolerance and the limits.")
-        loaded = {name: load(path, Profile) for name, path in profiles.items()}
-        rated = load(sensitivity, Sensitivity) if sensitivity else None
         show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
         return
     assert output is not None
@@ -102,8 +102,8 @@ def plan(
         found = allocate(
             load(dag, PrecisionDag),
             read_cluster(cluster),
-            {name: load(path, Profile) for name, path in profiles.items()},
-            load(sensitivity, Sensitivity) if sensitivity else None,
+            loaded,
+            rated,
             solver=solver,
             objective=objective,
             omega_limit=omega_limit,

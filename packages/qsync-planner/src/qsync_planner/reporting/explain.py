@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
+from qsync_planner.allocator.exact.solve import relative_gap
 from qsync_planner.matching import first_differences
 
 _TOTALS = ("solver", "indicator", "predicted_iteration_ns", "time_limit_ns", "objective")
@@ -51,7 +54,7 @@ def explain(plan: PrecisionPlan, fqn: str | None = None) -> dict[str, Any]:
         "time_limit_ns": plan.time_limit_ns,
         "objective": plan.objective,
         "bound": plan.bound,
-        "gap": None if plan.bound is None else (plan.objective - plan.bound) / plan.objective if plan.objective > 0 else 0.0,
+        "gap": None if plan.bound is None else relative_gap(plan.objective, plan.bound),
         "baselines_ns": dict(sorted(plan.baselines.items())),
         "verdict": None if verdict is None else {"sentence": verdict.sentence, "speedup": verdict.speedup},
         "rank0_group": plan.rank0_group,
@@ -76,13 +79,12 @@ def _group(plan: PrecisionPlan, group: GroupPlan, chosen: tuple[OpId, ...]) -> d
         "operators": [
             {
                 "operator": str(op_id),
-                "variant": str(group.assignments[op_id].variant),
-                "label": group.assignments[op_id].variant.label,
-                "backend": group.assignments[op_id].backend,
-                "config": group.assignments[op_id].config,
-                "reason": group.assignments[op_id].reason,
+                "label": assignment.variant.label,
+                **attrs.asdict(assignment, recurse=False),
+                "variant": str(assignment.variant),
             }
             for op_id in chosen
+            for assignment in (group.assignments[op_id],)
         ],
     }
 
