@@ -189,6 +189,7 @@ class WeightBatch:
 
     def __init__(self, members: Sequence[tuple[LoweredCall, nn.Module]]) -> None:
         self._members = [(call, module) for call, module in members if call.is_quantized]
+        self._prepared_calls: list[LoweredCall] = []
         self._offered: dict[tuple[object, ...], bool] = {}
 
     def prepare(self) -> None:
@@ -213,15 +214,16 @@ class WeightBatch:
             self._offered[asked] = quantization.is_offered(Op.QUANTIZE_MANY, device, *shapes)
         return self._offered[asked]
 
-    @staticmethod
-    def _quantize(quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
+    def _quantize(self, quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
         weights, offset = [weight.detach() for _, weight in members], members[0][0].seeds.offset
         assert isinstance(offset, int), "a compiler quantizes weights one by one"
         qs, scales = quantize_many(weights, quantization, [call.w_seed for call, _ in members], offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
             call.prepared_weight = PreparedWeight(weight, Operand(q, scale))
+            self._prepared_calls.append(call)
 
     def release(self) -> None:
         """Free unused copies, at the end of the forward."""
-        for call, _ in self._members:
+        for call in self._prepared_calls:
             call.prepared_weight = None
+        self._prepared_calls.clear()

@@ -72,10 +72,11 @@ class Bound:
         Raises:
             BackendError: with every backend's reasons.
         """
-        asked = (op, device, shapes)
-        kernel = self._kernels.get(asked)
-        if kernel is None:
-            kernel = self._kernels[asked] = build_kernel(self.request(op, device, *shapes), self.choice)
+        try:
+            return self._kernels[op, device, shapes]
+        except KeyError:
+            pass
+        kernel = self._kernels[op, device, shapes] = build_kernel(self.request(op, device, *shapes), self.choice)
         return kernel
 
     def is_offered(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> bool:
@@ -158,6 +159,7 @@ class OperatorBinding(Bound):
         gradient = eight_bit[0] if eight_bit else CastTarget(Precision.INT8)
         chosen = _role(choice, QUANTIZE_GRADIENT)
         self.grad = tuple(tuple(quantization(gradient, chosen, m, t) for t in (False, True)) for m in (False, True))
+        self.conv2d_shapes: Memo[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
         self.conv2d_shapes = Memo(lambda shapes: self.conv2d_shape(*shapes))
         self._register("operator", variant, choice.backend, choice.config, geometry)
 

@@ -29,9 +29,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = torch.ops.qsync
 
 
-def is_plain(x: torch.Tensor) -> bool:
-    """Whether a call on ``x`` may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it."""
-    return type(x) in _PLAIN and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether a call on these may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it."""
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return False
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def quantize(
@@ -82,7 +85,7 @@ def quantize_many(
     xs: Sequence[torch.Tensor], quantization: Quantization, seeds: Sequence[int], offset: int, *, straight: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
-    if not straight and not all(map(is_plain, xs)):
+    if not straight and not is_plain(*xs):
         return cast(tuple[list[torch.Tensor], list[torch.Tensor]], _OPS.quantize_many.default(xs, quantization.key, seeds, offset))
     dense = [quantizable(x, quantization.granularity) for x in xs]
     out = [_quantized(x, quantization, quantization.scale_counts[x.shape]) for x in dense]
@@ -210,7 +213,7 @@ def conv2d_grad_input(
     kernel = binding.kernel(Op.CONV2D_GRAD_INPUT, grad.device, grad.shape, w.shape)
     make = getattr(kernel, "make_gradient", None)
     if make is not None:
-        made = make(grad, w, scale, x_shape)
+        made: torch.Tensor = make(grad, w, scale, x_shape)
         if made.dtype is dtype:
             return _in_layout_of(made.contiguous(memory_format=torch.channels_last), grad)
     out = _images(grad, x_shape, dtype)

@@ -57,7 +57,7 @@ class QuantizedConv2d(torch.autograd.Function):
     ) -> torch.Tensor:
         """The convolution of the 8-bit copies, which are made here unless they are given."""
         need_x, need_w = ctx.needs_input_grad[:2]
-        straight = is_plain(x) and is_plain(weight)
+        straight = is_plain(x, weight)
         if x_copy is None:
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:

@@ -56,7 +56,7 @@ class QuantizedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         """The product of the 8-bit copies, which are made here unless they are given."""
         need_x, need_w = ctx.needs_input_grad[:2]
-        straight = is_plain(x) and is_plain(weight)
+        straight = is_plain(x, weight)
         if x_copy is None:
             x_copy = cast_input(x, binding, seeds, cache, grad_enabled=grad_enabled, straight=straight)
         if weight_copy is None:
