@@ -13,7 +13,7 @@ import attrs
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import QUANTIZE_GRADIENT, QUANTIZE_WEIGHT
@@ -92,14 +92,12 @@ def operator_requests(
     def quantize(
         role: str,
         shape: tuple[int, ...],
-        precision: Precision,
-        granularity: Granularity,
+        target: CastTarget,
         source: Precision,
-        *,
         multiplied: bool = False,
         transposed: bool = False,
     ) -> None:
-        quantization = quantization_variant(precision, granularity, variant.rounding)
+        quantization = quantization_variant(target.precision, target.granularity, target.rounding)
         request = KernelRequest(
             Op.QUANTIZE,
             quantization,
@@ -111,33 +109,21 @@ def operator_requests(
         )
         found.append(OperatorRequest(role, request, shape, source))
 
-    gradient_formats = gradient_precisions(variant, call.input_gradient)
-    floats = [precision for precision in gradient_formats if not precision.needs_scale]
+    steps = steps_of(variant)
     # Integer tensor cores read operands whose summed dimension is contiguous, so that both copies are wanted transposed too.
-    transposed = linear and variant.grad_weight.needs_scale and device_kind == "cuda"
-    if variant.compute.needs_scale:
-        quantize(
-            Op.QUANTIZE, x if transposed else call.x, variant.compute, variant.x_granularity, variant.output, transposed=transposed
-        )
-        quantize(QUANTIZE_WEIGHT, call.w, variant.compute, variant.w_granularity, Precision.FLOAT32)
-    add(output_op, (x, call.w), y, variant.compute)
-    for precision in gradient_formats:
-        if precision.needs_scale:
-            factored = variant.w_granularity is Granularity.PER_CHANNEL and variant.grad_input.needs_scale and call.input_gradient
-            quantize(
-                QUANTIZE_GRADIENT,
-                y,
-                precision,
-                Granularity.PER_TENSOR,
-                variant.output,
-                multiplied=factored,
-                transposed=transposed,
-            )
+    transposed = linear and steps.grad_weight.precision.needs_scale and device_kind == "cuda"
+    if steps.is_quantized:
+        quantize(Op.QUANTIZE, x if transposed else call.x, steps.x, steps.output, transposed=transposed)
+        quantize(QUANTIZE_WEIGHT, call.w, steps.weight, Precision.FLOAT32)
+    add(output_op, (x, call.w), y, steps.x.precision)
+    for copy in steps.gradient_copies(call.input_gradient):
+        if copy.precision.needs_scale:
+            multiplied = steps.multiplied and call.input_gradient
+            quantize(QUANTIZE_GRADIENT, y, copy, steps.output, multiplied=multiplied, transposed=transposed)
     if call.input_gradient:
-        source = variant.grad_input if variant.grad_input.needs_scale else floats[0]
-        add(grad_input_op, (y, call.w), x, source)
-    source = variant.grad_weight if variant.grad_weight.needs_scale else floats[0]
-    add(grad_weight_op, (y, x), call.w, source)
+        add(grad_input_op, (y, call.w), x, steps.grad_input.precision)
+    weight_gradient = steps.grad_weight if call.input_gradient else steps.grad_output_weight_only[0]
+    add(grad_weight_op, (y, x), call.w, weight_gradient.precision)
     return tuple(found)
 
 

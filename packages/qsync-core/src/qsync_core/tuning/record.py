@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from qsync_core.ir import checks
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import steps_of
 from qsync_core.kernels.backend import KernelRequest, Op
 
 
@@ -85,19 +85,12 @@ def formats_of(request: KernelRequest) -> str:
     elif op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
         parts += [f"out={variant.output}", f"x={variant.x_granularity}", f"w={variant.w_granularity}"]
     elif op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
-        gradient = _gradient(variant.grad_input, variant.grad_weight)
-        parts += [f"gi={variant.grad_input}", f"grad={gradient}", f"w={variant.w_granularity}"]
+        parts += [f"gi={variant.grad_input}", f"grad={steps_of(variant).grad_input.precision}", f"w={variant.w_granularity}"]
         parts += [f"out={variant.output}"] if variant.grad_input.needs_scale else []
     else:
-        gradient = _gradient(variant.grad_weight, variant.grad_input)
-        parts += [f"gw={variant.grad_weight}", f"grad={gradient}", f"x={variant.x_granularity}"]
+        parts += [f"gw={variant.grad_weight}", f"grad={steps_of(variant).grad_weight.precision}", f"x={variant.x_granularity}"]
         parts += [f"w={variant.w_granularity}"] if variant.grad_weight.needs_scale else []
     return ";".join(parts) if variant.symmetric else ";".join([*parts, "sym=false"])
-
-
-def _gradient(own: Precision, other: Precision) -> Precision:
-    """Format of the gradient that a backward product reads: its own where it is 8-bit, else the wider float of both products."""
-    return own if own.needs_scale or other.needs_scale or own.nbytes >= other.nbytes else other
 
 
 def layout_of(request: KernelRequest) -> str:

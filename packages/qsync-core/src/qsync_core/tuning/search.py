@@ -159,7 +159,7 @@ class _Search:
             if config.text not in self._kernels:
                 self._kernels[config.text] = self.backend.build(self.request, config)
             found = Measurement(self.measure(self._kernels[config.text], self.request, samples), samples)
-        except Exception as error:  # a kernel of a plugin: whatever it raises must not stop the others
+        except (Exception, SystemExit) as error:  # a kernel of a plugin: whatever it raises must not stop the others
             said = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             found = Measurement(failure=" ".join(said.split())[:1000] or type(error).__name__)
             if is_temporary(error) and not isinstance(error, DeviceLostError):

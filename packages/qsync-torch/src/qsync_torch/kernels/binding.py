@@ -101,7 +101,7 @@ class Quantization(Bound):
         transposed: a transposed copy is wanted too.
         dtype: of the copy; ``granularity``: of its scales.
         scale_counts: number of scales, by the tensor's shape.
-        kind: a number that equal casts have in common, whoever runs them; hashed faster than what it stands for.
+        kind: a number that equal casts have in common, whatever backend runs them; hashed faster than what it stands for.
     """
 
     def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
@@ -145,7 +145,7 @@ class OperatorBinding(Bound):
         self.is_quantized = steps.is_quantized
         self.x_dtype, self.w_dtype = TORCH_DTYPE[steps.x.precision], TORCH_DTYPE[steps.weight.precision]
         self.bias_dtype, self.output = TORCH_DTYPE[steps.bias.precision], TORCH_DTYPE[steps.output]
-        self.grad_input = TORCH_DTYPE[variant.grad_input]
+        self.grad_input = TORCH_DTYPE[steps.grad_input_result or variant.grad_input]
         self.grad_float = _float_dtype(steps.gradient_copies())
         self.grad_float_weight_only = _float_dtype(steps.gradient_copies(input_gradient=False))
         self.grad_input_quantized = steps.grad_input.precision.needs_scale

@@ -45,7 +45,7 @@ class CachedCast(weakref.ref[torch.Tensor]):
 
     Attributes:
         value: the cast; None where it is still to be made.
-        seed: of its random numbers: the first consumer's, for whoever makes it.
+        seed: of its random numbers: the first consumer's, for the caller that makes it.
     """
 
     __slots__ = ("grad_enabled", "place", "seed", "value", "version")
@@ -273,7 +273,8 @@ def cast_gradient(
     for_input, for_weight = need_x and binding.grad_input_quantized, need_w and binding.grad_weight_quantized
     if not for_input and not for_weight:
         return Gradient(grad, wide)
-    multiplier = w_scale if for_input and w_scale is not None and w_scale.numel() > 1 else None
+    multiplied = for_input and binding.steps.multiplied and w_scale is not None and w_scale.numel() > 1
+    multiplier = w_scale if multiplied else None
     transpose = for_weight and binding.wants_transposed and grad.device.type == "cuda"
     quantization = binding.grad[multiplier is not None][transpose]
     # The channels that the multiplier counts are the last dimension of a matrix, and dimension 1 of four.

@@ -55,7 +55,10 @@ class KernelTimer:
             return max(1, round(statistics.median(self._samples(calls, samples))))
         except BackendError:
             raise
-        except Exception as error:  # a kernel may fail in whatever way; the next candidate decides whether the device lives
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a kernel may fail in whatever way; the next candidate decides whether the device lives
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             if not self._device_lives():
                 raise DeviceLostError(
