@@ -36,10 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A graph, its truth, and observations of lossvar that rank as the truth does in int8 and the other way in bfloat16."""
     dag, rows, _ = checked()
     values = {(A, I8): 8.0, (B, I8): 5.0, (C, I8): 1.2, (A, B16): 1.0, (B, B16): 2.0, (C, B16): 3.0}
+    share = {terms.X_VAR_GRAD: 0.5, terms.W_VAR_GRAD: 0.5, terms.Y_VAR_GRAD: 0.0}
     series = [
-        Series(op_id, variant, terms.LOSSVAR, term, (value / 2, value / 2))
+        Series(op_id, variant, terms.LOSSVAR, term, (value * part, value * part))
         for (op_id, variant), value in values.items()
-        for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)
+        for term, part in share.items()
     ]
     seen = Observations(dag.model, digest(dag), (10, 11), 2, "budget", tuple(series), {"seed": "0"})
     save(dag, tmp_path / "dag.qsync")

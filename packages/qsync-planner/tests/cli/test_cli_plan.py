@@ -13,7 +13,7 @@ from synthetic import FLOAT32_RUNG, LADDER, T4, V100, roofline_profile, transfor
 
 from qsync_core.artifacts.files import digest, load, save
 from qsync_core.errors import InfeasibleError, PlanError, QSyncError
-from qsync_core.ir.observations import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD, Observations, Series
+from qsync_core.ir.observations import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD, Y_VAR_GRAD, Observations, Series
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
                 Series(op.op_id, v, LOSSVAR, term, (1.0 + i, 2.0))
                 for i, op in enumerate(dag.adjustable)
                 for v in LADDER[:2]
-                for term in (X_VAR_GRAD, W_VAR_GRAD)
+                for term in (X_VAR_GRAD, W_VAR_GRAD, Y_VAR_GRAD)
             )
             save(Observations(dag.model, digest(dag), (10, 11), 2, "budget", series), tmp_path / "observations.qsync")
     (tmp_path / "cluster.toml").write_text(CLUSTER, encoding="utf-8")

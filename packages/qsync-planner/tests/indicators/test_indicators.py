@@ -55,7 +55,8 @@ def lossvar_rows(
         (operator.op_id, variant, terms.LOSSVAR, term): values
         for operator in dag.adjustable
         for variant in variants
-        for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)
+        for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD, terms.Y_VAR_GRAD)
+        if term != terms.Y_VAR_GRAD or variant.output is not FLOAT32
     }
 
 
@@ -68,7 +69,7 @@ def test_lossvar_is_the_geometric_mean_of_the_sum_of_its_terms() -> None:
     found = indicate(observe(dag, rows), dag, [I8, F16, F32], "lossvar")
     assert found.omega[A][I8] == pytest.approx(math.sqrt(2 * 100))
     assert found.omega[A][F16] == pytest.approx(1 + 1 + 2)
-    assert found.omega[B][F16] == pytest.approx(2)
+    assert found.omega[B][F16] == pytest.approx(3)
     assert found.omega[A][F32] == 0
     assert found.indicator == "lossvar"
     assert found.dag_digest == digest(dag)
@@ -88,6 +89,9 @@ def test_lossvar_needs_a_rounding_to_be_observed_once_whatever_the_gradient_form
     other = Variant.of(INT8, sixteen_bit=FLOAT16, rounding=Rounding.FLOOR)
     with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at int8 .*round=floor"):
         indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [other])
+    sixteen_bit = Variant.of(INT8, output=BFLOAT16)
+    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.y_var_grad of a#0 at int8>bfloat16 .*out=bfloat16"):
+        indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [sixteen_bit])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -11,14 +11,16 @@ It sees the weight only: neither the activation's rounding nor that of gradients
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, require, weight
+from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
 
 
 class Hessian:
@@ -31,7 +33,7 @@ class Hessian:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, terms.HESSIAN, {terms.WEIGHT_ERROR: weight})
+        sources = observed_sources(observations, terms.HESSIAN, {terms.WEIGHT_ERROR: attrgetter("weight")})
         return {
             operator.op_id: {variant: _one(operator.op_id, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
@@ -45,12 +47,12 @@ class Hessian:
         )
 
 
-def _one(op_id: OpId, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Part], Variant]) -> float:
-    part = weight(variant)
-    if part is None:
+def _one(op_id: OpId, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Noise], Variant]) -> float:
+    rounded = VariantNoise.of(variant).weight
+    if rounded is None:
         return 0.0
     eigenvalue = require(observations, terms.HESSIAN, terms.TOP_EIGENVALUE, op_id)
     numel = require(observations, terms.HESSIAN, terms.WEIGHT_NUMEL, op_id)
-    error = require(observations, terms.HESSIAN, terms.WEIGHT_ERROR, op_id, sources.get((op_id, part), variant))
+    error = require(observations, terms.HESSIAN, terms.WEIGHT_ERROR, op_id, sources.get((op_id, rounded), variant))
     non_negative(error, observations.iterations, f"{terms.HESSIAN}.{terms.WEIGHT_ERROR} of {op_id} at {variant.label}")
     return geometric_mean([abs(top) / max(1.0, size) * e for top, size, e in zip(eigenvalue, numel, error, strict=True)])

@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import (
-    Part,
-    geometric_mean,
-    gradients,
-    non_negative,
-    observed_sources,
-    operands,
-    output,
-    require,
-)
+from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
 
-_PART_OF_TERM = {
-    terms.OPERANDS: operands,
-    terms.OUTPUT: output,
-    terms.GRADIENT: gradients,
+_NOISE_OF_TERM = {
+    terms.OPERANDS: attrgetter("operands"),
+    terms.OUTPUT: attrgetter("output"),
+    terms.GRADIENT: attrgetter("gradients"),
 }
-_Sources = dict[tuple[OpId, Part], Variant]
+_Sources = dict[tuple[OpId, Noise], Variant]
 
 
 class Hutchinson:
@@ -82,7 +75,7 @@ _Parts = list[tuple[float, float]]
 
 
 def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
-    sources = observed_sources(observations, terms.HUTCHINSON, _PART_OF_TERM)
+    sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM)
     flips = _has_flips(observations)
     return {
         operator.op_id: {variant: _per_iteration(operator.op_id, variant, observations, sources, flips) for variant in variants}
@@ -93,10 +86,11 @@ def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observa
 def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
     count = len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
+    made = VariantNoise.of(variant)
     parts = (
-        (operands(variant), terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
-        (output(variant), terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
-        (gradients(variant), terms.GRADIENT, "", ""),
+        (made.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+        (made.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+        (made.gradients, terms.GRADIENT, "", ""),
     )
     for part, term, flip_term, noise_term in parts:
         if part is None:

@@ -7,17 +7,18 @@ for every operator at once, and no second derivative is needed, so this works wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
-from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
-from qsync_planner.indicators.series import Part, geometric_mean, non_negative, observed_sources, operands, output, require
+from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
 
-_PART_OF_TERM = {terms.X_VAR_GRAD: operands, terms.Y_VAR_GRAD: output}
+_NOISE_OF_TERM = {terms.X_VAR_GRAD: attrgetter("operands"), terms.Y_VAR_GRAD: attrgetter("output")}
 
 
 class LossVar:
@@ -30,7 +31,7 @@ class LossVar:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, terms.LOSSVAR, _PART_OF_TERM)
+        sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM)
         return {
             operator.op_id: {variant: self._one(operator, variant, observations, sources) for variant in variants}
             for operator in dag.adjustable
@@ -46,25 +47,17 @@ class LossVar:
         operator: Operator,
         variant: Variant,
         observations: Observations,
-        sources: dict[tuple[OpId, Part], Variant],
+        sources: dict[tuple[OpId, Noise], Variant],
     ) -> float:
-        op_id = operator.op_id
-        operands_part, output_part = operands(variant), output(variant)
-        if operands_part is None and output_part is None:
-            return 0.0
+        op_id, made = operator.op_id, VariantNoise.of(variant)
         columns: list[Sequence[float]] = []
-        if operands_part is not None:
-            source = sources.get((op_id, operands_part), variant)
-            for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD):
-                columns.append(self._read(observations, term, op_id, source))
-        output_source = None if output_part is None else sources.get((op_id, output_part))
-        if output_source is not None:
-            columns.append(self._read(observations, terms.Y_VAR_GRAD, op_id, output_source))
+        if made.operands is not None:
+            source = sources.get((op_id, made.operands), variant)
+            columns += [self._read(observations, term, op_id, source) for term in (terms.X_VAR_GRAD, terms.W_VAR_GRAD)]
+        if made.output is not None:
+            columns.append(self._read(observations, terms.Y_VAR_GRAD, op_id, sources.get((op_id, made.output), variant)))
         if not columns:
-            raise ObservationError(
-                f"the observations lack {terms.LOSSVAR}.{terms.Y_VAR_GRAD} of {op_id} at {variant.label}, the only noise of a "
-                "float32 product with a 16-bit output; run 'qsync observe' again with that variant"
-            )
+            return 0.0
         return geometric_mean([sum(row) for row in zip(*columns, strict=True)])
 
     def _read(self, observations: Observations, term: str, op_id: OpId, variant: Variant) -> Sequence[float]:

@@ -1,18 +1,18 @@
 """Reading observed series: with errors that name operator, term and iteration, averaged over iterations, and shared by variants.
 
-Variants that differ only in parts that a kind of noise does not depend on have the same noise and are observed once.
+Variants that make the same noise (:mod:`qsync_core.ir.noise`) need to be observed once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from qsync_core.errors import ObservationError
+from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 
 
@@ -89,53 +89,26 @@ def geometric_mean(values: Sequence[float]) -> float:
     return mean * (len(positive) / len(values))
 
 
-_UNROUNDED = CastTarget(Precision.FLOAT32)
-
-Part = tuple[object, ...]
-"""A part of a variant that one kind of noise depends on; equal parts make equal noise."""
-PartOf = Callable[[Variant], Part | None]
-
-
-def weight(variant: Variant) -> Part | None:
-    """What the rounding of the weight depends on; None for a float32 weight."""
-    steps = steps_of(variant)
-    if steps.weight == _UNROUNDED:
-        return None
-    return (steps.weight, variant.symmetric if steps.is_quantized else None)
-
-
-def operands(variant: Variant) -> Part | None:
-    """What the rounding of the two operands depends on; None for float32 operands."""
-    part = weight(variant)
-    return None if part is None else (steps_of(variant).x, *part)
-
-
-def output(variant: Variant) -> Part | None:
-    """What the rounding of the output depends on; None for a float32 output."""
-    return None if variant.output is Precision.FLOAT32 else ("output", variant.output)
-
-
-def gradients(variant: Variant) -> Part | None:
-    """What the rounding of gradients depends on; None where all are float32."""
-    copies = steps_of(variant).grad_output
-    return None if copies == (_UNROUNDED,) else (variant.grad_input, variant.grad_weight, copies)
+Noise = Hashable
+"""What one kind of noise depends on, an attribute of :class:`~qsync_core.ir.noise.VariantNoise`; equal ones make equal noise."""
 
 
 def observed_sources(
-    observations: Observations, collector: str, part_of_term: Mapping[str, PartOf]
-) -> dict[tuple[OpId, Part], Variant]:
-    """For every operator and part that a collector's terms were written for, an observed variant that has it.
+    observations: Observations, collector: str, noise_of_term: Mapping[str, Callable[[VariantNoise], Noise | None]]
+) -> dict[tuple[OpId, Noise], Variant]:
+    """For every operator and noise that a collector's terms were written for, an observed variant that makes it.
 
     Args:
         observations: as collected.
         collector: whose series.
-        part_of_term: by the terms to look for, which part each depends on.
+        noise_of_term: by the terms to look for, the noise that each measures.
     """
-    found: dict[tuple[OpId, Part], Variant] = {}
+    noise_of = functools.cache(VariantNoise.of)
+    found: dict[tuple[OpId, Noise], Variant] = {}
     for series in observations.series:
-        if series.collector != collector or series.op_id is None or series.variant is None or series.term not in part_of_term:
+        if series.collector != collector or series.op_id is None or series.variant is None or series.term not in noise_of_term:
             continue
-        part = part_of_term[series.term](series.variant)
-        if part is not None:
-            found.setdefault((series.op_id, part), series.variant)
+        noise = noise_of_term[series.term](noise_of(series.variant))
+        if noise is not None:
+            found.setdefault((series.op_id, noise), series.variant)
     return found

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, VariantNoise
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
@@ -27,13 +28,9 @@ from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Si
 from qsync_torch.observing.normalization import LeanNorms
 from qsync_torch.observing.replaced_functions import LeanAttention, PairedDropout
 from qsync_torch.observing.rounding_noise import (
-    EXACT,
     DeferredSum,
     Fetched,
-    GradientCopies,
-    OperandCasts,
     Scales,
-    VariantNoise,
     add_response,
     add_response_by_magnitude,
     mean_error,
@@ -119,9 +116,10 @@ class _Pass:
         # Variants share casts: the response to each is computed once.
         self._operands = {noise.operands for noise in self._noise.values() if noise.operands}
         self._outputs = {noise.output for noise in self._noise.values() if noise.output}
-        self._copies = {noise.copies for noise in self._noise.values() if noise.copies}
-        self._grad_inputs = {noise.grad_input for noise in self._noise.values() if noise.grad_input}
-        self._grad_weights = {noise.grad_weight for noise in self._noise.values() if noise.grad_weight}
+        gradients = [noise.gradients for noise in self._noise.values() if noise.gradients]
+        self._copies = {casts.copies for casts in gradients if casts.copies}
+        self._grad_inputs = {casts.grad_input for casts in gradients if casts.grad_input}
+        self._grad_weights = {casts.grad_weight for casts in gradients if casts.grad_weight}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
         self._calls: dict[OpId, list[OpId]] = {}
@@ -308,11 +306,11 @@ class _Pass:
                     if self._has_masks:
                         found[op_id, v, flips] = FLIP_FACTOR * total(Phase.FLIPS, op_id, place, source)
                         found[op_id, v, noise] = total(Phase.MASK_NOISE, op_id, place, source) / (max(masks, 1) * parts)
-                if rounded.copies is not None:
+                if (casts := rounded.gradients) is not None:
                     found[op_id, v, terms.GRADIENT] = (
-                        total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, rounded.copies)
-                        + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, rounded.grad_input)
-                        + total(Phase.GRADIENT, op_id, Place.WEIGHT, rounded.grad_weight)
+                        total(Phase.RESPONSE, op_id, Place.GRAD_OUTPUT, casts.copies)
+                        + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, casts.grad_input)
+                        + total(Phase.GRADIENT, op_id, Place.WEIGHT, casts.grad_weight)
                     )
         return found
 

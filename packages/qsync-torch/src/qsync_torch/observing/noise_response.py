@@ -21,10 +21,11 @@ from torch.autograd.graph import GradientEdge
 
 from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
+from qsync_core.ir.noise import EXACT, GradientCopies
 from qsync_core.ir.semantics import CastTarget
 from qsync_torch.observing.collector import product
 from qsync_torch.observing.mask_flips import Masks
-from qsync_torch.observing.rounding_noise import EXACT, GradientCopies, Scales, cast_scale
+from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
 
 

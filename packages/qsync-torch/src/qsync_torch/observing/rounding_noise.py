@@ -1,7 +1,7 @@
 """Noise of rounding: what the casts of a variant add to an operator's tensors (docs/design/indicator.md#propagation).
 
 From one element's rounding error, in closed form (paper, Proposition 2; docs/design/indicator.md#element-variance), to the sum that
-one cast contributes (:func:`add_response`), to all that a variant rounds around an operator (:class:`VariantNoise`).
+one cast contributes (:func:`add_response`).  Which casts a variant makes says :mod:`qsync_core.ir.noise`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import attrs
 import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_core.ir.semantics import CastTarget, steps_of
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.semantics import CastTarget
 from qsync_torch.dtypes import TORCH_DTYPE
 
 _INT8_LEVELS = 127
@@ -221,72 +220,3 @@ def mean_error(cast: CastTarget, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     spacing = element_spacing(tensor, cast.precision, cast.granularity)
     return (spacing / -2).masked_fill(tensor == 0, 0.0)
-
-
-EXACT = CastTarget(Precision.FLOAT32)
-"""Rounds nothing."""
-
-
-@attrs.frozen
-class OperandCasts:
-    """What the operands of the forward product are cast to: all that the noise of its output depends on."""
-
-    x: CastTarget
-    weight: CastTarget
-    bias: CastTarget
-
-
-@attrs.frozen
-class GradientCopies:
-    """Which copies of an operator's incoming gradient a variant makes.
-
-    Attributes:
-        to_input, to_weight: the copies that the product for the input's gradient reads, and that for the weight's.
-        shared: whether both products read one copy.
-        multiplied: the weight's cast, where the copy for the input's gradient is of the gradient times the weight's scale of each
-            output channel.
-    """
-
-    to_input: CastTarget
-    to_weight: CastTarget
-    shared: bool
-    multiplied: CastTarget | None
-
-
-@attrs.frozen
-class VariantNoise:
-    """All that a variant rounds around one operator of a float32 model; None for what it leaves exact.
-
-    Attributes:
-        operands: of the forward product.
-        output: its result, in the format that the next operator receives.
-        copies: of the incoming gradient.
-        grad_input: the float product for the gradient of the input; exact where the product writes the activation's own format.
-        grad_weight: the gradients of weight and bias; exact where the product writes float32.
-    """
-
-    operands: OperandCasts | None
-    output: CastTarget | None
-    copies: GradientCopies | None
-    grad_input: CastTarget | None
-    grad_weight: CastTarget | None
-
-    @classmethod
-    def of(cls, variant: Variant) -> VariantNoise:
-        """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32."""
-        steps = steps_of(variant)
-        operands = OperandCasts(steps.x, steps.weight, steps.bias)
-        multiplied = steps.weight if steps.multiplied else None
-        copies = GradientCopies(steps.grad_input, steps.grad_weight, len(steps.grad_output) == 1, multiplied)
-        written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
-        return cls(
-            None if operands == OperandCasts(EXACT, EXACT, EXACT) else operands,
-            _rounded(steps.output),
-            None if copies.to_input == copies.to_weight == EXACT else copies,
-            _rounded(steps.grad_input_result),
-            _rounded(written),
-        )
-
-
-def _rounded(precision: Precision | None) -> CastTarget | None:
-    return None if precision in (None, Precision.FLOAT32) else CastTarget(precision)

@@ -1,0 +1,99 @@
+"""What a variant rounds around an operator: the values that decide how much noise it makes (docs/design/indicator.md#propagation).
+
+Collectors (qsync-torch) measure the noise of each value here, and indicators (qsync-planner) take a measured one for every variant
+with an equal value.  Both read this one, so that variants share what was measured exactly where their noise is the same.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import CastTarget, steps_of
+from qsync_core.ir.variant import Variant
+
+EXACT = CastTarget(Precision.FLOAT32)
+"""Rounds nothing."""
+
+
+@attrs.frozen(cache_hash=True)
+class OperandCasts:
+    """What the operands of the forward product are cast to: all that the noise of its output depends on."""
+
+    x: CastTarget
+    weight: CastTarget
+    bias: CastTarget
+    symmetric: bool = True
+
+
+@attrs.frozen(cache_hash=True)
+class GradientCopies:
+    """Which copies of an operator's incoming gradient a variant makes.
+
+    Attributes:
+        to_input, to_weight: the copies that the product for the input's gradient reads, and that for the weight's.
+        shared: whether both products read one copy.
+        multiplied: the weight's cast, where the copy for the input's gradient is of the gradient times the weight's scale of each
+            output channel.
+    """
+
+    to_input: CastTarget
+    to_weight: CastTarget
+    shared: bool
+    multiplied: CastTarget | None
+
+
+@attrs.frozen(cache_hash=True)
+class GradientCasts:
+    """All that is rounded in backward; None for what stays exact.
+
+    Attributes:
+        copies: of the incoming gradient.
+        grad_input: the float product for the gradient of the input; exact where the product writes the activation's own format.
+        grad_weight: the gradients of weight and bias; exact where the product writes float32.
+    """
+
+    copies: GradientCopies | None
+    grad_input: CastTarget | None
+    grad_weight: CastTarget | None
+
+
+@attrs.frozen
+class VariantNoise:
+    """All that a variant rounds around one operator of a float32 model; None for what it leaves exact.
+
+    Attributes:
+        operands: of the forward product; ``weight``: that of the weight alone.
+        output: its result, in the format that the next operator receives.
+        gradients: what backward rounds.
+    """
+
+    operands: OperandCasts | None
+    weight: tuple[CastTarget, bool] | None
+    output: CastTarget | None
+    gradients: GradientCasts | None
+
+    @classmethod
+    def of(cls, variant: Variant) -> VariantNoise:
+        """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32."""
+        steps = steps_of(variant)
+        symmetric = variant.symmetric or not steps.is_quantized
+        operands = OperandCasts(steps.x, steps.weight, steps.bias, symmetric)
+        multiplied = steps.weight if steps.multiplied else None
+        copies = GradientCopies(steps.grad_input, steps.grad_weight, len(steps.grad_output) == 1, multiplied)
+        written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
+        gradients = GradientCasts(
+            None if copies.to_input == copies.to_weight == EXACT else copies,
+            _rounded(steps.grad_input_result),
+            _rounded(written),
+        )
+        return cls(
+            None if steps.x == steps.weight == steps.bias == EXACT else operands,
+            None if steps.weight == EXACT else (steps.weight, symmetric),
+            _rounded(steps.output),
+            None if gradients == GradientCasts(None, None, None) else gradients,
+        )
+
+
+def _rounded(precision: Precision | None) -> CastTarget | None:
+    return None if precision in (None, Precision.FLOAT32) else CastTarget(precision)
