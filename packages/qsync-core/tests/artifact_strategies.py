@@ -38,6 +38,7 @@ string_maps = st.dictionaries(texts, texts, max_size=3)
 digests = st.text("0123456789abcdef", max_size=8)
 
 precisions = st.sampled_from(Precision)
+bases = st.sampled_from([Precision.FLOAT32, Precision.BFLOAT16, Precision.FLOAT16])
 floats_of_output = st.sampled_from([Precision.FLOAT32, Precision.FLOAT16, Precision.BFLOAT16])
 variants = st.builds(
     Variant,
@@ -93,7 +94,7 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     order = draw(st.permutations([parameter.fqn for parameter in found]))
     cut = draw(st.integers(0, len(order)))
     buckets = tuple(Bucket(tuple(part), draw(counts)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
-    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(counts))
+    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(counts), draw(bases))
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
@@ -191,6 +192,7 @@ verdicts = st.builds(Verdict, counts, counts, finite, texts)
 @st.composite
 def plans(draw: st.DrawFn) -> PrecisionPlan:
     group_names = draw(st.lists(names, max_size=3, unique=True))
+    base = draw(bases)
     ids = draw(tuples(op_ids, 3, unique=True))
     groups = tuple(
         GroupPlan(
@@ -198,7 +200,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
             role=draw(st.sampled_from(Role)),
             count=draw(counts),
             device=draw(devices),
-            base=draw(precisions),
+            base=draw(precisions) if base is Precision.FLOAT32 else base,
             assignments={op_id: draw(assignments) for op_id in ids},
             memory_budget_bytes=draw(counts),
             predicted_peak_bytes=draw(counts),
@@ -224,6 +226,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         baselines=draw(st.dictionaries(texts, counts, max_size=2)),
         local_batches={name: draw(counts) for name in group_names if draw(st.booleans())},
         notes=draw(tuples(texts)),
+        base=base,
     )
 
 

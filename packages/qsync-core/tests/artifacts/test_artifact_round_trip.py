@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 from qsync_core.artifacts import files as artifact
 from qsync_core.artifacts import schema
 from qsync_core.errors import ArtifactError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 
@@ -131,8 +134,32 @@ def test_a_sensitivity_of_version_1_is_read() -> None:
     assert artifact.from_bytes(artifact.to_bytes(sensitivity)) == sensitivity
 
 
-def _with_header(content: bytes, *, version: int) -> bytes:
+@pytest.mark.parametrize("kind", [PrecisionDag, PrecisionPlan])
+def test_a_float32_base_is_not_stored_and_another_one_is(kind: type) -> None:
+    """Files from before AMP keep their bytes, and with them the digest that profiles and plans name."""
+    plain: Any = examples(layers=1)[kind]
+    data = artifact.to_bytes(plain)
+    assert int.from_bytes(data[24:28], "big") == 1
+    assert "base" not in msgpack.unpackb(data[artifact.HEADER_BYTES :])
+    groups = {} if kind is PrecisionDag else {"groups": tuple(attrs.evolve(g, base=Precision.BFLOAT16) for g in plain.groups)}
+    under_amp = attrs.evolve(plain, base=Precision.BFLOAT16, **groups)
+    data = artifact.to_bytes(under_amp)
+    assert int.from_bytes(data[24:28], "big") == 2
+    assert artifact.from_bytes(data, kind) == under_amp
+    content = msgpack.unpackb(data[artifact.HEADER_BYTES :])
+    with pytest.raises(ArtifactError, match="it is stored in schema version 1"):
+        artifact.from_bytes(_with_header(msgpack.packb({**content, "base": "float32"}), version=2, kind=kind.__name__))
+    with pytest.raises(ArtifactError, match="base must be a 16- or 32-bit float"):
+        artifact.from_bytes(_with_header(msgpack.packb({**content, "base": "int8"}), version=2, kind=kind.__name__))
+
+
+def test_the_groups_of_a_plan_under_autocast_share_its_base() -> None:
+    with pytest.raises(ValueError, match="the job's base is bfloat16, but group 'train' has base float32"):
+        attrs.evolve(examples(layers=1)[PrecisionPlan], base=Precision.BFLOAT16)
+
+
+def _with_header(content: bytes, *, version: int, kind: str = "Sensitivity") -> bytes:
     import hashlib
 
-    front = struct.pack(">8s16sIQ", artifact.MAGIC, b"Sensitivity", version, len(content))
+    front = struct.pack(">8s16sIQ", artifact.MAGIC, kind.encode(), version, len(content))
     return front + hashlib.sha256(front + content).digest() + content

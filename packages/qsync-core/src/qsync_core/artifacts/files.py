@@ -25,7 +25,7 @@ import msgpack
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
-from qsync_core.artifacts.schema import KINDS, migrate, schema_version
+from qsync_core.artifacts.schema import KINDS, migrate, schema_version, stored_as
 from qsync_core.errors import ArtifactError
 
 EXTENSION = ".qsync"
@@ -50,12 +50,13 @@ def to_bytes(artifact: Any) -> bytes:
     if KINDS.get(kind) is not type(artifact):
         raise ArtifactError(f"a {kind} is not an artifact; artifacts are {', '.join(KINDS)}")
     try:
-        content: bytes = msgpack.packb(to_plain(artifact), use_bin_type=True)
+        version, plain = stored_as(kind, to_plain(artifact))
+        content: bytes = msgpack.packb(plain, use_bin_type=True)
     except (CodecError, UnicodeEncodeError, OverflowError, ValueError) as error:
         raise ArtifactError(f"this {kind} cannot be stored: {error}") from None
     if len(content) > MAX_BYTES:
         raise ArtifactError(f"this {kind} takes {len(content)} bytes; artifacts have at most {MAX_BYTES}")
-    front = _FRONT.pack(MAGIC, kind.encode("ascii"), schema_version(kind), len(content))
+    front = _FRONT.pack(MAGIC, kind.encode("ascii"), version, len(content))
     return front + _sha256(front + content) + content
 
 
@@ -105,6 +106,8 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
         artifact: Any = from_plain(migrate(stored_kind, version, plain), KINDS[stored_kind])
     except CodecError as error:
         raise ArtifactError(f"{name} is not a valid {stored_kind}: {error}") from None
+    if version == current and (canonical := stored_as(stored_kind, plain)[0]) != version:
+        raise ArtifactError(f"{name} is not a valid {stored_kind}: with this content it is stored in schema version {canonical}")
     return artifact
 
 

@@ -21,11 +21,22 @@ KINDS: dict[str, type] = {
 }
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
-_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2}
+_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "PrecisionDag": 2, "PrecisionPlan": 2}
+
+_ADDED: dict[str, dict[str, Any]] = {"PrecisionDag": {"base": "float32"}, "PrecisionPlan": {"base": "float32"}}
+"""Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.
+
+An artifact that holds just that is written as the version before: its bytes, and with them the digest by which other artifacts
+name it, stay what they were.
+"""
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
-_MIGRATIONS: dict[tuple[str, int], Migration] = {("Sensitivity", 1): lambda fields: {**fields, "flips": {}}}
+_MIGRATIONS: dict[tuple[str, int], Migration] = {
+    ("Sensitivity", 1): lambda fields: {**fields, "flips": {}},
+    ("PrecisionDag", 1): lambda fields: {**fields, **_ADDED["PrecisionDag"]},
+    ("PrecisionPlan", 1): lambda fields: {**fields, **_ADDED["PrecisionPlan"]},
+}
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.
 
 To change a class that is stored: raise its version above, add the migration from the version before here, and commit a file of the
@@ -34,8 +45,16 @@ old version under ``tests/data`` with a test that reads it.
 
 
 def schema_version(kind: str) -> int:
-    """The version in which this qsync-core writes a kind."""
+    """The newest version of a kind that this qsync-core reads."""
     return _VERSIONS[kind]
+
+
+def stored_as(kind: str, plain: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The version that plain content of the newest one is written in, and its content there: the one before where that says all."""
+    added = _ADDED.get(kind)
+    if added and all(plain[name] == value for name, value in added.items()):
+        return _VERSIONS[kind] - 1, {name: value for name, value in plain.items() if name not in added}
+    return _VERSIONS[kind], plain
 
 
 def migrate(kind: str, version: int, plain: Any) -> Any:

@@ -11,6 +11,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
@@ -32,6 +33,10 @@ def _counts(values: Iterable[Any]) -> str:
     return ", ".join(f"{count} {value}" for value, count in Counter(str(value) for value in values).most_common()) or "none"
 
 
+def _under_autocast(base: Precision) -> Lines:
+    return [] if base is Precision.FLOAT32 else [("base", f"{base}, under autocast")]
+
+
 def _dag(dag: PrecisionDag) -> Lines:
     elements = sum(parameter.numel for parameter in dag.parameters)
     lines = [
@@ -43,6 +48,7 @@ def _dag(dag: PrecisionDag) -> Lines:
         ("gradient buckets", f"{len(dag.buckets)}: {', '.join(format_bytes(bucket.nbytes) for bucket in dag.buckets)}"),
         ("loss", f"{dag.loss} ({dag.loss_reduction})"),
     ]
+    lines += _under_autocast(dag.base)
     lines += [(f"not adjustable: {op.op_id}", op.not_applicable) for op in dag.operators if op.not_applicable]
     return lines
 
@@ -124,6 +130,7 @@ def _plan(plan: PrecisionPlan) -> Lines:
         ("iteration", f"{format_ns(plan.predicted_iteration_ns)}, allowed {format_ns(plan.time_limit_ns)}"),
         ("objective", f"{plan.objective:.6g}" + (f", proven bound {plan.bound:.6g}" if plan.bound is not None else "")),
     ]
+    lines += _under_autocast(plan.base)
     lines += [(f"baseline {name}", format_ns(duration)) for name, duration in sorted(plan.baselines.items())]
     for group in plan.groups:
         budget = f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""

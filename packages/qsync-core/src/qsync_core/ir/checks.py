@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import attrs
 
+from qsync_core.ir.precision import Precision
+
 MAX_INT = 2**62
 """Upper bound of every stored count, so that sums of thousands of them stay inside 64 bits elsewhere."""
 
@@ -79,3 +81,9 @@ def shape(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         product *= size
         if product > MAX_INT:
             raise ValueError(f"{type(instance).__name__}.{attribute.name} has more than 2**62 elements: {value!r}")
+
+
+def base_precision(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A format that a whole model can train in: a 16- or 32-bit float."""
+    if not isinstance(value, Precision) or value.needs_scale:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be a 16- or 32-bit float, got {value!r}")

@@ -152,6 +152,8 @@ class PrecisionDag:
         buckets: gradient buckets in the order DDP reduces them (first = ready first), as formed after DDP's first iteration.
         loss: kind of the loss (``cross_entropy``, ``mse``, ``custom``); ``loss_reduction``: ``mean``, ``sum`` or ``none``.
         batch_size: size of dimension 0 of the traced batch.
+        base: format that an operator runs in where nothing is lowered: float32, or the job's autocast format
+            (docs/design/precision-semantics.md#jobs-under-amp).
     """
 
     model: str
@@ -161,6 +163,7 @@ class PrecisionDag:
     loss: str = "custom"
     loss_reduction: str = "mean"
     batch_size: int = attrs.field(default=1, validator=checks.non_negative_int)
+    base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
 
     def __attrs_post_init__(self) -> None:
         position: dict[OpId, int] = {}

@@ -91,7 +91,9 @@ class PrecisionPlan:
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group (equal unless the solver is dynamic-batch).
         notes: anything else a reader must know.
-        unaddressed_ids: linear and convolution operators that ``apply_`` cannot change; they run in float32 as they are.
+        unaddressed_ids: linear and convolution operators that ``apply_`` cannot change; they run in the base as they are.
+        base: format of the job itself: float32, or the format of the autocast that it trains under
+            (docs/design/precision-semantics.md#jobs-under-amp).
     """
 
     model: str
@@ -111,11 +113,14 @@ class PrecisionPlan:
     local_batches: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
     notes: tuple[str, ...] = ()
     unaddressed_ids: tuple[OpId, ...] = ()
+    base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"a plan has one entry per group, got {names}")
+        if other := next((g for g in self.groups if self.base is not Precision.FLOAT32 and g.base is not self.base), None):
+            raise ValueError(f"the job's base is {self.base}, but group {other.group!r} has base {other.base}")
         if self.rank0_group and self.rank0_group not in names:
             raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
         if stray := sorted(set(self.local_batches) - set(names)):
