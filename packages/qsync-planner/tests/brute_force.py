@@ -125,18 +125,27 @@ class GroupJob:
 
     @cached_property
     def uniform(self) -> Variants | None:
-        """Uniform precision: the first rung below the base at which everything fits, None where no single rung does.
+        """Uniform precision; None where no single rung fits.
 
-        An operator that was not measured at a rung takes the next higher one at which it was.
+        It is the first rung below the base that fits and is no slower than the base, or, where all that fit are slower, the fastest
+        of all that fit.  An operator that was not measured at a rung takes the next higher one at which it was.
         """
         ladder = self.group.ladder
-        for lowest in reversed(range(max(1, len(ladder) - 1))):
-            variants = {
-                name: next(rung for rung in ladder[lowest:] if rung in rungs) for names, rungs in self.choices for name in names
-            }
-            if self.fits(variants):
+        plans = [
+            {name: next(rung for rung in ladder[lowest:] if rung in rungs) for names, rungs in self.choices for name in names}
+            for lowest in range(len(ladder))
+        ]
+        *lower, base = plans
+        for variants in reversed(lower):
+            if self.fits(variants) and self._speed(variants) <= self._speed(base):
                 return variants
-        return None
+        return min((variants for variants in reversed(plans) if self.fits(variants)), key=self._speed, default=None)
+
+    def _speed(self, variants: Variants) -> tuple[int, int]:
+        """The pace of the group alone, then what a rank's CPU or device is busy for."""
+        program = self.program(variants)
+        dispatches, computations, *_ = zip(*program.kernels, (*program.optimizer, False), strict=True)
+        return fastest_pace([program], self.job.collective_ns), max(sum(dispatches), sum(computations))
 
     def best(self, pace_ns: int) -> tuple[float, Variants] | None:
         """The assignment of the least Σ Ω among all that fit and keep the pace, by trying them; None where none does."""

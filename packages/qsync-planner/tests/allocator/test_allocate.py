@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import attrs
 import pytest
@@ -16,7 +17,7 @@ from qsync_core.errors import ClusterError, InfeasibleError, PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
-from qsync_core.units import format_bytes
+from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator import SOLVERS, allocate
 from qsync_planner.allocator.problem import build_problem
 from qsync_planner.replayer.replay import Replayer
@@ -176,6 +177,64 @@ def test_the_limit_is_uniform_precision_lowered_until_memory_fits() -> None:
     if at[int8] < at[half]:
         tight = allocate(*case.with_memory(at[half] - 1).arguments, solver="uniform").group("infer0").assignments
         assert {assignment.variant for assignment in tight.values()} == {int8}
+
+
+def slowed(case: Case, factors: Mapping[Variant, float]) -> Case:
+    """The same with some rungs of the inference group slower than they were measured."""
+    profile = case.profiles["infer0"]
+    costs, index = [], {}
+    for op_id, by_variant in profile.cost_index.items():
+        index[op_id] = {}
+        for variant, position in by_variant.items():
+            cost, factor = profile.costs[position], factors.get(variant, 1) if case.dag[op_id].is_adjustable else 1
+            index[op_id][variant] = len(costs)
+            costs.append(
+                attrs.evolve(
+                    cost,
+                    forward_compute_ns=round(cost.forward_compute_ns * factor),
+                    backward_compute_ns=round(cost.backward_compute_ns * factor),
+                )
+            )
+    changed = attrs.evolve(profile, costs=tuple(costs), cost_index=index)
+    return attrs.evolve(case, profiles={**case.profiles, "infer0": changed})
+
+
+def test_uniform_precision_is_the_base_where_all_lower_rungs_are_slower() -> None:
+    case = random_case(7, ladder=LADDERS[0])
+    int8, half = LADDERS[0][:2]
+    slow = slowed(case, {int8: 20.0, half: 10.0})
+    plan = allocate(*slow.arguments, solver="uniform")
+    assert {a.variant for a in plan.group("infer0").assignments.values()} == {FULL}
+    assert plan.baselines["uniform"] == plan.baselines["full"] == plan.predicted_iteration_ns == plan.time_limit_ns
+    periods = {rung: format_ns(slow.replay(_with_rung(slow, rung)).groups["infer0"].period_ns) for rung in LADDERS[0]}
+    said = (
+        f"float32, the fastest that fits ({periods[FULL]} a step): float16 ({periods[half]} a step) and int8 ({periods[int8]} a "
+        "step) would be slower"
+    )
+    assert f"uniform precision of group infer0 is {said}" in plan.notes
+    assert allocate(*slow.arguments).objective == 0
+    # A rung that pays further down is taken; the one above it is named.
+    mixed = slowed(case, {half: 10.0})
+    plan = allocate(*mixed.arguments, solver="uniform")
+    assert {a.variant for a in plan.group("infer0").assignments.values()} == {int8}
+    assert plan.baselines["uniform"] <= plan.baselines["full"]
+    assert any("uniform precision of group infer0 is int8, the first rung below" in n and "float16 (" in n for n in plan.notes)
+
+
+def test_uniform_precision_is_the_fastest_that_fits_where_the_base_does_not() -> None:
+    for seed in range(40):
+        case = random_case(seed, ladder=LADDERS[0])
+        int8, half = LADDERS[0][:2]
+        at = {rung: case.replay(_with_rung(case, rung)).groups["infer0"].peak_bytes for rung in LADDERS[0]}
+        if at[FULL] <= max(at[int8], at[half]):
+            continue
+        for slower, faster in ((int8, half), (half, int8)):
+            slow = slowed(case, {slower: 20.0, faster: 10.0}).with_memory(at[FULL] - 1)
+            plan = allocate(*slow.arguments, solver="uniform")
+            assert {a.variant for a in plan.group("infer0").assignments.values()} == {faster}
+            assert any(f"is {faster.label}, the fastest rung that fits" in note for note in plan.notes)
+        return
+    raise AssertionError("no seed has a base precision that takes the most memory")
 
 
 def _with_rung(case: Case, rung: Variant) -> PrecisionPlan:

@@ -25,7 +25,7 @@ class Role(enum.StrEnum):
 class Assignment:
     """What one operator runs as, and why.
 
-    ``reason`` is a sentence for people: ``recovered to float32: +212 µs, slack 1,830 µs``.
+    ``reason`` is a sentence for people: ``recovered to float32: +212 µs, slack of the finished plan 1,830 µs``.
     """
 
     variant: Variant

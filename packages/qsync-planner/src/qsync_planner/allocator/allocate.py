@@ -15,6 +15,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import (
+    EXPECTED,
     MAX_TOLERANCE,
     UniformStart,
     check_training_memory,
@@ -214,7 +215,9 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
             wanted = group.group.ladder[index]
             higher = sum(wanted not in unit.rungs for unit in group.units)
             but = f"; {higher} of {len(group.units)} operators were not measured so and run higher" if higher else ""
-            notes.append(f"uniform precision of group {group.name} is {wanted.label}{but}")
+            why = starts[group.name].why
+            because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
+            notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")
     return notes
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from qsync_core.errors import InfeasibleError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.plan import Role
-from qsync_core.units import format_bytes
+from qsync_core.ir.variant import Variant
+from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, least
 from qsync_planner.allocator.exact.program import is_installed
@@ -17,16 +18,34 @@ from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution
 
+EXPECTED = "the first rung below the base precision that fits"
+"""Why uniform precision is a rung, where nothing else had to be weighed."""
 MAX_TOLERANCE = 1000.0
 """Largest tolerance: a thousand times the time of uniform precision is no limit at all."""
 
 
 @attrs.frozen
 class UniformStart:
-    """UP of one group: the rung of every unit, and the ladder index they came from (None: no single rung fits the memory)."""
+    """UP of one group.
+
+    Attributes:
+        rungs: the rung of every unit.
+        ladder_index: where they came from (None: no single rung fits the memory).
+        why: what sets that rung apart, for people; empty where no single rung fits.
+    """
 
     rungs: tuple[int, ...]
     ladder_index: int | None
+    why: str = ""
+
+
+@attrs.frozen
+class _Rung:
+    """A whole group at one rung of its ladder: the period that it alone would impose and its busy time, and whether it fits."""
+
+    ladder_index: int
+    speed: tuple[int, int]
+    fits: bool
 
 
 def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
@@ -65,26 +84,54 @@ def check_training_memory(cluster: Cluster, full: Solution) -> None:
 
 
 def move_to_uniform(state: SearchState, group: str) -> UniformStart:
-    """Set a group to the first rung below base whose peak fits the budget, going down the ladder.
+    """Set a group to uniform precision (docs/decisions/uniform-precision.md).
 
-    A ladder that is the base precision alone stays there.  Where no single rung fits, the smallest mixed plan that was found stands
-    in for it.
+    That is the first rung below the base that fits the memory and is no slower than the base.  Where all that fit are slower, it is
+    the fastest of those that fit, the base included.  Where no single rung fits, the smallest mixed plan that was found stands in.
 
     Raises:
         InfeasibleError: when not even that fits; names the smallest feasible budget (without HiGHS: the smallest that was found).
     """
     problem = state.problem.by_name[group]
-    last = len(problem.group.ladder) - 1
-    for ladder_index in range(max(0, last - 1), -1, -1):
-        rungs = problem.uniform(ladder_index)
-        peak = state.move_to(group, rungs).groups[group].peak_bytes
-        if problem.fits(peak):
-            return UniformStart(rungs, ladder_index)
+    base, *below = (_at_rung(state, group, index) for index in reversed(range(len(problem.group.ladder))))
+    fitting = [rung for rung in below or [base] if rung.fits]
+    chosen = next((rung for rung in fitting if rung.speed <= base.speed), None)
+    if chosen is None:
+        chosen = min((rung for rung in (base, *fitting) if rung.fits), key=lambda rung: rung.speed, default=None)
+    if chosen is not None:
+        rungs = problem.uniform(chosen.ladder_index)
+        state.move_to(group, rungs)
+        return UniformStart(rungs, chosen.ladder_index, _why(problem.group.ladder, base, fitting, chosen))
     smallest = move_to_least_memory(state, group)
     smallest = _prove_least_memory(state, group, smallest)
     if not problem.fits(smallest):
         raise infeasible(problem.group, smallest)
     return UniformStart(state.rungs(group), None)
+
+
+def _at_rung(state: SearchState, group: str, ladder_index: int) -> _Rung:
+    problem = state.problem.by_name[group]
+    predicted = state.move_to(group, problem.uniform(ladder_index)).groups[group]
+    return _Rung(ladder_index, (predicted.period_ns, predicted.busy_ns), problem.fits(predicted.peak_bytes))
+
+
+def _why(ladder: Sequence[Variant], base: _Rung, fitting: Sequence[_Rung], chosen: _Rung) -> str:
+    """Why uniform precision is this rung and not one nearer to the base, or below it."""
+    if len(ladder) == 1:
+        return "the ladder has no rung below the base precision"
+
+    def times(rungs: Sequence[_Rung]) -> str:
+        return " and ".join(f"{ladder[rung.ladder_index].label} ({format_ns(rung.speed[0])} a step)" for rung in rungs)
+
+    own = format_ns(chosen.speed[0])
+    if chosen is base:
+        if fitting:
+            return f"the fastest that fits ({own} a step): {times(fitting)} would be slower"
+        return f"no rung below the base precision fits ({own} a step)"
+    if chosen.speed <= base.speed:
+        slower = [rung for rung in fitting if rung.ladder_index > chosen.ladder_index]
+        return f"{EXPECTED} and is no slower than {times([base])}: {times(slower)} would be" if slower else EXPECTED
+    return f"the fastest rung that fits ({own} a step); the base precision would be faster ({times([base])}) but does not fit"
 
 
 def _prove_least_memory(state: SearchState, group: str, smallest: int) -> int:
@@ -113,9 +160,7 @@ def solve_uniform(problem: Problem, uniform: Solution, starts: Mapping[str, Unif
         label, ladder, start = unit.rungs[rung].label, problem.by_name[name].group.ladder, starts[name].ladder_index
         if start is None:
             return f"{label}: no single rung fits the memory; part of the leanest mixed plan"
-        why = f"uniform precision, {ladder[start].label} is the first rung below the base precision that fits"
-        if start == len(ladder) - 1:
-            why = "the ladder has no rung below the base precision"
+        why = f"uniform precision, {ladder[start].label} is {starts[name].why}" if len(ladder) > 1 else starts[name].why
         return f"{label}: {why}{'' if ladder[start] in unit.rungs else ', but this operator was not measured so'}"
 
     return uniform.with_reasons(problem, reason)

@@ -72,12 +72,15 @@ def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_
     for name, found in best.solution.rungs.items():
         state.move_to(name, found)
     raise_pairs(state, limit_ns, best.history)
-    return _with_reasons(state, attrs.evolve(best, solution=Solution.of(state)))
+    return _with_reasons(state, limit_ns, attrs.evolve(best, solution=Solution.of(state)))
 
 
-def _with_reasons(state: SearchState, candidate: _Candidate) -> Solution:
+def _with_reasons(state: SearchState, limit_ns: int, candidate: _Candidate) -> Solution:
     solution = candidate.solution.with_reasons(
-        state.problem, lambda group, index, unit, rung: reason(unit, rung, candidate.history[group][index])
+        state.problem,
+        lambda group, index, unit, rung: reason(
+            unit, rung, candidate.history[group][index], slack_ns(state.prediction, group, limit_ns)
+        ),
     )
     note = f"greedy recovery from the {candidate.way}, {state.trials:,} replayed trials"
     return attrs.evolve(solution, notes=(note,))
@@ -258,9 +261,9 @@ def _raise(state: SearchState, group: str, index: int, limit_ns: int, history: S
             state.reject()
             continue
         state.accept()
-        added, slack = prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)
+        added = prediction.groups[group].busy_ns - before
         for offset in (0, 1):
-            history[index + offset].steps.append(Step(rungs[offset], added, slack, together_with=pair[1 - offset].name))
+            history[index + offset].steps.append(Step(rungs[offset], added, together_with=pair[1 - offset].name))
         return True
     return False
 

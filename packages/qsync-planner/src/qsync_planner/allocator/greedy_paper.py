@@ -22,7 +22,7 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks, members
 from qsync_planner.allocator.problem import GroupProblem, SearchState, Unit
-from qsync_planner.allocator.recovery import History, Refusal, overruns, recover_as_printed
+from qsync_planner.allocator.recovery import History, Refusal, overruns, recover_as_printed, slack_ns
 from qsync_planner.allocator.solution import Solution, reason, time_text
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
@@ -55,7 +55,8 @@ def solve_greedy_paper(
     history = recover_as_printed(state, limit_ns)
     _judge_again(state, limit_ns, history)
     solution = Solution.of(state).with_reasons(
-        state.problem, lambda group, index, unit, rung: _reason(unit, rung, history[group][index])
+        state.problem,
+        lambda group, index, unit, rung: _reason(unit, rung, history[group][index], slack_ns(state.prediction, group, limit_ns)),
     )
     way = f"greedy recovery as the paper prints it, from the {start} start, {state.trials:,} replayed trials"
     return attrs.evolve(solution, notes=(way, *notes))
@@ -94,16 +95,16 @@ def _judge_again(state: SearchState, limit_ns: int, history: Mapping[str, Sequen
                 entry.refusals[:] = [Refusal(rung, over_time, over_memory, gains=True)]
 
 
-def _reason(unit: Unit, rung: int, history: History) -> str:
+def _reason(unit: Unit, rung: int, history: History, slack: int) -> str:
     """As :func:`reasons.reason`; a step that would fit by now was refused before others made room for it."""
     outdated = [refusal for refusal in history.refusals if not (refusal.over_time_ns or refusal.over_memory_bytes)]
     if not outdated:
-        return reason(unit, rung, history)
+        return reason(unit, rung, history, slack)
     label, refused = unit.rungs[rung].label, unit.rungs[outdated[0].rung].label
     kept = f"kept {label}: {refused} did not fit when it was tried, and is not tried again"
     if not history.steps:
         return kept
-    return f"{reason(unit, rung, attrs.evolve(history, refusals=[]))}; {kept}"
+    return f"{reason(unit, rung, attrs.evolve(history, refusals=[]), slack)}; {kept}"
 
 
 def initial_plan(state: SearchState, group: str) -> tuple[int, ...]:

@@ -25,14 +25,13 @@ MAX_PASSES = 8
 
 @attrs.frozen
 class Step:
-    """A step that was kept: what it added to the group's busy time, and what the group had left below the limit afterwards.
+    """A step that was kept: what it added to the group's busy time.
 
     ``together_with`` names the unit that was raised in the same step; ``added_ns`` is then that of both.
     """
 
     rung: int
     added_ns: int
-    slack_ns: int
     together_with: str = ""
 
 
@@ -136,7 +135,7 @@ def keep_if_fitting(state: SearchState, group: str, index: int, rung: int, limit
         return False
     state.accept()
     history.refusals.clear()
-    history.steps.append(Step(rung, prediction.groups[group].busy_ns - before, slack_ns(prediction, group, limit_ns)))
+    history.steps.append(Step(rung, prediction.groups[group].busy_ns - before))
     return True
 
 

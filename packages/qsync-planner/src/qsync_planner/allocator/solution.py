@@ -98,11 +98,11 @@ def _needs_loss_scaling(variant: Variant) -> bool:
     return Precision.FLOAT16 in (variant.grad_input, variant.grad_weight, variant.output)
 
 
-def reason(unit: Unit, rung: int, history: History) -> str:
-    """The reason for one unit after recovery.
+def reason(unit: Unit, rung: int, history: History, slack_ns: int) -> str:
+    """The reason for one unit after recovery; ``slack_ns`` is of the finished plan.
 
-    ``recovered to float32: +212 µs, slack 1,830 µs`` | ``kept int8: float16 would exceed memory by 38.1 MiB`` |
-    ``kept bfloat16: float32 would exceed the time limit by 1,204 µs``.  A unit that was raised part of the way has both halves.
+    ``recovered to float32: +212 µs, slack of the finished plan 1,830 µs`` |
+    ``kept int8: float16 would exceed memory by 38.1 MiB`` | ``kept bfloat16: float32 would exceed the time limit by 1,204 µs``.  A unit that was raised part of the way has both halves.
     """
     label = unit.rungs[rung].label
     parts = []
@@ -110,8 +110,7 @@ def reason(unit: Unit, rung: int, history: History) -> str:
         added = sum(step.added_ns for step in history.steps)
         partners = dict.fromkeys(step.together_with for step in history.steps if step.together_with)
         together = f" together with {' and '.join(partners)}" if partners else ""
-        slack = time_text(history.steps[-1].slack_ns)
-        parts.append(f"recovered to {label}{together}: {added_time_text(added)}, slack {slack}")
+        parts.append(f"recovered to {label}{together}: {added_time_text(added)}, {slack_text(slack_ns)}")
     if history.refusals:
         parts.append(f"kept {label}: {refusal_text(unit, history.refusals[0])}")
     if parts:
@@ -132,6 +131,11 @@ def refusal_text(unit: Unit, refusal: Refusal) -> str:
     if refusal.over_time_ns:
         limits.append(f"the time limit by {time_text(refusal.over_time_ns)}")
     return f"{label} would exceed {' and '.join(limits)}"
+
+
+def slack_text(slack_ns: int) -> str:
+    """What a rank of the group has left below the time limit when the search has ended."""
+    return f"slack of the finished plan {time_text(slack_ns)}"
 
 
 def time_text(ns: int) -> str:

@@ -24,8 +24,8 @@ from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgra
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
-from qsync_planner.allocator.recovery import History, new_history, sweep_until_stable
-from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, time_text
+from qsync_planner.allocator.recovery import History, new_history, slack_ns, sweep_until_stable
+from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, slack_text
 from qsync_planner.replayer.replay import Replayer
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
@@ -225,7 +225,9 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
     state.reject()
     if other < rung:
         added = added_time_text(before.busy_ns - after.busy_ns)
-        return f"raised to {label}: {added} over {unit.rungs[other].label}, slack {time_text(limit_ns - before.period_ns)}"
+        return (
+            f"raised to {label}: {added} over {unit.rungs[other].label}, {slack_text(slack_ns(state.prediction, group, limit_ns))}"
+        )
     added, more = added_time_text(after.busy_ns - before.busy_ns), after.peak_bytes - before.peak_bytes
     memory = f" and {format_bytes(more)} more memory" if more > 0 else ""
     return f"kept {label}: {unit.rungs[other].label} would take {added}{memory}"
