@@ -131,6 +131,8 @@ def test_json_of_every_command(folder: Path) -> None:
 
 def test_diff_as_text(folder: Path) -> None:
     run(*plan_arguments(folder, "a.qsync", "--solver", "full"))
+    peak = load(folder / "a.qsync", PrecisionPlan).group("infer").predicted_peak_bytes
+    (folder / "cluster.toml").write_text(CLUSTER.replace('"15 GiB"', str(peak - 1)))
     run(*plan_arguments(folder, "b.qsync", "--solver", "uniform"))
     result = run("plan", "--diff", folder / "a.qsync", folder / "b.qsync")
     assert result.exit_code == 0

@@ -55,7 +55,7 @@ def test_every_operator_of_every_group_has_variant_and_reason() -> None:
 
 
 def test_diff_lists_exactly_what_changed() -> None:
-    case = random_case(3, ladder=LADDERS[0])
+    case = random_case(4, ladder=LADDERS[0])
     full, uniform = allocate(*case.arguments, solver="full"), allocate(*case.arguments, solver="uniform")
     data = diff_plans(full, uniform)
     infer = next(group for group in data["groups"] if group["group"] == "infer0")

@@ -102,7 +102,8 @@ def reason(unit: Unit, rung: int, history: History, slack_ns: int) -> str:
     """The reason for one unit after recovery; ``slack_ns`` is of the finished plan.
 
     ``recovered to float32: +212 µs, slack of the finished plan 1,830 µs`` |
-    ``kept int8: float16 would exceed memory by 38.1 MiB`` | ``kept bfloat16: float32 would exceed the time limit by 1,204 µs``.  A unit that was raised part of the way has both halves.
+    ``kept int8: float16 would exceed memory by 38.1 MiB`` | ``kept bfloat16: float32 would exceed the time limit by 1,204 µs``.
+    A unit that was raised part of the way has both halves.
     """
     label = unit.rungs[rung].label
     parts = []
