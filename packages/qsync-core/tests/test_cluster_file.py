@@ -138,6 +138,7 @@ CASES = [
     ('memory = "15 GiB"', 'memory = "15 loaves"', "memory is not a size: '15 loaves'"),
     ('memory = "15 GiB"', "memory = 0", "memory is a positive size such as '15 GiB' (leave it out for no limit), got 0"),
     ('memory = "15 GiB"', "memory = -5", "memory is a positive size"),
+    ('memory = "15 GiB"', 'memory = "40 GiB"', "memory is '40 GiB', but T4 has at most 16 GB"),
     ("share = 0.5", "share = 0", "share is a fraction of each device, above 0 and at most 1, got 0"),
     ("share = 0.5", "share = nan", "share must be a number, got nan"),
     ("share = 0.5", 'share = "half"', "share must be a number, got 'half'"),

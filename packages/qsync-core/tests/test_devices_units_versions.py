@@ -25,6 +25,27 @@ from qsync_core.units import format_bytes, format_ns, parse_bytes
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A10", "A10"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("rtx3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Quadro RTX 6000", "Quadro RTX 6000"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 2080 Super with Max-Q Design", None),
         ("A1000", None),
         ("cpu", None),
     ],
@@ -39,17 +60,37 @@ def test_same_device() -> None:
     assert same_device("odd", "odd")
     assert not same_device("T4", "V100")
     assert not same_device("odd", "other")
+    assert same_device("H100", "NVIDIA H100 80GB HBM3")
+    assert not same_device("H100", "NVIDIA H100 PCIe")
+    assert same_device("A100 MIG 3g.40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    assert not same_device("A100", "NVIDIA A100-SXM4-80GB MIG 3g.40gb")
 
 
 def test_precisions_follow_the_compute_capability() -> None:
     """Tensor cores: int8 since 7.5 (Turing), bfloat16 since 8.0 (Ampere), float8 since 8.9 (Ada, Hopper)."""
     since = {Precision.INT8: (7, 5), Precision.BFLOAT16: (8, 0), Precision.FLOAT8_E4M3FN: (8, 9)}
     for chip in CHIPS.values():
+        if not chip.compute_capability:
+            continue  # AMD's
         capability = tuple(int(part) for part in chip.compute_capability.split("."))
         for precision, first in since.items():
             assert (precision in chip.precisions) == (capability >= first), (chip.name, precision)
         assert {Precision.FLOAT32, Precision.FLOAT16} <= chip.precisions
         assert chip.sixteen_bit is (Precision.BFLOAT16 if capability >= (8, 0) else Precision.FLOAT16)
+
+
+def test_figures_of_a_chip_agree_with_each_other() -> None:
+    """Narrower formats are no slower, memory is read in 5 to 120 ms, and names are found by themselves."""
+    for name, chip in CHIPS.items():
+        assert find_chip(name) is chip
+        widest_first = [chip.peak_tera[p] for p in (Precision.FLOAT32, Precision.FLOAT16, Precision.INT8) if p in chip.precisions]
+        assert widest_first == sorted(widest_first), name
+        assert 5 <= 1e3 * chip.memory_gb / chip.bandwidth_gb_s <= 120, name
+        assert chip.rungs[-1] is Precision.FLOAT32
+    assert CHIPS["V100"].rungs == (Precision.FLOAT16, Precision.FLOAT32)
+    assert CHIPS["T4"].rungs == (Precision.INT8, Precision.FLOAT16, Precision.FLOAT32)
+    assert CHIPS["RTX 3090"].rungs == (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32)
+    assert Precision.FLOAT8_E4M3FN not in CHIPS["MI300X"].precisions
 
 
 def test_unknown_devices_are_not_restricted() -> None:

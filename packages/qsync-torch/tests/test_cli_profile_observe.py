@@ -10,11 +10,14 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
+from qsync_torch import devices
+from qsync_torch.cli.options import any_chips_ladder
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
+FLOAT32 = Variant.of(Precision.FLOAT32)
 JOB = """
 import torch
 from qsync_torch.job import Batch, Job
@@ -87,7 +90,7 @@ def test_profile_writes_an_artifact_and_says_what(folder):
 
 
 def test_profile_json_is_one_object(folder):
-    data = json.loads(_run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "bfloat16,float32", "--json").output)
+    data = json.loads(_run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "bfloat16,float32", "--json").stdout)
     assert data["model"] == "tiny"
     assert [step["variant"] for step in data["steps"]] == ["float32", "bfloat16"]
     assert {cast["target"] for cast in data["casts"]} == {"bfloat16", "float32"}
@@ -159,3 +162,33 @@ def test_a_graph_of_another_batch_size(folder, command):
 def test_nothing_was_left_initialised(folder):
     _run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "float32")
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("command", ["profile", "observe"])
+def test_without_a_device_the_command_takes_a_gpu_where_there_is_one_and_says_what_it_took(command, folder):
+    result = _run(
+        command, "job.py:tiny", "--dag", "dag.qsync", "-o", "out.qsync", *(["--warmup", "0"] if command == "observe" else [])
+    )
+    assert result.exit_code == 0, result.output
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("device: ")]
+    assert said.startswith("device: cuda:" if torch.cuda.is_available() else "device: cpu; --device chooses another")
+    assert "device: " not in _run(command, "job.py:tiny", "--dag", "dag.qsync", "-o", "other.qsync", "--device", "cpu").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "rungs"),
+    [
+        ("Tesla V100-SXM2-32GB", (7, 0), [Variant.of(Precision.FLOAT16), FLOAT32]),
+        ("Tesla T4", (7, 5), [Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16), Variant.of(Precision.FLOAT16), FLOAT32]),
+        ("NVIDIA GeForce RTX 3090", (8, 6), [Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32]),
+        ("A new chip", (13, 0), [Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32]),
+    ],
+)
+def test_a_profile_measures_the_ladder_of_its_chip(name, capability, rungs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    devices.compute_capability.cache_clear()
+    ladder = devices.standard_ladder(torch.device("cuda", 0))
+    devices.compute_capability.cache_clear()
+    assert list(ladder) == rungs
+    assert set(ladder) <= set(any_chips_ladder())  # what is observed where no option says otherwise

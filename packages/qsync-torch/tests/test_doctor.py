@@ -1,5 +1,7 @@
+import pytest
+
 from qsync_core.plugins.doctor import Status
-from qsync_torch.doctor import compare_ranks, doctor_lines
+from qsync_torch.doctor import compare_ranks, doctor_lines, has_kernels
 
 
 def test_ranks_that_agree():
@@ -27,3 +29,18 @@ def test_unequal_gpus_are_no_error():
 def test_it_speaks_about_torch_the_processor_and_every_precision():
     topics = {line.topic for line in doctor_lines()}
     assert {"torch", "cpu", "cpu int8", "cpu bfloat16", "cuda", "gloo", "c++ compiler"} <= topics
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch_list", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"], False),  # wheels for CUDA 12.8 and later
+        ((7, 0), ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"], True),  # those for CUDA 12.6
+        ((8, 9), ["sm_75", "sm_80", "sm_86", "sm_90"], True),
+        ((12, 1), ["sm_90", "compute_120"], True),
+        ((10, 0), ["sm_80", "sm_90a"], False),
+        ((9, 0), ["sm_90a"], True),
+    ],
+)
+def test_a_torch_without_kernels_for_a_chip_is_known(capability, arch_list, runs):
+    assert has_kernels(capability, arch_list) is runs

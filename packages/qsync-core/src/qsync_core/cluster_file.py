@@ -159,7 +159,7 @@ def _parse_group(entry: dict[str, Any], where: str) -> DeviceGroup:
         role=role,
         base=base,
         ladder=_parse_ladder(entry, device, role, base, where),
-        memory_bytes=_parse_memory(entry, where),
+        memory_bytes=_parse_memory(entry, device, where),
         share=share,
         sync_per_step=_get(entry, "sync_per_step", bool, where, False),
     )
@@ -220,7 +220,7 @@ def _check_supported(device: str, precision: Precision, what: str, where: str) -
         raise ClusterError(f"{where}: {what} asks for {precision}, but {problem}")
 
 
-def _parse_memory(entry: dict[str, Any], where: str) -> int:
+def _parse_memory(entry: dict[str, Any], device: str, where: str) -> int:
     value = entry.get("memory", 0)
     try:
         nbytes = parse_bytes(value) if isinstance(value, str) else value
@@ -228,6 +228,11 @@ def _parse_memory(entry: dict[str, Any], where: str) -> int:
         raise ClusterError(f"{where}: memory is {error}") from None
     if type(nbytes) is not int or nbytes < 0 or nbytes > 2**62 or ("memory" in entry and nbytes == 0):
         raise ClusterError(f"{where}: memory is a positive size such as '15 GiB' (leave it out for no limit), got {value!r}")
+    chip = find_chip(device)
+    if chip and chip.memory_gb and nbytes > chip.memory_gb << 30:
+        raise ClusterError(
+            f"{where}: memory is {value!r}, but {chip.name} has at most {chip.memory_gb} GB; correct it or the device"
+        )
     return nbytes
 
 

@@ -218,8 +218,11 @@ def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
     [
         (["--device", "cuda", "--compute-capability", "abc"], "--compute-capability is two numbers as in 7.5 or 9.0, got 'abc'"),
         (["--device", "cuda", "--compute-capability", "75"], "--compute-capability is two numbers as in 7.5 or 9.0, got '75'"),
-        (["--compute-capability", "7.5"], "--compute-capability and --device-name describe a CUDA device; add --device cuda"),
-        (["--device", "tpu"], "--device is cpu, cuda or cuda:0, got 'tpu'"),
+        (
+            ["--device", "cpu", "--compute-capability", "7.5"],
+            "--compute-capability and --device-name describe a CUDA device; add --device cuda",
+        ),
+        (["--device", "tpu"], "--device is auto, cpu, cuda or cuda:0, got 'tpu'"),
         (["--device", "cuda", "--device-name", "Foo"], "'Foo' is not a known chip, so add its --compute-capability"),
         (["no-such-model"], "there is no file no-such-model, and no installed package that could trace a job of that name"),
         (["--rungs", "int7", "DAG"], "--rungs: not a precision or variant: 'int7'; known are int8"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import attrs
 import pytest
@@ -14,7 +14,9 @@ from synthetic import BFLOAT16, FLOAT16, FLOAT32
 
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
@@ -324,19 +326,42 @@ def test_a_training_group_that_its_memory_does_not_fit_is_named_with_what_it_tak
     assert f"the smallest feasible budget is {format_bytes(needed)} ({needed:,} bytes)" in str(caught.value)
 
 
-def test_a_rung_that_nothing_was_measured_at_is_said() -> None:
-    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
+def without_rung(case: Case, rung: Variant, op_ids: Collection[OpId]) -> Case:
+    """The case with a profile of its weak group that measured no such rung of some operators."""
     profile = case.profiles["infer0"]
-    index = {op_id: {v: i for v, i in by.items() if v != BFLOAT16_RUNG} for op_id, by in profile.cost_index.items()}
-    case = attrs.evolve(case, profiles={**case.profiles, "infer0": attrs.evolve(profile, cost_index=index)})
-    plan = allocate(*case.arguments, solver="uniform")
-    assert any("no operator was measured at bfloat16, so the plan cannot use that rung" in note for note in plan.notes)
-    count = len({operator.variant_group for operator in case.dag.adjustable})
-    assert f"uniform precision of group infer0 is bfloat16; {count} of {count} operators were not measured so and run higher" in (
-        plan.notes
-    )
-    for assignment in plan.group("infer0").assignments.values():
-        assert assignment.reason.endswith("but this operator was not measured so")
+    index = {o: {v: i for v, i in by.items() if v != rung or o not in op_ids} for o, by in profile.cost_index.items()}
+    return attrs.evolve(case, profiles={**case.profiles, "infer0": attrs.evolve(profile, cost_index=index)})
+
+
+@pytest.mark.parametrize("solver", ["uniform", "greedy", "full"])
+def test_a_rung_that_nothing_was_measured_at_is_refused(solver: str) -> None:
+    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
+    with pytest.raises(PlanError) as caught:
+        allocate(*without_rung(case, BFLOAT16_RUNG, [operator.op_id for operator in case.dag.adjustable]).arguments, solver=solver)
+    said = str(caught.value)
+    assert "the ladder of group 'infer0' offers bfloat16, at which its profile of" in said
+    assert "measured no operator (it has " in said
+    assert "run 'qsync profile' there with --cluster and --group infer0, or take it off the ladder" in said
+
+
+def test_a_rung_measured_with_another_rounding_is_told_apart() -> None:
+    case = random_case(2, ladder=(Variant.of(Precision.INT8), FULL))
+    other = Variant.of(Precision.INT8, rounding=Rounding.FLOOR)
+    group = attrs.evolve(case.cluster.group("infer0"), ladder=(other, FULL))
+    groups = tuple(group if g.name == "infer0" else g for g in case.cluster.groups)
+    with pytest.raises(PlanError, match=r"offers int8;.*round=floor.*\(it has .*int8;.*round=stochastic"):
+        allocate(*attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups)).arguments, solver="uniform")
+
+
+def test_operators_that_were_not_measured_at_a_rung_run_higher() -> None:
+    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
+    names = sorted({operator.variant_group for operator in case.dag.adjustable})
+    lacking = {operator.op_id for operator in case.dag.adjustable if operator.variant_group != names[0]}
+    plan = allocate(*without_rung(case, BFLOAT16_RUNG, lacking).arguments, solver="uniform")
+    but = f"{len(names) - 1} of {len(names)} operators were not measured so and run higher"
+    assert f"uniform precision of group infer0 is bfloat16; {but}" in plan.notes
+    for op_id, assignment in plan.group("infer0").assignments.items():
+        assert assignment.reason.endswith("but this operator was not measured so") == (op_id in lacking)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -8,22 +8,26 @@ from importlib.metadata import version
 
 import torch
 
+from qsync_core.devices import find_chip
 from qsync_core.errors import QSyncError
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import DeviceFacts
 
 
 def parse_device(text: str) -> torch.device:
-    """The device a person names.
+    """The device a person names; ``auto`` is the current CUDA device where there is one, else the CPU.
 
     Raises:
         QSyncError: when this machine does not have it.
     """
+    if text == "auto":
+        text = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise QSyncError(f"not a device: {text!r}; write cpu, cuda or cuda:0") from None
+        raise QSyncError(f"not a device: {text!r}; write auto, cpu, cuda or cuda:0") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -87,3 +91,14 @@ def gradient_format(device: torch.device) -> Precision:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return Precision.FLOAT16
     return Precision.BFLOAT16
+
+
+def standard_ladder(device: torch.device) -> tuple[Variant, ...]:
+    """What is profiled where no ladder is named, lowest first: the chip's 8-bit and 16-bit formats that it has products for.
+
+    Of an unknown chip and of a CPU these are int8 and the format of gradients: profiling measures whether they pay.
+    """
+    sixteen_bit = gradient_format(device)
+    chip = find_chip(device_type(device).name)
+    rungs = chip.rungs if chip else (Precision.INT8, sixteen_bit, Precision.FLOAT32)
+    return tuple(Variant.of(precision, sixteen_bit=sixteen_bit) for precision in rungs)

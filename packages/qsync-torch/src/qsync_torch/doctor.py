@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -83,6 +84,16 @@ def _device_lines(index: int) -> list[DoctorLine]:
     capability = (properties.major, properties.minor)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
     lines = [DoctorLine(f"cuda:{index}", f"{properties.name}, {memory}, compute capability {capability[0]}.{capability[1]}")]
+    if not has_kernels(capability, torch.cuda.get_arch_list()):
+        lines.append(
+            DoctorLine(
+                f"cuda:{index} kernels",
+                f"this torch ({torch.__version__}) has none for sm_{capability[0]}{capability[1]}",
+                Status.ERROR,
+                "install another build of torch; that for CUDA 12.6 has sm_50 to sm_90: "
+                "pip install torch --index-url https://download.pytorch.org/whl/cu126",
+            )
+        )
     for precision, needed in (("int8", (7, 5)), ("bfloat16", (8, 0)), ("float8_e4m3fn", (8, 9))):
         if capability >= needed:
             lines.append(DoctorLine(f"cuda:{index} {precision}", "tensor cores"))
@@ -97,6 +108,19 @@ def _device_lines(index: int) -> list[DoctorLine]:
             )
         )
     return lines
+
+
+def has_kernels(capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
+    """Whether a torch built for ``arch_list`` (``sm_75``, ``compute_120``) runs on a device of that compute capability.
+
+    Machine code runs on its own major version from its minor version on, PTX (``compute_``) on everything later.
+    """
+    for arch in arch_list:
+        kind, _, digits = arch.rstrip("af").partition("_")
+        built = (int(digits[:-1]), int(digits[-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return not arch_list
 
 
 def _driver() -> str:

@@ -37,7 +37,12 @@ _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--device", default="cpu", show_default=True, help="Where to run: cpu, cuda or cuda:0.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to run: cpu, cuda or cuda:0; auto: cuda where there is one, else cpu.",
+)
 @click.option("--compute-capability", default="", help="Of a CUDA device that is not here, for example 7.5.")
 @click.option("--device-name", default="", help="Of a CUDA device that is not here, whose tuning records are shown: T4.")
 @click.option("--rungs", default="int8", show_default=True, help="Precisions or variants, separated by commas.")
@@ -77,8 +82,8 @@ def _device_facts(registry: Registry, device: str, compute_capability: str, name
         QSyncError: when the options contradict each other or are not of their form.
     """
     kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise QSyncError(f"--device is cpu, cuda or cuda:0, got {device!r}")
+    if kind not in ("auto", "cpu", "cuda"):
+        raise QSyncError(f"--device is auto, cpu, cuda or cuda:0, got {device!r}")
     if compute_capability and not _CAPABILITY.fullmatch(compute_capability):
         raise QSyncError(f"--compute-capability is two numbers as in 7.5 or 9.0, got {compute_capability!r}")
     if kind == "cpu" and (compute_capability or name):
@@ -88,8 +93,8 @@ def _device_facts(registry: Registry, device: str, compute_capability: str, name
         capability = compute_capability or (chip.compute_capability if chip else "")
         if not capability:
             raise QSyncError(f"{name!r} is not a known chip, so add its --compute-capability, for example 7.5")
-        return DeviceFacts(kind, name, capability, None)
-    return registry.describe_device(device) or DeviceFacts(kind, "", "", None)
+        return DeviceFacts("cuda", name, capability, None)
+    return registry.describe_device(device) or DeviceFacts("cpu" if kind == "auto" else kind, "", "", None)
 
 
 def _graph(job: str, registry: Registry) -> PrecisionDag:

@@ -121,7 +121,6 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    notes = (*notes, *_unmeasured_notes(problem))
     return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes)
 
 
@@ -219,17 +218,6 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
             because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
             notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")
     return notes
-
-
-def _unmeasured_notes(problem: Problem) -> list[str]:
-    """Rungs that a ladder offers and no operator was measured at, which no plan can use."""
-    return [
-        f"group {group.name}: no operator was measured at {rung.label}, so the plan cannot use that rung; "
-        "profile it with 'qsync profile --rungs' or take it off the ladder"
-        for group in problem.groups
-        for rung in group.group.ladder
-        if group.units and not any(rung in unit.rungs for unit in group.units)
-    ]
 
 
 def _plan(

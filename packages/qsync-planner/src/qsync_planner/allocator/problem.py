@@ -104,7 +104,7 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
         sensitivity: Ω; None where no solver needs it (all Ω are then 0).
 
     Raises:
-        PlanError: when an operator's base precision was not measured, or an Ω is missing.
+        PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
     """
     groups = tuple(
         GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity))
@@ -127,7 +127,24 @@ def _units(dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity:
         rungs = tuple(v for v in group.ladder if all(v in profile.cost_index[op_id] for op_id in op_ids))
         omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
         units.append(Unit(name, tuple(op_ids), rungs, omega))
+    _check_rungs_measured(group, profile, units)
     return tuple(units)
+
+
+def _check_rungs_measured(group: DeviceGroup, profile: Profile, units: Sequence[Unit]) -> None:
+    """Refuse a ladder with a rung at which no operator was measured: a plan without it would not be what was asked for."""
+    missing = [rung for rung in group.ladder if units and not any(rung in unit.rungs for unit in units)]
+    if missing:
+        has = {
+            variant for op_ids in (unit.operators for unit in units) for op_id in op_ids for variant in profile.cost_index[op_id]
+        }
+        alike = {rung.label for rung in missing} & {variant.label for variant in has}
+        offered, measured = (", ".join(sorted(str(v) if v.label in alike else v.label for v in some)) for some in (missing, has))
+        raise PlanError(
+            f"the ladder of group {group.name!r} offers {offered}, at which its profile of {profile.device.name} measured no "
+            f"operator (it has {measured}); run 'qsync profile' there with --cluster and --group {group.name}, or take it off the "
+            "ladder"
+        )
 
 
 def _check_base_measured(dag: PrecisionDag, group: DeviceGroup, profile: Profile) -> None:

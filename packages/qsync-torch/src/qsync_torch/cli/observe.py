@@ -14,7 +14,16 @@ from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import ObservationError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_torch.cli.options import STANDARD_RUNGS, LadderChoice, batch_size_option, dag_option, device_option, ladder_options
+from qsync_torch.cli.options import (
+    ANY_CHIPS_RUNGS,
+    LadderChoice,
+    any_chips_ladder,
+    batch_size_option,
+    chosen_device,
+    dag_option,
+    device_option,
+    ladder_options,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,8 +37,8 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Updates to observe at most.")
 @click.option("--all-steps", is_flag=True, help="Do not stop earlier when the rankings have settled.")
 @click.option("--collectors", "names", default=None, help="Which collectors, comma-separated.  [all but those that take long]")
-@ladder_options(STANDARD_RUNGS)
-@device_option("cpu")
+@ladder_options(f"{ANY_CHIPS_RUNGS}: what any chip's standard ladder has")
+@device_option
 @batch_size_option("Samples per rank and step; half of it is observed.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of dropout and the random directions.")
 @click.option("--fresh", is_flag=True, help="Start anew even where an interrupted observation could be continued.")
@@ -54,15 +63,15 @@ def observe(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  The numbers do not depend on the device.  An
     interrupted observation leaves OUTPUT.partial and is continued by the same command.
     """
-    from qsync_torch.devices import gradient_format, parse_device
+    from qsync_torch.devices import gradient_format
     from qsync_torch.load_job import load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe
     from qsync_torch.observing.record import JobFault, SettledRule
     from qsync_torch.tracing.trace import trace
 
-    target = parse_device(device)
-    variants = ladder.variants(gradient_format(target), STANDARD_RUNGS)
+    target = chosen_device(device)
+    variants = ladder.variants(gradient_format(target), any_chips_ladder())
     collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
     check_writable(output)
     partial = output.with_name(output.name + ".partial")

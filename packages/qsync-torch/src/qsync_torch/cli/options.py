@@ -16,21 +16,47 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from qsync_core.ir.cluster import DeviceGroup
 
+AUTO_DEVICE = "auto"
 PATH = click.Path(path_type=Path)
-STANDARD_RUNGS = "int8,bfloat16,float32"
-"""Ladder of jobs that are profiled or observed without one."""
+ANY_CHIPS_RUNGS = "int8,bfloat16,float16,float32"
+"""Observed where no option names a ladder: with both formats of int8's gradients, the standard ladders of all chips."""
+
+
+def any_chips_ladder() -> tuple[Variant, ...]:
+    """:data:`ANY_CHIPS_RUNGS` as variants."""
+    sixteen = (Precision.BFLOAT16, Precision.FLOAT16)
+    return (*(Variant.of(Precision.INT8, sixteen_bit=p) for p in sixteen), *map(Variant.of, (*sixteen, Precision.FLOAT32)))
+
 
 dag_option = click.option("--dag", "dag_path", type=PATH, help="The job's graph (qsync trace); traced anew without it.")
 """``--dag``; the command's parameter is ``dag_path: Path | None``."""
 
 
-def device_option(default: str) -> Callable[[Command], Command]:
-    """``--device``; the command's parameter is ``device: str``."""
-    return click.option("--device", default=default, show_default=True, help="cpu, cuda or cuda:0.")
+device_option = click.option(
+    "--device", default=AUTO_DEVICE, show_default=True, help="cpu, cuda or cuda:0; auto: cuda where there is one, else cpu."
+)
+"""``--device``; the command's parameter is ``device: str``, for :func:`chosen_device`."""
+
+
+def chosen_device(text: str) -> torch.device:
+    """The device that ``--device`` means; where it left the choice, what was chosen is printed on standard error.
+
+    Raises:
+        QSyncError: when this machine does not have it.
+    """
+    from qsync_torch.devices import device_type, parse_device
+
+    device = parse_device(text)
+    if text == AUTO_DEVICE:
+        name = "" if device.type == "cpu" else f" ({device_type(device).name})"
+        click.echo(f"device: {device}{name}; --device chooses another", err=True)
+    return device
 
 
 def batch_size_option(which: str = "Samples per rank and step.") -> Callable[[Command], Command]:
@@ -66,22 +92,23 @@ class LadderChoice:
             raise ClusterError(f"{self.cluster} has no group {self.group_name!r}; its groups are {', '.join(names)}")
         return cluster.group(self.group_name or names[0])
 
-    def variants(self, sixteen_bit: Precision, default: str = "") -> tuple[Variant, ...]:
-        """The group's ladder, or the variants of ``--rungs``, or those of the default.
+    def variants(self, sixteen_bit: Precision, default: Sequence[Variant] = ()) -> tuple[Variant, ...]:
+        """The group's ladder, or the variants of ``--rungs``, or the default.
 
         Args:
             sixteen_bit: the device's 16-bit format for the gradients of 8-bit operators.
-            default: rungs where no option names a ladder; none if empty.
+            default: variants where no option names a ladder.
 
         Raises:
             QSyncError: naming the entry that is no variant.
         """
         if group := self.group:
             return group.ladder
-        rungs = default if self.rungs is None else self.rungs
-        variants = tuple(_variant(entry, sixteen_bit) for entry in filter(None, (part.strip() for part in rungs.split(","))))
-        if not variants and self.rungs is not None:
-            raise QSyncError(f"--rungs names no precision; write for example --rungs {STANDARD_RUNGS}")
+        if self.rungs is None:
+            return tuple(default)
+        variants = tuple(_variant(entry, sixteen_bit) for entry in filter(None, (part.strip() for part in self.rungs.split(","))))
+        if not variants:
+            raise QSyncError("--rungs names no precision; write for example --rungs int8,bfloat16,float32")
         return tuple(dict.fromkeys(variants))
 
 

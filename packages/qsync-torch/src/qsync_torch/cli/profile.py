@@ -14,7 +14,7 @@ from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns, parse_bytes
-from qsync_torch.cli.options import PATH, STANDARD_RUNGS, LadderChoice, batch_size_option, dag_option, device_option, ladder_options
+from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, chosen_device, dag_option, device_option, ladder_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 @click.argument("job")
 @dag_option
 @output_option("profile")
-@device_option("cpu")
+@device_option
 @click.option("--share", type=float, default=None, help="Share of the device that the job gets, above 0 and at most 1.  [1.0]")
 @click.option("--memory-cap", default=None, help="Memory the job may use, such as '8 GiB'.  [all]")
-@ladder_options(STANDARD_RUNGS)
+@ladder_options("the chip's: T4 int8,float16,float32; CPU int8,bfloat16,float32")
 @batch_size_option()
 @click.option(
     "--backend",
@@ -60,14 +60,14 @@ def profile(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from qsync_torch.devices import gradient_format, parse_device
+    from qsync_torch.devices import gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import process_group_from_environment
     from qsync_torch.load_job import load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.tracing.trace import trace
 
-    target = parse_device(device)
-    variants, group = ladder.variants(gradient_format(target), STANDARD_RUNGS), ladder.group
+    target = chosen_device(device)
+    variants, group = ladder.variants(gradient_format(target), standard_ladder(target)), ladder.group
     if share is None:
         share = group.share if group else 1.0
     if not 0 < share <= 1:

@@ -16,7 +16,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, device_option, ladder_options
+from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, chosen_device, device_option, ladder_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("job", required=False)
-@device_option("cuda")
+@device_option
 @ladder_options("int8, with float32 and 16-bit output")
 @batch_size_option()
 @click.option("--backend", default=None, help="Backends to tune, joined by +.  [all that are installed]")
@@ -84,13 +84,13 @@ def tune(
         raise QSyncError("--compile-only needs --arch, the chip to compile for, for example --arch sm_75")
     from qsync_core.kernels.choice import split_chain
     from qsync_core.tuning.search import Effort
-    from qsync_torch.devices import device_facts, gradient_format, parse_device
+    from qsync_torch.devices import device_facts, gradient_format
     from qsync_torch.kernels.installed import open_store
     from qsync_torch.kernels.selection import find_backends
     from qsync_torch.tuning.job_tuning import capability_of, distinct_requests, tune_requests
 
     if arch is None:
-        target = parse_device(device)
+        target = chosen_device(device)
         sixteen_bit, (kind, capability) = gradient_format(target), device_facts(target)
     else:
         kind, capability = "cuda", capability_of(arch)
