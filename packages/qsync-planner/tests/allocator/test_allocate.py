@@ -354,12 +354,15 @@ def test_a_rung_measured_with_another_rounding_is_told_apart() -> None:
 
 
 def test_operators_that_were_not_measured_at_a_rung_run_higher() -> None:
-    case = random_case(2, ladder=(BFLOAT16_RUNG, FULL))
-    names = sorted({operator.variant_group for operator in case.dag.adjustable})
-    lacking = {operator.op_id for operator in case.dag.adjustable if operator.variant_group != names[0]}
-    plan = allocate(*without_rung(case, BFLOAT16_RUNG, lacking).arguments, solver="uniform")
-    but = f"{len(names) - 1} of {len(names)} operators were not measured so and run higher"
-    assert f"uniform precision of group infer0 is bfloat16; {but}" in plan.notes
+    for seed in range(20):  # the first instances whose bfloat16 pays even so
+        case = random_case(seed, ladder=(BFLOAT16_RUNG, FULL))
+        names = sorted({operator.variant_group for operator in case.dag.adjustable})
+        lacking = {operator.op_id for operator in case.dag.adjustable if operator.variant_group == names[0]}
+        plan = allocate(*without_rung(case, BFLOAT16_RUNG, lacking).arguments, solver="uniform")
+        if any("uniform precision of group infer0 is bfloat16" in note for note in plan.notes):
+            break
+    but = f"1 of {len(names)} operators were not measured so and run higher"
+    assert any("uniform precision of group infer0 is bfloat16" in note and but in note for note in plan.notes), plan.notes
     for op_id, assignment in plan.group("infer0").assignments.items():
         assert assignment.reason.endswith("but this operator was not measured so") == (op_id in lacking)
 
