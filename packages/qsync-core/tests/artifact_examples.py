@@ -104,6 +104,7 @@ def _plan(dag: PrecisionDag) -> PrecisionPlan:
         baselines={"full": 2 * 10**8, "uniform": 10**8},
         local_batches={"infer": 12, "train": 12},
         notes=("bfloat16 is not offered on T4",),
+        software={"infer": {"torch": "2.13.0"}},
     )
 
 
@@ -135,6 +136,14 @@ def examples(layers: int = 12) -> dict[type, Any]:
         dfgs[0],
         GlobalDfg(dfgs, (2, 2)),
         _plan(dag),
-        Timeline("predicted", dag.model, 10**8, {0: "train", 10: "unused", 1: "infer"}, intervals, {"infer": 1 << 33}),
+        Timeline(
+            "predicted",
+            dag.model,
+            10**8,
+            {0: "train", 10: "unused", 1: "infer"},
+            intervals,
+            {"infer": 1 << 33},
+            {"infer": {"torch": "2.13.0"}},
+        ),
     )
     return {type(artifact): artifact for artifact in made}

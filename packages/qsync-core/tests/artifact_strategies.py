@@ -227,6 +227,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         local_batches={name: draw(counts) for name in group_names if draw(st.booleans())},
         notes=draw(tuples(texts)),
         base=base,
+        software={name: draw(string_maps) for name in group_names if draw(st.booleans())},
     )
 
 
@@ -245,7 +246,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
     )
     source = draw(st.sampled_from(["predicted", "measured"]))
     peaks = draw(st.dictionaries(st.sampled_from(sorted(rank_group.values())), counts, max_size=2))
-    return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks)
+    software = draw(st.dictionaries(st.sampled_from(sorted(rank_group.values())), string_maps, max_size=2))
+    return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks, software)
 
 
 ARTIFACTS: dict[type, st.SearchStrategy[Any]] = {

@@ -16,6 +16,7 @@ import pytest
 from artifact_examples import examples
 
 from qsync_core.artifacts import files as artifact
+from qsync_core.artifacts.schema import KINDS
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
@@ -31,8 +32,10 @@ EXAMPLES = examples(layers=2)
 HEADER = struct.Struct(">8s16sIQ")
 
 
-def seal(content: bytes, kind: str = "Timeline", version: int = 1, length: int | None = None) -> bytes:
-    """A header with a digest that matches, so that the decoder itself is reached."""
+def seal(content: bytes, kind: str = "Timeline", version: int | None = None, length: int | None = None) -> bytes:
+    """A header with a digest that matches, so that the decoder itself is reached; of the example's version unless given."""
+    if version is None:
+        version = int.from_bytes(artifact.to_bytes(EXAMPLES[KINDS[kind]])[24:28], "big") if kind in KINDS else 1
     front = HEADER.pack(artifact.MAGIC, kind.encode(), version, len(content) if length is None else length)
     return front + hashlib.sha256(front + content).digest() + content
 
@@ -147,7 +150,7 @@ def test_unknown_kind() -> None:
 
 def test_wrong_schema() -> None:
     content = artifact.to_bytes(EXAMPLES[Timeline])[artifact.HEADER_BYTES :]
-    expected = "has schema version 7 of Timeline, this qsync-core reads up to 1; upgrade qsync-core"
+    expected = "has schema version 7 of Timeline, this qsync-core reads up to 2; upgrade qsync-core"
     assert expected in refused(seal(content, version=7))
     assert "versions start at 1" in refused(seal(content, version=0))
 
@@ -229,7 +232,8 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (GlobalDfg, _set(["groups", 1, "group"], "train"), "group 'train' stands in the graph twice"),
     (Cluster, lambda tree: tree["links"].append(tree["links"][0]), "two links connect the groups ['infer', 'train']"),
     (Cluster, lambda tree: tree["groups"][1]["ladder"].append(tree["groups"][1]["ladder"][0]), "of group 'infer' has int8 twice"),
-    (Timeline, _set(["peak_bytes"], {"guests": 5}), "peak_bytes has a peak of group 'guests', to which no rank belongs"),
+    (Timeline, _set(["software"], {"guests": {}}), "software has an entry of group 'guests', to which no rank belongs"),
+    (Timeline, _set(["peak_bytes"], {"guests": 5}), "peak_bytes has an entry of group 'guests', to which no rank belongs"),
     (
         PrecisionPlan,
         lambda tree: tree["operator_ids"].pop(0),
@@ -248,7 +252,7 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (
         PrecisionPlan,
         _set(["local_batches"], {"guests": 5}),
-        "local_batches has a batch for group 'guests', but",
+        "local_batches has an entry for group 'guests', but",
     ),
     (PrecisionPlan, _set(["groups", 1, "group"], "train"), "a plan has one entry per group"),
     (PrecisionPlan, _set(["rank0_group"], "nobody"), "rank 0 is to belong to group 'nobody'"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import platform
+import subprocess
 from importlib.metadata import version
+from operator import attrgetter
 
 import torch
 
@@ -72,18 +74,65 @@ def tuning_software(device: torch.device) -> dict[str, str]:
 
 
 def software_versions(device: torch.device) -> dict[str, str]:
-    """Versions and settings that change what is measured."""
+    """Versions and settings of this process that change what is measured (:data:`qsync_core.settings.SETTINGS`).
+
+    The float32 precisions are read where PyTorch decides them, so that its older switches (``allow_tf32``) and its newer ones
+    (``fp32_precision``) are seen alike.
+    """
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "qsync-torch": version("qsync-torch")}
+    autocast = torch.is_autocast_enabled(device.type)
+    versions["autocast"] = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if autocast else "off"
+    versions["deterministic_algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     if device.type == "cpu":
         versions["threads"] = str(torch.get_num_threads())
         versions["machine"] = platform.machine()
         versions["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        precisions = {"tf32": "high", "bf16": "medium"}
+        versions["float32_matmul"] = precisions.get(_fp32_precision("mkldnn.matmul"), "highest")
         return versions
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     versions["cuda"] = torch.version.cuda or ""
-    versions["cudnn"] = str(torch.backends.cudnn.version())
-    versions["float32_matmul"] = torch.get_float32_matmul_precision()
-    versions["cudnn_tf32"] = str(torch.backends.cudnn.allow_tf32)
+    versions["cudnn"] = str(cudnn.version())
+    versions["driver"] = driver_version()
+    versions["float32_matmul"] = "high" if _fp32_precision("cuda.matmul") == "tf32" else "highest"
+    versions["cudnn_tf32"] = str(_fp32_precision("cudnn.conv") == "tf32")
+    versions["cudnn_rnn_tf32"] = str(_fp32_precision("cudnn.rnn") == "tf32")
+    for name in ("benchmark", "deterministic", "enabled"):
+        versions[f"cudnn_{name}"] = str(getattr(cudnn, name))
+    for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
+        versions[f"matmul_{name}"] = str(getattr(matmul, f"allow_{name}"))
     return versions
+
+
+def _fp32_precision(where: str) -> str:
+    precision: str = attrgetter(f"{where}.fp32_precision")(torch.backends)
+    return precision
+
+
+@functools.lru_cache(maxsize=1)
+def driver_version() -> str:
+    """Of NVIDIA's driver; ``unknown`` where nvidia-smi does not say."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found[0] if found else "unknown"
+
+
+def memory_format(model: torch.nn.Module) -> str:
+    """Layout of a model's convolution weights: ``contiguous``, ``channels_last`` or ``mixed``; empty where none shows it."""
+    found = set()
+    for parameter in model.parameters():
+        if parameter.dim() in (4, 5):
+            last = torch.channels_last if parameter.dim() == 4 else torch.channels_last_3d
+            by_format = {
+                "contiguous": parameter.is_contiguous(),
+                "channels_last": parameter.is_contiguous(memory_format=last),
+            }
+            if sum(by_format.values()) == 1:  # both where a kernel has one pixel or one channel
+                found.add(next(name for name, holds in by_format.items() if holds))
+    return "mixed" if len(found) > 1 else "".join(found)
 
 
 def gradient_format(device: torch.device) -> Precision:

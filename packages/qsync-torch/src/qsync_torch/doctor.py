@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
+from qsync_torch.devices import driver_version
 from qsync_torch.distributed.ranks import gather_bytes
 from qsync_torch.observing.collectors import installed_collectors
 
@@ -73,7 +73,7 @@ def _cuda_lines() -> list[DoctorLine]:
                 "see that a driver is installed and that CUDA_VISIBLE_DEVICES does not hide the devices",
             )
         ]
-    lines = [DoctorLine("cuda", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, driver {_driver()}")]
+    lines = [DoctorLine("cuda", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, driver {driver_version()}")]
     for index in range(torch.cuda.device_count()):
         lines += _device_lines(index)
     return lines
@@ -121,15 +121,6 @@ def has_kernels(capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
         if built <= capability and (kind == "compute" or built[0] == capability[0]):
             return True
     return not arch_list
-
-
-def _driver() -> str:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found[0] if found else "unknown"
 
 
 def _collective_lines() -> list[DoctorLine]:

@@ -135,6 +135,28 @@ def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None
         ) from None
 
 
+def describe_optimizer(job: Job) -> str:
+    """The class, parameter groups and hyper-parameters of a job's optimizer, for telling one from another.
+
+    It is made from the job's own parameters, and leaves them as they are.
+    """
+    optimizer = job.optimizer([parameter for parameter in job.model.parameters() if parameter.requires_grad])
+    groups = [
+        f"{sum(parameter.numel() for parameter in group['params'])} parameters: "
+        + ", ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name != "params")
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}({'; '.join(groups)})"
+
+
+def _plain(value: Any) -> str:
+    """A hyper-parameter; of what is neither a number nor a text only the type, because its text may be another in each process."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    known = value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+    return repr(value) if known else type(value).__qualname__
+
+
 def check_same_model(job: Job, dag: PrecisionDag) -> None:
     """Compare the graph's parameters (names and shapes) and batch size with the job's, before the wrong one is measured.
 

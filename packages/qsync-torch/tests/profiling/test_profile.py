@@ -163,6 +163,55 @@ def test_a_killed_run_continues_where_it_stopped(job, dag, tmp_path, monkeypatch
     assert len(again) == total - 3
 
 
+def _sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _other_loss(output, batch):
+    return F.multi_margin_loss(output, batch.target)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"optimizer": _sgd}, "its optimizer was torch.optim.adam.Adam("),
+        ({"loss": _other_loss}, "the job's model or loss is no longer the one that was traced"),
+    ],
+    ids=["optimizer", "loss"],
+)
+def test_what_another_job_left_is_not_continued(job, dag, tmp_path, monkeypatch, changed, why):
+    path = tmp_path / "x.partial"
+    profile(job, dag, ladder=(FLOAT32,), resume=path, **EFFORTS)
+    measured, original = [], profile_module.measure_step
+    monkeypatch.setattr(profile_module, "measure_step", lambda *args: measured.append(1) or original(*args))
+    notes = []
+    profile(job, dag, ladder=(FLOAT32,), resume=path, note=notes.append, **EFFORTS)
+    assert (measured, notes) == ([], [])
+    profile(attrs.evolve(job, **changed), dag, ladder=(FLOAT32,), resume=path, note=notes.append, **EFFORTS)
+    assert len(measured) == 1
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{path} is of an interrupted profile that cannot be continued: {why}")
+    assert notes[0].endswith("; everything is measured again")
+
+
+def test_the_jobs_own_settings_are_recorded(job, dag):
+    """Whatever made them: importing its file, or the function that makes it."""
+
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = profile(job, dag, ladder=(FLOAT32,), **EFFORTS).software
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+    assert {name: found[name] for name in ("float32_matmul", "deterministic_algorithms", "memory_format", "autocast")} == {
+        "float32_matmul": "high",
+        "deterministic_algorithms": "True",
+        "memory_format": "contiguous",
+        "autocast": "off",
+    }
+
+
 def test_progress_reaches_its_total(job, dag):
     told = []
     profile(job, dag, ladder=(FLOAT32,), progress=lambda done, total, what: told.append((done, total)), **EFFORTS)

@@ -21,9 +21,13 @@ KINDS: dict[str, type] = {
 }
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
-_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "PrecisionDag": 2, "PrecisionPlan": 2}
+_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "PrecisionDag": 2, "PrecisionPlan": 2, "Timeline": 2}
 
-_ADDED: dict[str, dict[str, Any]] = {"PrecisionDag": {"base": "float32"}, "PrecisionPlan": {"base": "float32"}}
+_ADDED: dict[str, dict[str, Any]] = {
+    "PrecisionDag": {"base": "float32"},
+    "PrecisionPlan": {"base": "float32", "software": {}},
+    "Timeline": {"software": {}},
+}
 """Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.
 
 An artifact that holds just that is written as the version before: its bytes, and with them the digest by which other artifacts
@@ -36,6 +40,7 @@ _MIGRATIONS: dict[tuple[str, int], Migration] = {
     ("Sensitivity", 1): lambda fields: {**fields, "flips": {}},
     ("PrecisionDag", 1): lambda fields: {**fields, **_ADDED["PrecisionDag"]},
     ("PrecisionPlan", 1): lambda fields: {**fields, **_ADDED["PrecisionPlan"]},
+    ("Timeline", 1): lambda fields: {**fields, **_ADDED["Timeline"]},
 }
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.
 

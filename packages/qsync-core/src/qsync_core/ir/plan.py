@@ -94,6 +94,8 @@ class PrecisionPlan:
         unaddressed_ids: linear and convolution operators that ``apply_`` cannot change; they run in the base as they are.
         base: format of the job itself: float32, or the format of the autocast that it trains under
             (docs/design/precision-semantics.md#jobs-under-amp).
+        software: per group the versions and settings of the process that measured its profile (:mod:`qsync_core.settings`): the
+            prediction holds for a job that has the same.  Groups of which they are not known are absent.
     """
 
     model: str
@@ -114,6 +116,7 @@ class PrecisionPlan:
     notes: tuple[str, ...] = ()
     unaddressed_ids: tuple[OpId, ...] = ()
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
+    software: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
@@ -123,8 +126,9 @@ class PrecisionPlan:
             raise ValueError(f"the job's base is {self.base}, but group {other.group!r} has base {other.base}")
         if self.rank0_group and self.rank0_group not in names:
             raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
-        if stray := sorted(set(self.local_batches) - set(names)):
-            raise ValueError(f"local_batches has a batch for group {stray[0]!r}, but the plan's groups are {names}")
+        for what in ("local_batches", "software"):
+            if stray := sorted(set(getattr(self, what)) - set(names)):
+                raise ValueError(f"{what} has an entry for group {stray[0]!r}, but the plan's groups are {names}")
         if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):
             raise ValueError(f"operator {twice} stands twice in operator_ids and unaddressed_ids")
         operators = set(self.operator_ids)

@@ -40,6 +40,8 @@ class Timeline:
         rank_group: name of each rank's group.
         intervals: sorted by rank, resource, start.
         peak_bytes: peak memory per group.
+        software: per group the versions and settings (:mod:`qsync_core.settings`) that the prediction rests on, or that the
+            measured job had; groups of which they are not known are absent.
     """
 
     source: str = attrs.field(validator=attrs.validators.in_(("predicted", "measured")))
@@ -48,6 +50,7 @@ class Timeline:
     rank_group: Mapping[int, str]
     intervals: tuple[Interval, ...]
     peak_bytes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+    software: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         for rank in self.rank_group:
@@ -55,5 +58,6 @@ class Timeline:
         for interval in self.intervals:
             if interval.rank not in self.rank_group:
                 raise ValueError(f"interval {interval.name!r} is of rank {interval.rank}, which belongs to no group")
-        if stray := sorted(set(self.peak_bytes) - set(self.rank_group.values())):
-            raise ValueError(f"peak_bytes has a peak of group {stray[0]!r}, to which no rank belongs")
+        for field in ("peak_bytes", "software"):
+            if stray := sorted(set(getattr(self, field)) - set(self.rank_group.values())):
+                raise ValueError(f"{field} has an entry of group {stray[0]!r}, to which no rank belongs")

@@ -264,4 +264,5 @@ def _plan(
         unaddressed_ids=tuple(
             operator.op_id for operator in dag.operators if operator.op_class is OpClass.ADJUSTABLE and operator.not_applicable
         ),
+        software={name: profile.software for name, profile in problem.profiles.items()},
     )

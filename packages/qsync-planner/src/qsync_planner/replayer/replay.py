@@ -336,4 +336,5 @@ class Replayer:
 
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
-        return predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
+        timeline = predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
+        return attrs.evolve(timeline, software={name: self.profiles[name].software for name in prediction.groups})

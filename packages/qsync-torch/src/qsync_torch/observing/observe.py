@@ -16,8 +16,9 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.devices import parse_device
-from qsync_torch.job import Batch, Job, check_same_model
+from qsync_core.settings import SETTINGS
+from qsync_torch.devices import parse_device, software_versions
+from qsync_torch.job import Batch, Job, check_same_model, describe_optimizer
 from qsync_torch.observing.call_hooks import GradientCapture, hooked_calls
 from qsync_torch.observing.collector import ObservedStep, low_precision
 from qsync_torch.observing.collectors import AnyCollector, RunningCollectors, default_collectors, installed_collectors
@@ -241,6 +242,12 @@ class _Run:
             "steps": str(self.steps),
             "collectors": ",".join(self.collectors.names),
             "variants": " ".join(sorted(map(str, self.collectors.variants))),
+            "optimizer": describe_optimizer(self.job),
+            **{
+                name: value
+                for name, value in software_versions(self.target).items()
+                if name in SETTINGS and (SETTINGS[name].changes_numbers or name == "torch")
+            },
         }
 
     def _continued(self, earlier: Observations, asked: Mapping[str, str]) -> Record:

@@ -6,6 +6,7 @@ See docs/design/cost-mapper.md#profiled-costs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import from_plain, to_plain
@@ -21,14 +23,14 @@ from qsync_core.artifacts.files import digest
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import CastKey, CastModel, DeviceType, OpCost, Profile, StepMeasurement
+from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile, StepMeasurement
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.devices import device_type, parse_device, software_versions
-from qsync_torch.job import Job, check_same_model
+from qsync_torch.devices import device_type, memory_format, parse_device, software_versions
+from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
@@ -37,15 +39,21 @@ from qsync_torch.profiling.operator_cost import measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
+
+_LONGEST_VALUE = 200
+"""Characters of a setting that a sentence shows."""
 
 T = TypeVar("T")
 BASE = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
-_FORMAT = 2
+_FORMAT = 3
 """Of the file of a :class:`ResumeStore`."""
+_AUTOCAST = "autocast"
+"""Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
 _WRITE_EVERY_S = 0.5
 
 
@@ -87,6 +95,9 @@ def profile(
     process group of two or more ranks, whole steps are measured under DistributedDataParallel (each rank's alone), and all-reduces
     of the model's gradient buckets are measured too, so all ranks must call this.
 
+    The process's settings (TF32, ``cudnn.benchmark`` and whatever else :mod:`qsync_core.settings` lists) are left as they are and
+    recorded: set them where the job is made, as training has them.
+
     Args:
         job: what is trained; its model is copied to the device and not changed.
         dag: its graph (``trace(job)``).
@@ -97,7 +108,8 @@ def profile(
         backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
             tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
-        resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.
+        resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.  One of
+            another job, optimizer, loss, ladder, device, version or setting is not continued, and a note says what differs.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
         progress: receives how far it is.
         note: receives sentences that a reader of the profile should know.
@@ -111,16 +123,35 @@ def profile(
     chooser = chooser_of(target, backend, tuning)
     variants = tuple(dict.fromkeys((*ladder, BASE)))
     type_ = device_type(target, share, memory_cap_bytes)
-    software = software_versions(target)
+    software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
-    store = ResumeStore(resume, _store_digest(dag_digest, type_, software, job, chooser.chain))
-
     items = distinct_items(dag, variants)
     choices = {item: _choice(chooser, item) for item in items}
+    efforts = (operator_effort, cast_effort, step_effort)
+    store = ResumeStore(
+        resume,
+        {
+            **software,
+            "graph": dag_digest,
+            "device": str(attrs.asdict(type_)),
+            "job": job.name,
+            "optimizer": describe_optimizer(job),
+            "ladder": " ".join(map(str, variants)),
+            "backend": "+".join(chooser.chain),
+            "kernels": _kernels(choices),
+            "number of ranks": str(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1),
+            "effort": " ".join(map(str, efforts)),
+        },
+    )
+    if len(store) and digest(trace(job)) != dag_digest:
+        # A graph that was traced before does not say that the loss or the model changed since.
+        store.discard("the job's model or loss is no longer the one that was traced")
+    if store.discarded:
+        note(f"{resume} is of an interrupted profile that cannot be continued: {store.discarded}; everything is measured again")
     if chooser.chain == AUTO and chooser.untuned:
         note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
     layouts = dict(job.model.named_parameters())
-    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, operator_effort, cast_effort, step_effort)
+    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts)
     cast_sites = possible_casts(variants)
     total = len(items) + len(cast_sites) + len(variants) + 1
     done = 0
@@ -146,6 +177,7 @@ def profile(
             advance(f"cast {key.source}→{key.target}")
             casts.append(bench.cast(key, sites))
         runner = StepRunner.start(job, target)
+        _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
         for variant in sorted(variants, key=lambda v: v != BASE):
             advance(f"whole step {variant.label}")
@@ -161,7 +193,11 @@ def profile(
     progress(total, total, "")
     return Profile(
         device=type_,
-        software=software | chooser.versions(choices.values()),
+        software={
+            **{name: value for name, value in software.items() if value},
+            "autocast": store.read(_AUTOCAST, str) or software["autocast"],
+            **chooser.versions(choices.values()),
+        },
         model=dag.model,
         dag_digest=dag_digest,
         costs=tuple(costs),
@@ -258,25 +294,37 @@ class _Bench:
         )
 
 
-def _store_digest(dag_digest: str, type_: DeviceType, software: dict[str, str], job: Job, chain: tuple[str, ...]) -> str:
-    content = [dag_digest, attrs.asdict(type_), software, job.name, job.batch_size, "+".join(chain)]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+def _kernels(choices: Mapping[Item, KernelChoice]) -> str:
+    """A digest of the kernels that were chosen: a search since (``qsync tune``) may have found others."""
+    rows = sorted(f"{item.name} {choice.backend} {choice.config}" for item, choice in choices.items())
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def _watch_autocast(model: torch.nn.Module, device: torch.device, store: ResumeStore) -> None:
+    """Keep the autocast in which the model's next forward runs: the job's own code switches it on."""
+
+    def look(*_: Any) -> None:
+        store.write(_AUTOCAST, software_versions(device)["autocast"])
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(look)
 
 
 class ResumeStore:
-    """Measured values by name, so that a killed run continues: one JSON file beside the output, valid for one digest only.
+    """Measured values by name, so that a killed run continues: one JSON file beside the output.
 
-    The file is replaced atomically at most twice a second; one that is damaged, or that belongs to another digest (another model,
-    device, software or setting), is ignored and overwritten.  Without a path nothing is kept.
+    The file holds the settings that its values depend on, and is ignored and overwritten where one of them is another now, or where
+    it is damaged; ``discarded`` then says why.  It is replaced atomically at most twice a second.  Without a path nothing is kept.
     """
 
-    def __init__(self, path: Path | None, digest: str) -> None:
+    def __init__(self, path: Path | None, settings: Mapping[str, str]) -> None:
         self._path = path
-        self._digest = digest
+        self._settings = dict(settings)
         self._values: dict[str, Any] = {}
         self._written = 0.0
-        if path is not None:
-            self._values = _read(path, digest)
+        self.discarded = ""
+        if path is not None and path.exists():
+            self._values, self.discarded = _read(path, self._settings)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -296,22 +344,37 @@ class ResumeStore:
             self.flush()
         return value
 
+    def discard(self, why: str) -> None:
+        """Forget all values."""
+        self._values, self.discarded = {}, why
+
     def flush(self) -> None:
         """Write everything now."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": _FORMAT, "digest": self._digest, "values": self._values}
+        content = {"format": _FORMAT, "settings": self._settings, "values": self._values}
         write_atomically(self._path, json.dumps(content).encode())
         self._written = time.monotonic()
 
 
-def _read(path: Path, digest: str) -> dict[str, Any]:
+def _read(path: Path, settings: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """The values of a file that belongs to these settings; else none, and why."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("digest") != digest:
-        return {}
-    values = content.get("values")
-    return values if isinstance(values, dict) else {}
+        return {}, "it is damaged"
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return {}, "another version of QSync wrote it, or it is damaged"
+    theirs, values = content.get("settings"), content.get("values")
+    if not isinstance(theirs, dict) or not isinstance(values, dict):
+        return {}, "it is damaged"
+    for name in dict.fromkeys(itertools.chain(settings, theirs)):
+        if theirs.get(name) != settings.get(name):
+            return {}, f"its {name} was {_short(theirs.get(name))} and is {_short(settings.get(name))} now"
+    return values, ""
+
+
+def _short(value: Any) -> str:
+    text = "not recorded" if value is None else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
