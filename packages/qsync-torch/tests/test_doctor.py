@@ -12,7 +12,7 @@ def test_ranks_that_agree():
 def test_ranks_that_differ_are_named_with_what_they_have():
     (line,) = compare_ranks([{"torch": "2.13.0"}, {"torch": "2.12.0"}, {"torch": "2.13.0"}])
     assert line.topic == "ranks: torch"
-    assert line.finding == "2.13.0 on rank 0, 2; 2.12.0 on rank 1"
+    assert line.finding == "2.13.0 on ranks 0, 2; 2.12.0 on rank 1"
     assert (line.status, line.advice) == (Status.ERROR, "install the same versions everywhere")
 
 

@@ -47,5 +47,9 @@ class CompatibilityError(QSyncError):
     """Installed QSync packages, or the ranks of a job, are of versions that do not work together."""
 
 
+class RankError(QSyncError):
+    """A rank of the job did not take part: it came too late, its process ended, or it failed with an error of its own."""
+
+
 class NumericsError(QSyncError):
     """A tensor holds NaN or infinite values where a quantizer needs its range."""

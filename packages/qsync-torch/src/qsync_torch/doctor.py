@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.devices import driver_version
-from qsync_torch.distributed.ranks import gather_bytes
+from qsync_torch.distributed.exchange import Exchange, Report, by_value
 from qsync_torch.observing.collectors import installed_collectors
 
 _RENDEZVOUS = timedelta(seconds=30)
 """How long to wait for the other ranks."""
-_TEXT_BYTES = 4096
-"""Room for a rank's facts; a handful of version numbers take a few hundred bytes."""
 
 
 def doctor_lines() -> list[DoctorLine]:
@@ -157,23 +155,23 @@ def _agreement_lines(lines: list[DoctorLine]) -> list[DoctorLine]:
             )
         ]
     try:
-        everyone = [json.loads(facts) for facts in gather_bytes(json.dumps(mine).encode().ljust(_TEXT_BYTES))]
+        exchange = Exchange(None, "qsync doctor", _RENDEZVOUS.total_seconds())
+        exchange.say(Report("qsync doctor", mine))
+        everyone = list(exchange.hear().values())
+    except (RankError, dist.DistError) as error:
+        return [DoctorLine("ranks", str(error), Status.ERROR, "see what the other ranks printed")]
     finally:
         dist.destroy_process_group()
-    return compare_ranks(everyone)
+    return compare_ranks([report.facts for report in everyone])
 
 
-def compare_ranks(everyone: list[dict[str, str]]) -> list[DoctorLine]:
+def compare_ranks(everyone: Sequence[Mapping[str, str]]) -> list[DoctorLine]:
     """One line that all ranks agree, or one per fact in which they do not."""
     lines = []
     for topic in sorted({topic for facts in everyone for topic in facts}):
-        found = [facts.get(topic, "nothing") for facts in everyone]
-        if len(set(found)) > 1:
-            by_value = "; ".join(
-                f"{value} on rank {', '.join(str(rank) for rank, other in enumerate(found) if other == value)}"
-                for value in dict.fromkeys(found)
-            )
+        found = {rank: facts.get(topic, "nothing") for rank, facts in enumerate(everyone)}
+        if len(set(found.values())) > 1:
             # Unequal GPUs are what QSync is for; unequal software is not.
             status = Status.WARNING if topic == "cuda" else Status.ERROR
-            lines.append(DoctorLine(f"ranks: {topic}", by_value, status, "install the same versions everywhere"))
+            lines.append(DoctorLine(f"ranks: {topic}", by_value(found), status, "install the same versions everywhere"))
     return lines or [DoctorLine("ranks", f"all {len(everyone)} ranks have the same versions")]

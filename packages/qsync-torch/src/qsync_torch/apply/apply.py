@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from qsync_torch.apply.kernel_check import check_backends, prebuild
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Addressed, assignments_of, locate, unplanned_modules
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.distributed.ranks import check_rank0, check_ranks_agree, which_group
+from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.kernels.selection import default_backend
 
@@ -103,7 +104,8 @@ def apply_(
     """Make ``model`` run as planned, in place.
 
     Call it before wrapping the model in DistributedDataParallel or ``torch.compile``, and after ``init_process_group``: then all
-    ranks compare their plans and versions first, so every rank must call it.
+    ranks compare their plans and versions, and what one of them refuses is refused on all; so every rank must call it.  (Variants
+    by operator concern this rank alone.)
 
     Args:
         model: any module; its parameters stay as they are.
@@ -125,33 +127,45 @@ def apply_(
         CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
             reasons.
+        RankError: when a rank of the job does not come here within ``QSYNC_RANK_TIMEOUT_S`` seconds, 30 by default, or its process
+            ends while it builds kernels.
     """
-    if _MARK in model.__dict__:
-        raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
-    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
-    if isinstance(plan, (str, os.PathLike)):
-        plan = load(Path(plan), PrecisionPlan)
-    if backend is not None:
-        KernelChoice.parse(backend)
-    whole_plan = isinstance(plan, PrecisionPlan)
-    if isinstance(plan, PrecisionPlan):
-        check_ranks_agree(plan)
-        group = which_group(plan) if group is None else group
-        check_rank0(plan, group)
-    device = _device_of(model)
-    entries = plan if isinstance(plan, PrecisionPlan) else _read(plan)
-    assigned = assignments_of(entries, group, backend, default_backend(device))
-    addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
-    check_backends(addressed, device)
-    prebuild(addressed, device)
+    whole_plan = not isinstance(plan, Mapping)
+    with _on_all_ranks("apply_", whole_plan) as facts:
+        if _MARK in model.__dict__:
+            raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
+        if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+            raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
+        if isinstance(plan, (str, os.PathLike)):
+            plan = load(Path(plan), PrecisionPlan)
+        if backend is not None:
+            KernelChoice.parse(backend)
+        if isinstance(plan, PrecisionPlan):
+            facts |= plan_facts(plan)
+            group = which_group(plan) if group is None else group
+            check_rank0(plan, group)
+        device = _device_of(model)
+        entries = plan if isinstance(plan, PrecisionPlan) else _read(plan)
+        assigned = assignments_of(entries, group, backend, default_backend(device))
+        addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
+        check_backends(addressed, device)
     applied = AppliedPlan(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
-    applied.lower(addressed, _rank_seed(seed))
-    if isinstance(plan, PrecisionPlan):
-        for fqn, module in unplanned_modules(model, addressed, plan):
-            applied.replace_forward(module, functools.partial(_refuse, fqn))
+    with ExitStack() as undo:
+        undo.callback(applied.remove)
+        with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):
+            prebuild(addressed, device)
+            applied.lower(addressed, _rank_seed(seed))
+            if isinstance(plan, PrecisionPlan):
+                for fqn, module in unplanned_modules(model, addressed, plan):
+                    applied.replace_forward(module, functools.partial(_refuse, fqn))
+        undo.pop_all()
     model.__dict__[_MARK] = True
     return applied
+
+
+def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> AbstractContextManager[dict[str, str]]:
+    """Variants by operator are this rank's own affair: other ranks may run other ones, or none, and need not call ``apply_``."""
+    return together(what, slow=slow) if whole_plan else nullcontext({})
 
 
 def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:

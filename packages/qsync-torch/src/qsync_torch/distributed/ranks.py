@@ -1,25 +1,27 @@
-"""A job's ranks: their process group, the device group of each, and whether they hold the same plan and versions."""
+"""A job's ranks: their process group, the device group of each, and what they do together or not at all."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
 
+from qsync_core import errors
 from qsync_core.artifacts.files import digest
 from qsync_core.devices import same_device
-from qsync_core.errors import CompatibilityError, PlanError
+from qsync_core.errors import CompatibilityError, PlanError, QSyncError, RankError
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import DeviceKind
+from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Report, by_value, rank_list
 
 GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-_DIGEST_BYTES = 32
+VERSIONS, PLAN = "versions", "plan"
+"""Names of the facts that have a sentence of their own where ranks differ."""
 
 
 @contextmanager
@@ -109,11 +111,82 @@ def check_rank0(plan: PrecisionPlan, group: str) -> None:
         )
 
 
+@contextmanager
+def together(
+    what: str,
+    facts: Mapping[str, str] = {},
+    timeout_s: float | None = None,
+    *,
+    slow: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[dict[str, str]]:
+    """Run a block on every rank so that a refusal on one is a refusal on all (docs/training.md#when-a-rank-refuses).
+
+    Ranks speak through the process group's store, so nothing pairs with a collective that another rank is in, and nothing needs a
+    device.  Outside a process group, alone in one, or on a rank outside ``group``, only the block runs.
+
+    Args:
+        what: the call, as its user knows it, such as ``apply_``; equal on all ranks.
+        facts: what must be equal on all ranks, by name; the block may add to them, in what ``with`` gives it.
+        timeout_s: how long this rank waits for the others; by default what ``QSYNC_RANK_TIMEOUT_S`` says, else 30 seconds.
+        slow: the block may take minutes on some ranks, as building kernels does: then the others wait for as long as its process
+            lives, at most for the group's own timeout, and ``timeout_s`` is how long a process may give no sign of life.
+        group: the ranks that take part, all by default.
+
+    Yields:
+        The facts.
+
+    Raises:
+        QSyncError: on every rank.  The rank's own error where it has one, with what other ranks refuse; else an error of the class
+            that another rank refuses with, which names that rank.
+        CompatibilityError: the ranks run different versions of QSync.
+        PlanError: the ranks differ in another fact.
+        RankError: a rank has not come in time, its process has ended, or it failed with an error that is not QSync's.
+    """
+    agreed = dict(facts)
+    if not _in_process_group() or dist.get_world_size(group) < 2:
+        yield agreed
+        return
+    timeout_s = rank_timeout_s() if timeout_s is None else timeout_s
+    mine: Exception | None = None
+    wrong: Exception | None = None
+    try:
+        exchange = Exchange(group, what, timeout_s, slow=slow)
+        with exchange.alive():
+            try:
+                yield agreed
+            except Exception as error:
+                mine = error
+            except BaseException as error:
+                with suppress(dist.DistError):
+                    exchange.say(Report(what, agreed, type(error).__name__))
+                raise
+        exchange.say(_report(what, agreed, mine))
+        wrong = _disagreement(exchange.hear(), dist.get_rank(), as_well=mine is not None)
+    except RankError as error:
+        wrong = error
+    except dist.DistError as error:
+        wrong = RankError(_store_has_gone(what, error))
+    if mine is not None:
+        raise _with_more(mine, str(wrong)) if wrong else mine
+    if wrong is not None:
+        raise wrong
+
+
+def rank_timeout_s() -> float:
+    """What ``QSYNC_RANK_TIMEOUT_S`` says, else 30 seconds."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise PlanError(f"{TIMEOUT_VARIABLE} is {text!r}; set it to a number of seconds above 0")
+    return seconds
+
+
 def check_ranks_agree(plan: PrecisionPlan, group: dist.ProcessGroup | None = None) -> None:
     """Compare plan and versions across ranks; call it on every rank after ``init_process_group`` and before the first step.
-
-    Ranks exchange fixed-size digests: a rank with another plan cannot make the exchange hang or fail, and every rank raises the
-    same error instead of waiting for one that gave up.
 
     Args:
         plan: the plan this rank applies.
@@ -122,22 +195,15 @@ def check_ranks_agree(plan: PrecisionPlan, group: dist.ProcessGroup | None = Non
     Raises:
         CompatibilityError: on every rank, when versions differ.
         PlanError: on every rank, when plans differ.
+        RankError: on every rank that calls this, when another does not.
     """
-    if not _in_process_group():
-        return
-    mine = hashlib.sha256(versions_text().encode()).digest() + bytes.fromhex(digest(plan))
-    gathered = gather_bytes(mine, group)
-    software = [entry[:_DIGEST_BYTES] for entry in gathered]
-    plans = [entry[_DIGEST_BYTES:] for entry in gathered]
-    if len(set(software)) > 1:
-        raise CompatibilityError(
-            f"the ranks of this job run different versions of QSync (digests {_by_digest(software)}); "
-            f"this rank has {versions_text()}: install the same on all"
-        )
-    if len(set(plans)) > 1:
-        raise PlanError(
-            f"the ranks of this job hold different plans (digests {_by_digest(plans)}); give every rank the same plan file"
-        )
+    with together("check_ranks_agree", plan_facts(plan), group=group):
+        pass
+
+
+def plan_facts(plan: PrecisionPlan) -> dict[str, str]:
+    """What ranks under one plan must share: the plan, and the versions of QSync."""
+    return {VERSIONS: versions_text(), PLAN: digest(plan)[:16]}
 
 
 def versions_text() -> str:
@@ -145,18 +211,69 @@ def versions_text() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("qsync-core", "qsync-torch"))
 
 
-def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes, of equal length."""
-    on_cuda = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group=group)
-    return [bytes(entry.tolist()) for entry in received]
+def _report(what: str, facts: Mapping[str, str], error: Exception | None) -> Report:
+    if error is None:
+        return Report(what, facts)
+    if not isinstance(error, QSyncError):
+        return Report(what, facts, f"{type(error).__name__}: {_first_line(error)}")
+    kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
+    return Report(what, facts, str(error) or type(error).__name__, kind)
 
 
-def _by_digest(digests: list[bytes]) -> str:
-    ranks: dict[bytes, list[str]] = {}
-    for rank, entry in enumerate(digests):
-        ranks.setdefault(entry, []).append(str(rank))
-    return "; ".join(f"{entry.hex()[:12]} on rank{'s' if len(who) > 1 else ''} {', '.join(who)}" for entry, who in ranks.items())
+def _disagreement(reports: Mapping[int, Report], rank: int, *, as_well: bool) -> QSyncError | None:
+    """What is wrong on other ranks; else, in the same words on every rank, in what the ranks differ."""
+    refused: dict[tuple[str, str], list[int]] = {}
+    for other, report in reports.items():
+        if report.refusal and other != rank:
+            refused.setdefault((report.kind, report.refusal), []).append(other)
+    if not refused:
+        return None if as_well else _difference(reports)
+    more = " as well" if as_well else ""
+    sentences = [
+        f"{rank_list(who)} {'refuse' if kind else 'fail'}{'s' if len(who) == 1 else ''}{more}: {sentence}"
+        for (kind, sentence), who in refused.items()
+    ]
+    kind, _ = next(iter(refused))
+    found: type[QSyncError] = getattr(errors, kind, RankError) if kind else RankError
+    return found("; ".join(sentences))
+
+
+def _with_more(error: Exception, more: str) -> Exception:
+    """The same error, which says more: in its sentence where it is QSync's, else in a note below its traceback."""
+    if isinstance(error, QSyncError):
+        error.args = (f"{error} ({more})",)
+    else:
+        error.add_note(more)
+    return error
+
+
+def _store_has_gone(what: str, error: Exception) -> str:
+    return (
+        f"the process that holds the process group's store has ended while this rank was in {what}: it is rank 0's, or the "
+        f"torchrun of node rank 0, see what it printed last ({_first_line(error)})"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _difference(reports: Mapping[int, Report]) -> QSyncError | None:
+    calls = {rank: report.what for rank, report in reports.items()}
+    if len(set(calls.values())) > 1:
+        return RankError(f"the ranks of this job are in different calls ({by_value(calls)}); make the same calls on every rank")
+    names = dict.fromkeys([VERSIONS, *(name for report in reports.values() for name in report.facts)])
+    for name in names:
+        values = {rank: report.facts.get(name, "nothing") for rank, report in reports.items()}
+        if len(set(values.values())) == 1:
+            continue
+        if name == VERSIONS:
+            return CompatibilityError(
+                f"the ranks of this job run different versions of QSync ({by_value(values)}); install the same on all"
+            )
+        if name == PLAN:
+            return PlanError(
+                f"the ranks of this job hold different plans (digests {by_value(values)}); give every rank the same plan file"
+            )
+        return PlanError(f"the ranks of this job differ in {name} ({by_value(values)}); give every rank the same")
+    return None

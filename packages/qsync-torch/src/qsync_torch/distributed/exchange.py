@@ -1,0 +1,189 @@
+"""One round in which every rank of a process group says something and hears all others, through the group's store.
+
+A store pairs nothing with a collective that another rank is in, and needs no device, so that a rank which never comes is a rank
+that has said nothing, and not a hang or a garbled answer.  Keys of a round go when the next one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import attrs
+import torch.distributed as dist
+
+from qsync_core.errors import RankError
+
+TIMEOUT_VARIABLE = "QSYNC_RANK_TIMEOUT_S"
+_GRACE_S = 5.0
+"""How long a rank that gives up stays, at least, so that the others hear why: rank 0 may hold the store."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_BEATS_PER_TIMEOUT = 10
+
+
+@attrs.frozen
+class Report:
+    """What one rank says.
+
+    Attributes:
+        what: the call that it is in.
+        facts: what must be equal on all ranks.
+        refusal: the sentence of its error; empty where there is none.
+        kind: the class of that error in :mod:`qsync_core.errors`; empty for any other class.
+    """
+
+    what: str
+    facts: Mapping[str, str] = {}
+    refusal: str = ""
+    kind: str = ""
+
+
+class Exchange:
+    """One round of reports; its number is the count of rounds that this rank has begun in the group.
+
+    Args:
+        group: the ranks that take part, all by default.
+        what: the call that every rank must be in.
+        timeout_s: how long the others may take to come after this rank has.
+        slow: the others may take as long as their processes live, at most as long as the group's own timeout; within ``timeout_s``
+            they must show that they live (:meth:`alive`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, what: str, timeout_s: float, *, slow: bool = False) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self._what, self._timeout_s, self._slow = what, timeout_s, slow
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        store = whole.get_group_store()
+        patience: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's stubs leave out
+        self._limit_s = max(timeout_s, patience.total_seconds()) if slow else timeout_s
+        number = store.add(f"qsync/rounds/{self.rank}", 1)
+        self._store, self._previous = (dist.PrefixStore(f"qsync/{n}", store) for n in (number, number - 1))
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Show the others that this process lives, from another thread; without ``slow`` does nothing."""
+        if not self._slow:
+            yield
+            return
+        done = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # a store that has gone is noticed by the thread that needs it
+                while True:
+                    self._store.add(f"alive/{self.rank}", 1)
+                    if done.wait(self._timeout_s / _BEATS_PER_TIMEOUT):
+                        return
+
+        thread = threading.Thread(target=beat, name="qsync-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def say(self, mine: Report) -> None:
+        """Publish this rank's report, and where it refuses end the round for all."""
+        self._store.set(f"report/{self.rank}", json.dumps(attrs.asdict(mine)))
+        if mine.refusal:
+            self._store.set("over", "")
+
+    def hear(self) -> dict[int, Report]:
+        """The reports of all ranks, or where one refuses those of the ranks that came in time; call it after :meth:`say`.
+
+        Every rank returns once all have heard, because the one that leaves first may take the store with it.
+
+        Raises:
+            RankError: a rank has not come in time, or its process has ended; on every rank that came.
+        """
+        came = time.monotonic()
+        self._await_reports(came)
+        self._store.set(f"heard/{self.rank}", "")
+        here = [rank for rank in self.ranks if not self._missing() or self._store.check([f"report/{rank}"])]
+        until = max(came + self._timeout_s, time.monotonic() + _GRACE_S)
+        self._poll([f"heard/{rank}" for rank in here], until)
+        if missing := self._missing():  # now that all have heard, all see the same
+            raise RankError(missing)
+        reports = self._reports()
+        if len(reports) == len(self.ranks):  # so all have left the round before
+            for key in (f"report/{self.rank}", f"heard/{self.rank}", f"alive/{self.rank}", "over"):
+                self._previous.delete_key(key)
+        return reports
+
+    def _await_reports(self, came: float) -> None:
+        """Wait until all have come or the round is over; end it where one does not come."""
+        keys = [f"report/{rank}" for rank in self.ranks]
+        watched, since = (-1, -1), came
+        while not self._poll(
+            keys, min(time.monotonic() + self._timeout_s / _BEATS_PER_TIMEOUT, came + self._limit_s), or_key="over"
+        ):
+            now = time.monotonic()
+            silent = [rank for rank in self.ranks if not self._store.check([f"report/{rank}"])]
+            if not silent:
+                return
+            if now - came >= self._limit_s:
+                self._store.set("over", self._late(silent))
+                return
+            if self._slow:  # the first silent one alone: the others' turn comes when it has reported
+                beat = (silent[0], self._store.add(f"alive/{silent[0]}", 0))
+                if beat != watched:
+                    watched, since = beat, now
+                elif now - since >= self._timeout_s:
+                    self._store.set("over", self._dead(silent[0]))
+                    return
+
+    def _missing(self) -> str:
+        """Who has not come, as the rank that ended the round for this says; else empty."""
+        return self._store.get("over").decode() if self._store.check(["over"]) else ""
+
+    def _late(self, silent: Sequence[int]) -> str:
+        return (
+            f"{rank_list(silent)} did not reach {self._what} within {self._limit_s:g} s of rank {self.rank}: call it on every "
+            "rank, in the same order and with the same plan; where a rank takes longer to come there, set "
+            f"{TIMEOUT_VARIABLE} to more seconds"
+        )
+
+    def _dead(self, silent: int) -> str:
+        return (
+            f"rank {silent} gave no sign of life for {self._timeout_s:g} s while rank {self.rank} waited for it in {self._what}: "
+            "its process has ended or hangs, see what it printed last; where it only takes long, set "
+            f"{TIMEOUT_VARIABLE} to more seconds"
+        )
+
+    def _poll(self, keys: Sequence[str], until: float, or_key: str = "") -> bool:
+        """Whether all keys (or the other one) are there, before the time is over.
+
+        Not ``store.wait``, which keeps a TCPStore's connection from all other threads until it returns.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check(list(keys)) and not (or_key and self._store.check([or_key])):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def _reports(self) -> dict[int, Report]:
+        here = [rank for rank in self.ranks if self._store.check([f"report/{rank}"])]
+        said = [json.loads(text) for text in self._store.multi_get([f"report/{rank}" for rank in here])]
+        names = [field.name for field in attrs.fields(Report)]  # another version of QSync may say more
+        return {rank: Report(**{name: report[name] for name in names}) for rank, report in zip(here, said, strict=True)}
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """Which ranks have which value: ``2.13 on ranks 0, 2; 2.12 on rank 1``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {rank_list(who)}" for value, who in ranks.items())
