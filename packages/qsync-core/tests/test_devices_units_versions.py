@@ -113,9 +113,15 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "1 GiBs", "1e3", "15 loaves", "٣ GB", "1" * 40, "1,5 GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "1 GiBs", "1e3", "15 loaves", "٣ GB", "1" * 40, "1,5 GB", "nan", "inf GiB"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a size: .*; write a number and a unit, for example '15 GiB' or '800 MB'"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["5000000 TiB", "9" * 18 + " GB", "9" * 18 + ".9 TB"])
+def test_sizes_beyond_any_memory(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is more than any memory has \(2\*\*62 bytes\)"):
         parse_bytes(text)
 
 

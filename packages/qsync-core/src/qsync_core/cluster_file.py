@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.devices import find_chip, precision_problem, same_device
 from qsync_core.errors import ClusterError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
@@ -38,11 +39,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            raise ClusterError(f"{name} has more than {_MAX_FILE_BYTES} bytes; a cluster file has a few lines per device group")
-        text = data.decode("utf-8")
+        text = read_whole(path, _MAX_FILE_BYTES, "cluster files").decode("utf-8")
     except OSError as error:
         raise ClusterError(f"cannot read {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

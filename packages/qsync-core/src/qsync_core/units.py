@@ -16,6 +16,8 @@ _BYTES_BY_UNIT = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MAX_BYTES = 2**62
+"""Largest size that an artifact stores (:data:`qsync_core.ir.checks.MAX_INT`)."""
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", re.ASCII)
 
 
@@ -23,13 +25,16 @@ def parse_bytes(text: str) -> int:
     """Bytes meant by a number with an optional unit; decimal units (MB) count in thousands, binary ones (MiB) in 1024s.
 
     Raises:
-        ValueError: when it is no size.
+        ValueError: when it is no size, or one above 2**62 bytes.
     """
     match = _SIZE.fullmatch(text)
     factor = _BYTES_BY_UNIT.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"not a size: {text[:40]!r}; write a number and a unit, for example '15 GiB' or '800 MB'")
-    return round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    nbytes = round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if nbytes > _MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is more than any memory has (2**62 bytes)")
+    return nbytes
 
 
 def format_bytes(nbytes: int) -> str:

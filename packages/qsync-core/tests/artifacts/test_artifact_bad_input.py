@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,10 +313,24 @@ def test_files_that_can_not_be_read_or_written(tmp_path: Path) -> None:
         artifact.load(tmp_path / "none.qsync")
     with pytest.raises(ArtifactError, match=r"cannot read .*: Is a directory"):
         artifact.load(tmp_path)
-    with pytest.raises(ArtifactError, match=r"/dev/zero is not a regular file"):
+    with pytest.raises(ArtifactError, match=r"/dev/zero: it is not a regular file and not a pipe"):
         artifact.load("/dev/zero")
     with pytest.raises(ArtifactError, match=r"cannot write .*a\.qsync: No such file or directory"):
         artifact.save(EXAMPLES[Timeline], tmp_path / "missing" / "a.qsync")
+
+
+@pytest.mark.parametrize("item", [b"\x80", b"\x90", b"\x81\xa0\xc0", b"\x91\xc0", b"\xa2ab"], ids=repr)
+def test_a_small_file_does_not_take_much_memory(item: bytes) -> None:
+    """Each item takes 60 to 200 bytes in memory and 1 to 3 in the file."""
+    count = 2_000_000 // len(item)
+    data = seal(b"\xdd" + struct.pack(">I", count) + item * count)
+    tracemalloc.start()
+    try:
+        refused(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 30 * len(data)
 
 
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:

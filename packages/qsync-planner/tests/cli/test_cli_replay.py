@@ -80,7 +80,8 @@ def test_a_trace_that_can_not_be_written_is_one_sentence(job: dict[str, object],
     result = replay(job["folder"], "--perfetto", tmp_path / "missing" / "trace.json")  # type: ignore[arg-type]
     assert isinstance(result.exception, SystemExit)
     assert result.exit_code == 1
-    assert f"error: cannot write {tmp_path / 'missing' / 'trace.json'}: No such file or directory" in result.output
+    missing = tmp_path / "missing"
+    assert f"error: cannot write {missing / 'trace.json'}: there is no folder {missing}; make it, or name another" in result.output
 
 
 def test_replay_prints_what_the_replayer_says(job: dict[str, object]) -> None:

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import attrs
+import click
 import torch
 
 from qsync_core.errors import JobError
 from qsync_torch.job import Job
 from qsync_torch.models import NAMED
+
+
+@contextlib.contextmanager
+def job_code(job: str) -> Iterator[None]:
+    """Around whatever runs code of a job: it cannot end the program as if all were well, nor print into a command's result.
+
+    What the job prints goes to standard error.  ``os._exit`` ends the process without a word to anyone and is beyond this.
+
+    Raises:
+        JobError: when the job's code calls ``sys.exit``, naming the line.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (SystemExit, click.exceptions.Exit) as error:
+        code = error.code if isinstance(error, SystemExit) else error.exit_code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise JobError(
+            f"{job} ended the program with sys.exit({code!r}) in {frame.name} ({frame.filename}, line {frame.lineno}) before the "
+            "command was done; remove that call, or raise an error that says what is wrong"
+        ) from error
 
 
 def load_job(text: str, batch_size: int | None = None) -> Job:

@@ -44,10 +44,11 @@ def qsync_register_backends() -> list[KernelBackend]:
 @hookimpl
 def qsync_trace_job(job: str) -> PrecisionDag:
     """Named models and functions in files."""
-    from qsync_torch.load_job import load_job
+    from qsync_torch.load_job import job_code, load_job
     from qsync_torch.tracing.trace import trace
 
-    return trace(load_job(job))
+    with job_code(job):
+        return trace(load_job(job))
 
 
 @hookimpl
@@ -75,9 +76,11 @@ def qsync_register_collectors() -> list[Any]:
 @hookimpl
 def qsync_measure_truth(request: TruthRequest) -> Observations:
     """By the collector ``montecarlo``."""
+    from qsync_torch.load_job import job_code
     from qsync_torch.observing.measure_truth import measure_truth
 
-    return measure_truth(request)
+    with job_code(request.job):
+        return measure_truth(request)
 
 
 @hookimpl

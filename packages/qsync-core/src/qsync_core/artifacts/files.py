@@ -17,7 +17,6 @@ Reading executes nothing, trusts no length and allocates at most a small multipl
 from __future__ import annotations
 
 import os
-import stat
 import struct
 from typing import Any, TypeVar, overload
 
@@ -26,12 +25,19 @@ import msgpack
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.schema import KINDS, migrate, schema_version, stored_as
+from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError
 
 EXTENSION = ".qsync"
 MAGIC = b"\x89QSYNC\r\n"
 MAX_BYTES = 1 << 30
 """Largest artifact that is read or written; a profile of a 10,000-operator model takes about 20 MB."""
+
+_MIN_BYTES_PER_CONTAINER = 8
+"""A mapping or list takes 1 byte in a file and 60 to 200 in memory, so a file of many more than artifacts have is refused while it
+is decoded.  The densest artifacts, graphs, have one in 48 bytes."""
+_SPARE_CONTAINERS = 4096
+"""By which small artifacts may be denser."""
 
 _FRONT = struct.Struct(">8s16sIQ")
 _DIGEST_BYTES = 32
@@ -54,10 +60,11 @@ def to_bytes(artifact: Any) -> bytes:
         content: bytes = msgpack.packb(plain, use_bin_type=True)
     except (CodecError, UnicodeEncodeError, OverflowError, ValueError) as error:
         raise ArtifactError(f"this {kind} cannot be stored: {error}") from None
-    if len(content) > MAX_BYTES:
-        raise ArtifactError(f"this {kind} takes {len(content)} bytes; artifacts have at most {MAX_BYTES}")
+    size = HEADER_BYTES + len(content)
+    if size > MAX_BYTES:
+        raise ArtifactError(f"this {kind} takes {size} bytes; artifacts have at most {MAX_BYTES}")
     front = _FRONT.pack(MAGIC, kind.encode("ascii"), version, len(content))
-    return front + _sha256(front + content) + content
+    return front + _sha256(front, content) + content
 
 
 def digest(artifact: Any) -> str:
@@ -85,14 +92,14 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
         ArtifactError: saying what is wrong and where.
     """
     stored_kind, version, length = _read_front(data, name)
-    content = memoryview(data)[HEADER_BYTES:]
+    content = data[HEADER_BYTES:]
     if len(content) != length:
         state = "is truncated" if len(content) < length else "has bytes after its end"
         raise ArtifactError(
             f"{name} {state}: its header announces {length} bytes of content, {len(content)} are there; copy or make the file again"
         )
     stored_digest = data[_FRONT.size : HEADER_BYTES]
-    if _sha256(data[: _FRONT.size] + content) != stored_digest:
+    if _sha256(data[: _FRONT.size], content) != stored_digest:
         raise ArtifactError(f"{name} was altered: its content does not match its digest; copy or make the file again")
     if kind is not None and KINDS[stored_kind] is not kind:
         raise ArtifactError(f"{name} holds {_with_article(stored_kind)}, but {_with_article(kind.__name__)} is needed here")
@@ -101,7 +108,7 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
         raise ArtifactError(
             f"{name} has schema version {version} of {stored_kind}, this qsync-core reads up to {current}; upgrade qsync-core"
         )
-    plain = _unpack(bytes(content), name)
+    plain = _unpack(content, name)
     try:
         artifact: Any = from_plain(migrate(stored_kind, version, plain), KINDS[stored_kind])
     except CodecError as error:
@@ -132,7 +139,7 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
     """Read an artifact file.
 
     Args:
-        path: the file.
+        path: the file, or a pipe (``/dev/stdin``, a FIFO that a process writes to).
         kind: the class it must be of; None takes any artifact.
 
     Raises:
@@ -140,13 +147,7 @@ def load(path: str | os.PathLike[str], kind: type[T] | None = None) -> Any:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{name} is not a regular file")
-            if status.st_size > MAX_BYTES + HEADER_BYTES:
-                raise ArtifactError(f"{name} has {status.st_size} bytes; artifacts have at most {MAX_BYTES}")
-            data = file.read(status.st_size)
+        data = read_whole(path, MAX_BYTES, "artifacts")
     except OSError as error:
         raise ArtifactError(f"cannot read {name}: {error.strerror or error}") from None
     return from_bytes(data, kind, name=name)
@@ -157,10 +158,12 @@ def _with_article(kind: str) -> str:
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
-def _sha256(data: bytes) -> bytes:
+def _sha256(front: bytes, content: bytes) -> bytes:
     import hashlib  # here, because OpenSSL takes a tenth of the time of importing all of core
 
-    return hashlib.sha256(data).digest()
+    summed = hashlib.sha256(front)
+    summed.update(content)
+    return summed.digest()
 
 
 def _read_front(data: bytes, name: str) -> tuple[str, int, int]:
@@ -181,6 +184,15 @@ def _read_front(data: bytes, name: str) -> tuple[str, int, int]:
 
 def _unpack(content: bytes, name: str) -> Any:
     """Decode msgpack: exactly one value, canonically encoded, whose lengths fit the bytes there are."""
+    containers_left = _SPARE_CONTAINERS + len(content) // _MIN_BYTES_PER_CONTAINER
+
+    def count(container: T) -> T:
+        nonlocal containers_left
+        containers_left -= 1
+        if containers_left < 0:
+            raise ArtifactError(f"{name} holds more lists and mappings than an artifact of {len(content)} bytes can")
+        return container
+
     try:
         # A pass that builds nothing proves that every announced length is backed by bytes; without it nested arrays that each
         # announce a million items would be allocated before the end of the data is noticed.
@@ -190,7 +202,9 @@ def _unpack(content: bytes, name: str) -> Any:
         if walker.tell() != len(content):
             raise ArtifactError(f"{name} holds {len(content) - walker.tell()} bytes after the end of its content")
         # Artifacts use neither extensions nor bytes; refusing them here keeps the decoder's rarer paths out of reach.
-        plain = msgpack.unpackb(content, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, max_bin_len=0)
+        plain = msgpack.unpackb(
+            content, raw=False, strict_map_key=True, use_list=True, max_ext_len=0, max_bin_len=0, object_hook=count, list_hook=count
+        )
         # Repeated keys, numbers in longer forms than they need and the like do not survive being written again.
         canonical = msgpack.packb(plain, use_bin_type=True) == content
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from qsync_core.artifacts.atomic_file import check_writable, is_standard_output
+from qsync_core.cli.output import PRINT_TO_STDERR
 
 Command = Callable[..., Any]
 
@@ -51,6 +55,31 @@ def artifact_argument(name: str) -> Callable[[Command], Command]:
     return click.argument(name, type=click.Path(path_type=Path))
 
 
-def output_option(what: str) -> Callable[[Command], Command]:
-    """``-o/--output PATH``; the command's parameter is ``output: Path``."""
-    return click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help=f"Where to write the {what}.")
+class OutputPath(click.Path):
+    """A file that the command writes: refused before any work where it cannot be written.
+
+    A command whose output is its standard output (``-o /dev/stdout``) prints on standard error instead, so that the two do not mix.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path.
+
+        Raises:
+            ArtifactError: when nothing can be written there.
+        """
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        check_writable(path)
+        if ctx is not None and is_standard_output(path) and not os.path.samefile(path, os.devnull):
+            ctx.meta[PRINT_TO_STDERR] = True
+        return path
+
+
+OUTPUT = OutputPath()
+
+
+def output_option(what: str, *, required: bool = True) -> Callable[[Command], Command]:
+    """``-o/--output PATH``; the command's parameter is ``output: Path``, None where it is not required and not given."""
+    return click.option("-o", "--output", type=OUTPUT, required=required, help=f"Where to write the {what}.")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from qsync_core.errors import QSyncError
 from qsync_core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
@@ -18,6 +23,23 @@ if TYPE_CHECKING:
 _WIDTH_OF_FILES = 132
 """Columns where the output is not a terminal: wide enough that tables are not cut."""
 
+PRINT_TO_STDERR = "qsync_core.print_to_stderr"
+"""Key of a click context's ``meta`` where standard output belongs to the artifact that the command writes."""
+
+_SPELLED = "qsync_core.spelled"
+_SPELLING = {
+    "→": "->",
+    "×": "x",
+    "–": "-",
+    "…": "...",
+    "µ": "u",
+    "Ω": "Omega",
+    "Σ": "sum of",
+    "±": "+-",
+    "≤": "<=",
+    "≥": ">=",
+    "²": "^2",
+}
 
 json_option = click.option("--json", "json_flag", is_flag=True, help="Print one JSON object instead of text.")
 """The option that every command has; the command's parameter is ``json_flag``."""
@@ -31,13 +53,43 @@ def emit(json_flag: bool, data: dict[str, Any], render: Callable[[Console], None
         data: the result; strings, numbers, lists and dictionaries only.
         render: prints the same for people.
     """
-    if json_flag:
-        click.echo(json.dumps(data, ensure_ascii=False, indent=2, allow_nan=False))
+    context = click.get_current_context(silent=True)
+    stream = sys.stderr if context is not None and PRINT_TO_STDERR in context.meta else sys.stdout
+    if stream is None:  # closed, `qsync ... >&-`
         return
-    from rich.console import Console
+    try:
+        if json_flag:
+            # Escapes are read everywhere; letters only where the stream has them.
+            is_unicode = (stream.encoding or "").lower().startswith("utf")
+            stream.write(json.dumps(data, ensure_ascii=not is_unicode, indent=2, allow_nan=False) + "\n")
+        else:
+            from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
-    render(Console(file=sys.stdout, highlight=False, width=width))
+            render(Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH_OF_FILES))
+        stream.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # `qsync ... | head`: click ends the program without a word
+        # Python would try to write what is left once more at its end, and complain.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise QSyncError(f"cannot print the result: {error.strerror or error}") from None
+
+
+def spell_out_foreign_letters() -> None:
+    """Make the standard streams print what their encoding lacks (``Ω`` on an ASCII one) in other letters instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_SPELLED)
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(_SPELLING.get(letter) or letter.encode("ascii", "backslashreplace").decode() for letter in letters), error.end
+
+
+codecs.register_error(_SPELLED, _spell)
 
 
 @contextlib.contextmanager

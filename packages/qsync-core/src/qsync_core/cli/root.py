@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from functools import cached_property
@@ -11,6 +12,7 @@ import click
 
 from qsync_core.cli.backends import backends
 from qsync_core.cli.doctor import doctor
+from qsync_core.cli.output import spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError
 from qsync_core.plugins.guard import described, guard
@@ -59,6 +61,11 @@ class QSyncGroup(click.Group):
 
         def failed(sentence: str, error: BaseException) -> NoReturn:
             name = ctx.invoked_subcommand
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                where = f" ({error.filename})" if error.filename else ""
+                raise QSyncError(
+                    f"qsync {name or ''} cannot write what it needs{where}: {error.strerror}; make room and start it again"
+                )
             if name is None or name in self.commands:
                 raise error
             traceback.print_exception(error)
@@ -71,6 +78,7 @@ class QSyncGroup(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; a QSyncError becomes one line on standard error and exit status 1."""
+        spell_out_foreign_letters()
         try:
             return super().main(*args, **extra)
         except QSyncError as error:
@@ -79,6 +87,9 @@ class QSyncGroup(click.Group):
             click.echo(f"error: {' '.join(str(error).split())}", err=True)
             sys.exit(1)
 
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""Of any file that a command, or a library under it, writes: no fault of whoever wrote the command."""
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import attrs
 
-from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.atomic_file import is_stream, write_atomically
+from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError
 from qsync_core.kernels.backend import KernelRequest
 from qsync_core.tuning.record import (
@@ -28,6 +30,9 @@ from qsync_core.tuning.record import (
 
 HEADER = '{"qsync_tuning": 2}\n'
 _MAX_FILE_BYTES = 256 << 20
+_MAX_LINE_BYTES = 64 << 10
+"""A line holds one measurement: a few hundred bytes, and more where the reason of a failure is long."""
+_MAX_PROBLEM = 300
 MAX_DISTANCE = 2.0
 """A record of other shapes is of use up to this :func:`shape_distance`: dimensions that differ by a factor of 4 together."""
 
@@ -233,6 +238,7 @@ class TuningStore:
 
     def _append(self, line: str) -> None:
         try:
+            _refuse_stream(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path), open(self.path, "a+b") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -264,6 +270,7 @@ def merge_stores(inputs: Iterable[Path], output: Path) -> int:
             raise ArtifactError(f"cannot read tuning records from {path}: there is no such file")
         joined.add_all(read_contents(path))
     try:
+        _refuse_stream(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         with _locked(output):
             joined.add_all(read_contents(output))
@@ -282,14 +289,11 @@ def read_contents(path: Path) -> _Contents:
         ArtifactError: when the file cannot be read, or is no tuning file.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
+        data = read_whole(path, _MAX_FILE_BYTES, "stores of tuning records")
     except FileNotFoundError:
         return _Contents()
     except OSError as error:
         raise ArtifactError(f"cannot read tuning records from {path}: {error.strerror or error}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise ArtifactError(f"{path} is not a store of tuning records (more than {_MAX_FILE_BYTES} bytes)")
     contents = _Contents()
     first, *lines = data.split(b"\n")
     if data and first + b"\n" != HEADER.encode():
@@ -297,14 +301,17 @@ def read_contents(path: Path) -> _Contents:
             f"{path} is not a store of tuning records that this qsync-core reads (its first line must be {HEADER.strip()}); "
             "delete it, and tune again"
         )
-    unreadable: list[str] = []
+    unreadable, first_problem = 0, ""
     for number, line in enumerate(lines, start=2):
         if not line.strip():
             continue
         try:
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"it has {len(line)} bytes; a record has at most {_MAX_LINE_BYTES}")
             found = read_line(line.decode())
         except (ValueError, RecursionError) as error:
-            unreadable.append(f"line {number}: {error}")
+            unreadable += 1
+            first_problem = first_problem or f"line {number}: {str(error)[:_MAX_PROBLEM]}"
             continue
         if isinstance(found, TuningRecord):
             contents.add_record(found)
@@ -312,11 +319,17 @@ def read_contents(path: Path) -> _Contents:
             contents.add_measurement(*found)
     if unreadable:
         warnings.warn(
-            f"{len(unreadable)} of the lines of {path} cannot be read and are left out, the first of them {unreadable[0]}; "
+            f"{unreadable} of the lines of {path} cannot be read and are left out, the first of them {first_problem}; "
             "half a line of a run that was killed needs no repair",
             stacklevel=2,
         )
     return contents
+
+
+def _refuse_stream(path: Path) -> None:
+    """Raise an OSError for a device or a pipe: a store is read, added to and locked."""
+    if is_stream(path):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, and a store of tuning records must be a regular file")
 
 
 def _order(record: TuningRecord) -> tuple[int, str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from qsync_core.cli.options import OUTPUT, output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
@@ -31,7 +32,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--dag", type=_PATH, help="PrecisionDag of the model.")
 @click.option("--indicator", default="auto", show_default=True, help="Which indicator; --list shows them.")
 @click.option("--cluster", type=_PATH, help="Rate the variants of this cluster's ladders instead of the observed ones.")
-@click.option("-o", "--output", type=_PATH, help="Where to write the Sensitivity.")
+@output_option("Sensitivity", required=False)
 @click.option("--check", "check_flag", is_flag=True, help="Compare with the truth, measured by lowering one operator at a time.")
 @click.option("--truth", type=_PATH, help="With --check: the measured truth; read where there is such a file, else written.")
 @click.option("--job", help="With --check: measure the truth of this job (a name or file.py:function).")
@@ -44,7 +45,7 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--device", default="", help="With --job: cpu, cuda or cuda:0.  [that of the observations]")
 @click.option("--against", help="With --check: further indicators, as in paper,random.  [all that the observations allow]")
-@click.option("--page", type=_PATH, help="With --check: write the comparison as an HTML page with pictures.")
+@click.option("--page", type=OUTPUT, help="With --check: write the comparison as an HTML page with pictures.")
 @click.option("--list", "list_flag", is_flag=True, help="List the installed indicators and stop.")
 @json_option
 def indicate(
@@ -169,8 +170,6 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():
         check_writable(request.truth)
-    if request.page is not None:
-        check_writable(request.page)
     variants = sorted({variant for by_variant in sensitivity.omega.values() for variant in by_variant}, key=str)
     omegas = {sensitivity.indicator: sensitivity.omega}
     others, notes = _others(observations, dag, variants, request.against, sensitivity.indicator)

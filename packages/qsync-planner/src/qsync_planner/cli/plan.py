@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qsync_core.cli.options import artifact_argument, profiles_option
+from qsync_core.cli.options import artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.writing import check_page_name, print_table, write_text
@@ -54,7 +54,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
 @click.option("--diff", "diff_paths", nargs=2, type=_PATH, help="Compare two plans instead of making one.")
-@click.option("-o", "--output", type=_PATH, help="Where to write the plan.")
+@output_option("plan", required=False)
 @json_option
 def plan(
     dag: Path | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qsync_core.cli.options import artifact_argument, profiles_option
+from qsync_core.cli.options import OUTPUT, artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.writing import print_table, write_text
@@ -30,8 +30,8 @@ _PATH = click.Path(path_type=Path)
 @profiles_option
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
-@click.option("-o", "--output", type=_PATH, help="Write the predicted timeline.")
-@click.option("--perfetto", type=_PATH, help="Write it as a trace for ui.perfetto.dev.")
+@output_option("predicted timeline", required=False)
+@click.option("--perfetto", type=OUTPUT, help="Write it as a trace for ui.perfetto.dev.")
 @json_option
 def replay(
     plan: Path,

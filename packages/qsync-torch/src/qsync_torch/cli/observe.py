@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.artifacts.atomic_file import check_writable
 from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import ObservationError, QSyncError
@@ -23,6 +22,8 @@ from qsync_torch.cli.options import (
     dag_option,
     device_option,
     ladder_options,
+    partial_file,
+    remove_partial,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def observe(
     interrupted observation leaves OUTPUT.partial and is continued by the same command.
     """
     from qsync_torch.devices import gradient_format
-    from qsync_torch.load_job import load_job
+    from qsync_torch.load_job import job_code, load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe
     from qsync_torch.observing.record import JobFault, SettledRule
@@ -73,14 +74,12 @@ def observe(
     target = chosen_device(device)
     variants = ladder.variants(gradient_format(target), any_chips_ladder())
     collectors = None if names is None else collectors_named(name.strip() for name in names.split(",") if name.strip())
-    check_writable(output)
-    partial = output.with_name(output.name + ".partial")
-    check_writable(partial)
-    loaded = load_job(job, batch_size)
-    dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+    partial = partial_file(output)
     earlier = None if fresh else _earlier(partial)
     try:
-        with progress_bar("observe") as update:
+        with job_code(job), progress_bar("observe") as update:
+            loaded = load_job(job, batch_size)
+            dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
             found = run_observe(
                 loaded,
                 dag,
@@ -92,15 +91,15 @@ def observe(
                 settled=None if all_steps else SettledRule(),
                 seed=seed,
                 earlier=earlier,
-                checkpoint=lambda so_far: artifact.save(so_far, partial),
+                checkpoint=lambda so_far: None if partial is None else artifact.save(so_far, partial),
                 announce=lambda text: click.echo(text, err=True),
                 progress=update,
             )
     except JobFault:
-        partial.unlink(missing_ok=True)  # of no use, and would stand in the way of the repaired job
+        remove_partial(partial)  # of no use, and would stand in the way of the repaired job
         raise
     artifact.save(found, output)
-    partial.unlink(missing_ok=True)
+    remove_partial(partial)
     without = {key.removeprefix("without "): reason for key, reason in found.settings.items() if key.startswith("without ")}
     data = {
         "output": str(output),
@@ -124,9 +123,9 @@ def observe(
     emit(json_flag, data, render)
 
 
-def _earlier(partial: Path) -> Observations | None:
+def _earlier(partial: Path | None) -> Observations | None:
     """What an interrupted observation left, if anything."""
-    if not partial.exists():
+    if partial is None or not partial.exists():
         return None
     try:
         return artifact.load(partial, Observations)

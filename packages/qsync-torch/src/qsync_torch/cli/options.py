@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from qsync_core.artifacts.atomic_file import check_writable, is_stream
 from qsync_core.cli.options import Command
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError, QSyncError
@@ -62,6 +63,25 @@ def chosen_device(text: str) -> torch.device:
 def batch_size_option(which: str = "Samples per rank and step.") -> Callable[[Command], Command]:
     """``--batch-size``; the command's parameter is ``batch_size: int | None``."""
     return click.option("--batch-size", type=click.IntRange(min=1), help=f"{which}  [the job's]")
+
+
+def partial_file(output: Path) -> Path | None:
+    """Where an interrupted command keeps what it has so far: beside its output; None where that is a device or a pipe.
+
+    Raises:
+        ArtifactError: when nothing can be written there.
+    """
+    if is_stream(output):
+        return None
+    partial = output.with_name(output.name + ".partial")
+    check_writable(partial)
+    return None if is_stream(partial) else partial
+
+
+def remove_partial(partial: Path | None) -> None:
+    """Remove what an interrupted command kept, if anything."""
+    if partial is not None:
+        partial.unlink(missing_ok=True)
 
 
 @attrs.frozen

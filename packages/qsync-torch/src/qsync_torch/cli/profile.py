@@ -14,7 +14,17 @@ from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns, parse_bytes
-from qsync_torch.cli.options import PATH, LadderChoice, batch_size_option, chosen_device, dag_option, device_option, ladder_options
+from qsync_torch.cli.options import (
+    PATH,
+    LadderChoice,
+    batch_size_option,
+    chosen_device,
+    dag_option,
+    device_option,
+    ladder_options,
+    partial_file,
+    remove_partial,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +72,7 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import process_group_from_environment
-    from qsync_torch.load_job import load_job
+    from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.tracing.trace import trace
 
@@ -77,28 +87,29 @@ def profile(
     except ValueError as error:
         raise QSyncError(f"--memory-cap: {error}") from None
 
-    loaded = load_job(job, batch_size)
-    dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
-    partial = output.with_name(output.name + ".partial")
+    partial = partial_file(output)
     if fresh:
-        partial.unlink(missing_ok=True)
-    with process_group_from_environment(target) as rank, progress_bar("profile") as update:
-        found = run_profile(
-            loaded,
-            dag,
-            device=target,
-            share=share,
-            memory_cap_bytes=cap,
-            ladder=variants,
-            backend=backend,
-            tuning=tuning,
-            resume=partial,
-            progress=update,
-            note=lambda text: click.echo(f"note: {text}", err=True),
-        )
-        if rank == 0:
-            artifact.save(found, output)
-            partial.unlink(missing_ok=True)
+        remove_partial(partial)
+    with job_code(job):
+        loaded = load_job(job, batch_size)
+        dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+        with process_group_from_environment(target) as rank, progress_bar("profile") as update:
+            found = run_profile(
+                loaded,
+                dag,
+                device=target,
+                share=share,
+                memory_cap_bytes=cap,
+                ladder=variants,
+                backend=backend,
+                tuning=tuning,
+                resume=partial,
+                progress=update,
+                note=lambda text: click.echo(f"note: {text}", err=True),
+            )
+            if rank == 0:
+                artifact.save(found, output)
+                remove_partial(partial)
     if rank == 0:
         emit(json_flag, _facts(found, output), lambda console: _render(found, output, console))
 

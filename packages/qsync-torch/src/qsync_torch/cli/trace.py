@@ -41,10 +41,11 @@ def trace(job: str, output: Path, batch_size: int | None, bucket_cap_mb: float |
 
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.
     """
-    from qsync_torch.load_job import load_job
+    from qsync_torch.load_job import job_code, load_job
     from qsync_torch.tracing.trace import trace as run_trace
 
-    dag = run_trace(load_job(job, batch_size), bucket_cap_mb=bucket_cap_mb)
+    with job_code(job):
+        dag = run_trace(load_job(job, batch_size), bucket_cap_mb=bucket_cap_mb)
     artifact.save(dag, output)
     emit(json_flag, _facts(dag, output), lambda console: _render(dag, output, console))
 

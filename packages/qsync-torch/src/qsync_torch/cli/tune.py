@@ -153,14 +153,15 @@ def _nothing_to_do(dag: PrecisionDag, ladder: Sequence[Variant]) -> str:
 def _graph(job: str, batch_size: int | None) -> PrecisionDag:
     """The graph in a file, or that of a job."""
     path = Path(job)
-    if path.is_file() and path.suffix != ".py":
+    if path.exists() and not path.is_dir() and path.suffix != ".py":
         if batch_size is not None:
             raise QSyncError(f"{job} is a graph, whose batch size is fixed; give --batch-size to 'qsync trace'")
         return artifact.load(path, PrecisionDag)
-    from qsync_torch.load_job import load_job
+    from qsync_torch.load_job import job_code, load_job
     from qsync_torch.tracing.trace import trace
 
-    return trace(load_job(job, batch_size))
+    with job_code(job):
+        return trace(load_job(job, batch_size))
 
 
 def _compile(requests: Sequence[OperatorRequest], backends: Sequence[KernelBackend], arch: str, note: str, json_flag: bool) -> None:

@@ -123,12 +123,12 @@ class Trained:
 
 def write_json(value: Any, path: Path) -> None:
     """Write an attrs value as JSON."""
-    path.write_text(json.dumps(to_plain(value), indent=1) + "\n")
+    path.write_text(json.dumps(to_plain(value), indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, kind: type[T]) -> T:
     """Read what :func:`write_json` wrote."""
-    return from_plain(json.loads(path.read_text()), kind)
+    return from_plain(json.loads(path.read_text(encoding="utf-8")), kind)
 
 
 def report(done: int, total: int, what: str) -> None:

@@ -35,14 +35,14 @@ def run_workers(kind: str, task: Any, folder: Path, progress: ProgressCallback) 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         preexec_fn=die_with_parent,
     )
     errors = []
     try:
         assert process.stdout is not None
-        with log_path.open("w") as log:
+        with log_path.open("w", encoding="utf-8") as log:
             for line in process.stdout:
                 event = parse(line)
                 if isinstance(event, dict):
@@ -62,13 +62,13 @@ def run_workers(kind: str, task: Any, folder: Path, progress: ProgressCallback) 
     if errors:
         raise QSyncError(errors[0])
     if status:
-        tail = "".join(log_path.read_text().splitlines(keepends=True)[-_LOG_LINES_SHOWN:])
+        tail = "".join(log_path.read_text(encoding="utf-8").splitlines(keepends=True)[-_LOG_LINES_SHOWN:])
         raise QSyncError(f"the demo's workers failed while they should {kind} (whole log: {log_path}):\n{tail}")
 
 
 def _environment() -> dict[str, str]:
     """One thread a worker, and gloo on the loopback interface: the workers are on this machine whatever its name resolves to."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     environment.pop("QSYNC_GROUP", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

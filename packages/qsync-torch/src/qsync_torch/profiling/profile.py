@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
-from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import digest
+from qsync_core.artifacts.whole_file import read_whole
+from qsync_core.errors import ArtifactError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -55,6 +57,7 @@ _FORMAT = 3
 _AUTOCAST = "autocast"
 """Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
 _WRITE_EVERY_S = 0.5
+_MAX_BYTES = 256 << 20
 
 
 @attrs.frozen
@@ -333,9 +336,16 @@ class ResumeStore:
         return name in self._values
 
     def read(self, name: str, kind: type[T]) -> T | None:
-        """The measurement of that name; None where there is none, or where it turned out not to be possible."""
+        """The measurement of that name; None where there is none, or where it turned out not to be possible.
+
+        Raises:
+            ArtifactError: when the file holds something else under that name.
+        """
         plain = self._values.get(name)
-        return from_plain(plain, kind) if plain else None
+        try:
+            return from_plain(plain, kind) if plain else None
+        except CodecError as error:
+            raise ArtifactError(f"{self._path} is damaged, {name} has {error}; remove it, or start anew with --fresh") from None
 
     def write(self, name: str, value: T) -> T:
         """Keep a measurement, None for one that is not possible, and return it."""
@@ -349,20 +359,27 @@ class ResumeStore:
         self._values, self.discarded = {}, why
 
     def flush(self) -> None:
-        """Write everything now."""
+        """Write everything now.
+
+        Raises:
+            ArtifactError: when the file cannot be written; what it held stays.
+        """
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": _FORMAT, "settings": self._settings, "values": self._values}
-        write_atomically(self._path, json.dumps(content).encode())
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(content).encode())
+        except OSError as error:
+            raise ArtifactError(f"cannot write {self._path}: {error.strerror or error}") from None
         self._written = time.monotonic()
 
 
 def _read(path: Path, settings: dict[str, str]) -> tuple[dict[str, Any], str]:
     """The values of a file that belongs to these settings; else none, and why."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_whole(path, _MAX_BYTES, "files of an interrupted profile"))
+    except (OSError, ValueError, RecursionError):
         return {}, "it is damaged"
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         return {}, "another version of QSync wrote it, or it is damaged"

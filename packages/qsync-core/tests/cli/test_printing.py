@@ -1,0 +1,102 @@
+"""What commands print where letters, room or the stream itself are missing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import pytest
+from artifact_examples import examples
+from click.testing import CliRunner
+
+from qsync_core.artifacts import files as artifact
+from qsync_core.cli.root import QSyncGroup
+from qsync_core.ir.plan import PrecisionPlan
+
+MODEL = "Ω → µs × 3 – «naïve»"
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.qsync"
+    artifact.save(attrs.evolve(examples(layers=1)[PrecisionPlan], model=MODEL), path)
+    return path
+
+
+def show(path: Path, *options: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "qsync_core.cli", "show", str(path), *options]
+    # Python itself would take UTF-8 for C's ASCII.
+    environment = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **environment}
+    return subprocess.run(
+        command, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "encoding", "expected"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, "ascii", "Omega -> us x 3 - \\xabna\\xefve\\xbb"),
+        ({"PYTHONIOENCODING": "latin-1"}, "latin-1", "Omega -> µs × 3 - «naïve»"),
+        ({"LC_ALL": "C"}, "ascii", "Omega -> us x 3 - \\xabna\\xefve\\xbb"),
+        ({"PYTHONIOENCODING": "utf-8"}, "utf-8", MODEL),
+    ],
+    ids=str,
+)
+def test_other_encodings_than_utf8(plan_file: Path, environment: dict[str, str], encoding: str, expected: str) -> None:
+    told = show(plan_file, **environment)
+    assert (told.returncode, told.stderr) == (0, b"")
+    assert expected in told.stdout.decode(encoding)
+    told = show(plan_file, "--json", **environment)
+    assert (told.returncode, told.stderr) == (0, b"")
+    assert json.loads(told.stdout.decode(encoding))["content"]["model"] == MODEL
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    told = show(tmp_path / os.fsdecode(b"no\xfftext"), PYTHONIOENCODING="utf-8")
+    assert (told.returncode, told.stderr.count(b"\n")) == (1, 1)
+    assert b"No such file" in told.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_under_standard_output(plan_file: Path, options: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        told = show(plan_file, *options, stdout=full)
+    assert (told.returncode, told.stderr) == (1, b"error: cannot print the result: No space left on device\n")
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_word(plan_file: Path) -> None:
+    mine, other = os.pipe()
+    os.close(mine)
+    try:
+        told = show(plan_file, "--json", stdout=other)
+    finally:
+        os.close(other)
+    assert (told.returncode, told.stderr) == (1, b"")
+
+
+def test_no_standard_output_at_all(plan_file: Path) -> None:
+    command = f'"{sys.executable}" -m qsync_core.cli show "{plan_file}" >&-'
+    told = subprocess.run(command, shell=True, capture_output=True, timeout=60, check=False)
+    assert (told.returncode, told.stderr) == (0, b"")
+
+
+def test_a_full_disk_is_no_fault_of_the_command() -> None:
+    cli = QSyncGroup("cli")
+
+    @cli.command()
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/scratch")
+
+    told = CliRunner().invoke(cli, ["fill"])
+    expected = (
+        "error: qsync fill cannot write what it needs (/somewhere/scratch): No space left on device; make room and start it again\n"
+    )
+    assert (told.exit_code, told.stderr) == (1, expected)
+    assert click.get_current_context(silent=True) is None
