@@ -10,8 +10,9 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_planner.indicators import Indicator, get_indicator
 from qsync_planner.indicators.interface import Omega, RatesFlips
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
@@ -53,7 +54,9 @@ def indicate(
     else:
         check_observations(observations, dag)
         check_values(observations)
-    rated = list(dict.fromkeys(variants)) or _observed_variants(observations)
+    ladder, _ = ladder_under(dag.base, variants)
+    # Without AMP, plain float32 is rated 0 where it is named; the base of a job under AMP is 0 without being rated.
+    rated = [v for v in ladder if dag.base is Precision.FLOAT32 or v != Variant.plain(dag.base)] or _observed_variants(observations)
     if not rated:
         raise ObservationError(
             f"no variants to rate with indicator {chosen.name!r}: the observations mention none; "

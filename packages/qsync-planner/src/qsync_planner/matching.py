@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import attrs
+
 from qsync_core.artifacts.files import digest
 from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
-from qsync_core.errors import ObservationError, PlanError, QSyncError
+from qsync_core.devices import precision_problem
+from qsync_core.errors import ClusterError, ObservationError, PlanError, QSyncError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import ladder_under
 
 
 def first_differences(expected: Iterable[OpId], got: Iterable[OpId], limit: int = 3) -> str:
@@ -28,6 +33,35 @@ def first_differences(expected: Iterable[OpId], got: Iterable[OpId], limit: int 
     if missing:
         parts.append(f"it lacks {', '.join(missing)}")
     return "; ".join(parts) or "operator names are equal, so shapes, batch size, buckets or classes differ"
+
+
+def under_base(cluster: Cluster, dag: PrecisionDag) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster as a job of this graph's base has it, and sentences on the rungs that are cut off its ladders.
+
+    Under AMP every group has the job's base, and no rung above it (docs/design/precision-semantics.md#jobs-under-amp); without AMP
+    the cluster is returned as it is.
+
+    Raises:
+        ClusterError: when a group cannot run in the base, or names another 16-bit format as its own.
+    """
+    base = dag.base
+    if base is Precision.FLOAT32:
+        return cluster, ()
+    groups, notes = [], []
+    for group in cluster.groups:
+        if group.base not in (base, Precision.FLOAT32):
+            raise ClusterError(
+                f"group {group.name!r} has base {group.base}, but {dag.model} trains under autocast in {base}, as all ranks must; "
+                f"write base = {str(base)!r}, or leave it out"
+            )
+        if problem := precision_problem(group.device, base):
+            raise ClusterError(f"{dag.model} trains under autocast in {base}, which group {group.name!r} cannot run: {problem}")
+        kept, cut = ladder_under(base, group.ladder)
+        if cut and group.role is Role.INFER:
+            labels = ", ".join(rung.label for rung in cut)
+            notes.append(f"group {group.name}: {labels} left off the ladder, for the job trains under autocast in {base}")
+        groups.append(attrs.evolve(group, base=base, ladder=kept))
+    return attrs.evolve(cluster, groups=tuple(groups)), tuple(notes)
 
 
 def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:

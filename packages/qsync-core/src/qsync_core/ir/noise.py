@@ -60,7 +60,7 @@ class GradientCasts:
 
 @attrs.frozen
 class VariantNoise:
-    """All that a variant rounds around one operator of a float32 model; None for what it leaves exact.
+    """All that a variant rounds around one operator of a float32 model, beyond what the base rounds too; else None.
 
     Attributes:
         operands: of the forward product; ``weight``: that of the weight alone.
@@ -74,8 +74,15 @@ class VariantNoise:
     gradients: GradientCasts | None
 
     @classmethod
-    def of(cls, variant: Variant) -> VariantNoise:
-        """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32."""
+    def of(cls, variant: Variant, base: Precision = Precision.FLOAT32) -> VariantNoise:
+        """The steps that ``apply_`` runs, of the table of precision semantics, where the neighbours of the operator are float32.
+
+        Args:
+            variant: what runs.
+            base: format of a job under AMP: what its plain variant rounds likewise is there without any plan, and not counted.
+        """
+        if base is not Precision.FLOAT32:
+            return cls.of(variant)._beyond(cls.of(Variant.plain(base)))
         steps = steps_of(variant)
         symmetric = variant.symmetric or not steps.is_quantized
         operands = OperandCasts(steps.x, steps.weight, steps.bias, symmetric)
@@ -91,8 +98,26 @@ class VariantNoise:
             None if steps.x == steps.weight == steps.bias == EXACT else operands,
             None if steps.weight == EXACT else (steps.weight, symmetric),
             _rounded(steps.output),
-            None if gradients == GradientCasts(None, None, None) else gradients,
+            _or_none(gradients),
         )
+
+    def _beyond(self, base: VariantNoise) -> VariantNoise:
+        gradients, theirs = self.gradients, base.gradients
+        if gradients is not None and theirs is not None:
+            copies = None if gradients.copies == theirs.copies else gradients.copies
+            grad_input = None if gradients.grad_input == theirs.grad_input else gradients.grad_input
+            grad_weight = None if gradients.grad_weight == theirs.grad_weight else gradients.grad_weight
+            gradients = _or_none(GradientCasts(copies, grad_input, grad_weight))
+        return VariantNoise(
+            None if self.operands == base.operands else self.operands,
+            None if self.weight == base.weight else self.weight,
+            None if self.output == base.output else self.output,
+            gradients,
+        )
+
+
+def _or_none(gradients: GradientCasts) -> GradientCasts | None:
+    return None if gradients == GradientCasts(None, None, None) else gradients
 
 
 def _rounded(precision: Precision | None) -> CastTarget | None:

@@ -1,5 +1,7 @@
 """The table of precision semantics: which format flows where, and which casts that takes.
 
+Under AMP, PyTorch's autocast casts what no plan lowers; :class:`Autocast` says in which format that leaves each operator.
+
 :data:`TABLE` says what each tensor of an adjustable operator is cast to, and :func:`steps_of` reads it for a variant.  ``apply_``
 (qsync-torch) runs those steps, the cost mapper (qsync-planner) charges for them, and observing puts its noise on them: an entry
 that changes here changes all three.  Source: docs/design/precision-semantics.md#casts.
@@ -15,7 +17,7 @@ import attrs
 
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
-from qsync_core.ir.profile import CastKey
+from qsync_core.ir.profile import CastKey, DeviceKind
 from qsync_core.ir.variant import Variant
 
 
@@ -49,25 +51,72 @@ class Cast:
     shared: bool = False
 
 
-def run_precision(operator: Operator, inputs: Sequence[Precision]) -> Precision:
-    """The format a dependent, guarded or fixed operator runs in, given the formats of its inputs."""
+_PRODUCTS = frozenset(
+    [
+        "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+        "convolution", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "einsum",
+        "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+        "rnn_relu_cell",
+    ]
+)  # fmt: skip
+_FLOAT32_ON_CUDA = frozenset(
+    [
+        "softmax", "log_softmax", "safe_softmax", "logsumexp", "layer_norm", "native_layer_norm", "group_norm",
+        "native_group_norm", "sum", "prod", "cumsum", "cumprod", "exp", "expm1", "log", "log10", "log2", "log1p", "pow",
+        "reciprocal", "rsqrt", "softplus", "linalg_vector_norm", "norm", "cosine_similarity", "cdist", "dist",
+    ]
+)  # fmt: skip
+"""Kinds of PyTorch's own lists: what autocast runs in its format, and on CUDA in float32."""
+
+
+@attrs.frozen
+class Autocast:
+    """What PyTorch's autocast does to the operators that no plan lowers (docs/design/precision-semantics.md#jobs-under-amp).
+
+    Attributes:
+        base: the format of the autocast.
+        device: on what; lists differ between CPU and CUDA.
+    """
+
+    base: Precision
+    device: DeviceKind
+
+    @classmethod
+    def of(cls, base: Precision, device: DeviceKind) -> Autocast | None:
+        """None for float32: a job without autocast."""
+        return None if base is Precision.FLOAT32 else cls(base, device)
+
+    def format_of(self, kind: str) -> Precision | None:
+        """The format in which it runs an operator of that kind whatever its inputs have; None where that follows the inputs."""
+        if kind in _PRODUCTS:
+            return self.base
+        return Precision.FLOAT32 if self.device is DeviceKind.CUDA and kind in _FLOAT32_ON_CUDA else None
+
+
+def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Autocast | None = None) -> Precision:
+    """The format that an operator without a variant runs in, given the formats of its inputs and the job's autocast."""
+    if autocast is not None and (forced := autocast.format_of(operator.kind)) is not None:
+        return forced
     if operator.op_class is OpClass.FIXED or not inputs:
         return Precision.FLOAT32
     return promote(*inputs)
 
 
-def output_precision(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> Precision:
+def output_precision(
+    operator: Operator, variant: Variant | None, inputs: Sequence[Precision], autocast: Autocast | None = None
+) -> Precision:
     """The format of an operator's output.
 
     Args:
         operator: the operator.
         variant: its variant where it is adjustable, else ignored.
         inputs: formats of the activations it receives.
+        autocast: the job's, None without AMP.
     """
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
         return variant.output
-    return run_precision(operator, inputs)
+    return run_precision(operator, inputs, autocast)
 
 
 @attrs.frozen(cache_hash=True)
@@ -195,8 +244,10 @@ def gradient_precisions(variant: Variant, input_gradient: bool = True) -> tuple[
     return tuple(copy.precision for copy in steps_of(variant).gradient_copies(input_gradient))
 
 
-def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precision]) -> tuple[Cast, ...]:
-    """Every cast that ``apply_`` performs around one operator, in the order in which they happen.
+def casts(
+    operator: Operator, variant: Variant | None, inputs: Sequence[Precision], autocast: Autocast | None = None
+) -> tuple[Cast, ...]:
+    """Every cast that ``apply_`` (or ``autocast``) performs around one operator, in the order in which they happen.
 
     * adjustable: activation and weight to the compute format (8-bit casts include finding the scale); in backward the output's
       gradient to each of the copies that products read (:class:`OperatorSteps`) and the input's gradient to the activation's
@@ -206,26 +257,29 @@ def casts(operator: Operator, variant: Variant | None, inputs: Sequence[Precisio
     * an input that needs no gradient (``no_grad_inputs``) has none to cast.
 
     Casts of activations are shared among consumers (see :class:`Cast`); for 8-bit targets only the forward one is, because each
-    consumer computes its own gradient of the activation.
+    consumer computes its own gradient of the activation.  Autocast shares none: it casts an activation for each operator that reads
+    it.
     """
+    shared = autocast is None
     if operator.op_class is OpClass.ADJUSTABLE:
         assert variant is not None
-        return tuple(_adjustable_casts(operator, steps_of(variant), inputs[0]))
+        by_plan = autocast is None or variant != Variant.plain(autocast.base)
+        return tuple(_adjustable_casts(operator, steps_of(variant), inputs[0], by_plan))
     found: list[Cast] = []
-    target = run_precision(operator, inputs)
+    target = run_precision(operator, inputs, autocast)
     for index, source in enumerate(inputs):
         if source is not target:
             numel = operator.input_numel(index)
-            found.append(Cast(CastSite.INPUT, CastKey(source, target), numel, index, shared=True))
+            found.append(Cast(CastSite.INPUT, CastKey(source, target), numel, index, shared))
             if index not in operator.no_grad_inputs:
-                found.append(Cast(CastSite.GRAD_INPUT, CastKey(target, source), numel, index, shared=True))
+                found.append(Cast(CastSite.GRAD_INPUT, CastKey(target, source), numel, index, shared))
     return tuple(found)
 
 
-def _adjustable_casts(operator: Operator, steps: OperatorSteps, source: Precision) -> Iterator[Cast]:
+def _adjustable_casts(operator: Operator, steps: OperatorSteps, source: Precision, shared: bool) -> Iterator[Cast]:
     input_gradient = 0 not in operator.no_grad_inputs
     if (key := steps.x.from_(source)) is not None:
-        yield Cast(CastSite.INPUT, key, operator.input_numel(0), shared=True)
+        yield Cast(CastSite.INPUT, key, operator.input_numel(0), shared=shared)
     if (key := steps.weight.from_(Precision.FLOAT32)) is not None:
         yield Cast(CastSite.WEIGHT, key, operator.weight_numel)
     for copy in steps.gradient_copies(input_gradient):
@@ -233,4 +287,4 @@ def _adjustable_casts(operator: Operator, steps: OperatorSteps, source: Precisio
             yield Cast(CastSite.GRAD_OUTPUT, key, operator.output_numel)
     result = steps.grad_input_result
     if input_gradient and result is not None and result is not source:
-        yield Cast(CastSite.GRAD_INPUT, CastKey(result, source), operator.input_numel(0), shared=not steps.is_quantized)
+        yield Cast(CastSite.GRAD_INPUT, CastKey(result, source), operator.input_numel(0), shared=shared and not steps.is_quantized)

@@ -6,6 +6,8 @@ text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -85,6 +87,15 @@ class Variant:
         """The variant of an operator that simply runs in one float format (dependent and guarded operators)."""
         return cls(precision, precision, precision, precision, precision)
 
+    def under(self, base: Precision) -> Variant | None:
+        """This variant on the ladder of a job whose base is that format; None where it is not below the base, nor the base itself.
+
+        Under a 16-bit base (AMP) an 8-bit variant delivers the base, so that every other operator finds the formats of autocast.
+        """
+        if base is Precision.FLOAT32 or self == Variant.plain(base):
+            return self
+        return attrs.evolve(self, output=base) if self.compute.needs_scale else None
+
     @property
     def label(self) -> str:
         """Short text for tables: the compute format, and the output's where it is not the usual one."""
@@ -127,3 +138,16 @@ class Variant:
         except (ValueError, KeyError) as error:
             known = ", ".join(Precision)
             raise ValueError(f"not a variant: {text!r} ({error}); a variant starts with one of {known}") from None
+
+
+def ladder_under(base: Precision, ladder: Iterable[Variant]) -> tuple[tuple[Variant, ...], tuple[Variant, ...]]:
+    """A ladder for a job whose base is that format, and the rungs that were cut off because they are not below it.
+
+    Without AMP (a float32 base) the ladder as it is; else it ends with the base, whether or not that was on it.
+    """
+    if base is Precision.FLOAT32:
+        return tuple(ladder), ()
+    found = [(rung, rung.under(base)) for rung in ladder]
+    top = Variant.plain(base)
+    kept = dict.fromkeys(rung for _, rung in found if rung is not None and rung != top)
+    return (*kept, top), tuple(rung for rung, under in found if under is None)

@@ -33,7 +33,7 @@ from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan
 from qsync_planner.allocator.verdict import error_notes, judge
-from qsync_planner.matching import check_profiles, check_sensitivity
+from qsync_planner.matching import check_profiles, check_sensitivity, under_base
 from qsync_planner.replayer.replay import Replayer
 
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
@@ -88,6 +88,8 @@ def allocate(
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
+    described = cluster
+    cluster, cut_notes = under_base(cluster, dag)
     problem = build_problem(dag, cluster, profiles, sensitivity)
     state = SearchState(problem, Replayer(dag, cluster, profiles))
     full = Solution.of(state)
@@ -121,7 +123,8 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes)
+    notes = (*notes, *cut_notes)
+    return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes, described)
 
 
 def _planned(
@@ -228,7 +231,9 @@ def _plan(
     limit_ns: int,
     baselines: Mapping[str, int],
     notes: tuple[str, ...],
+    described: Cluster,
 ) -> PrecisionPlan:
+    """The plan as an artifact; ``described`` is the cluster as it was given."""
     problem = state.problem
     dag, cluster = problem.dag, problem.cluster
     groups = tuple(group_plan(problem, group, solution) for group in cluster.groups)
@@ -240,7 +245,7 @@ def _plan(
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
-    digests = {"cluster": digest(cluster), "dag": digest(dag)}
+    digests = {"cluster": digest(described), "dag": digest(dag)}
     digests |= {f"profile:{name}": digest(profile) for name, profile in sorted(problem.profiles.items())}
     if sensitivity is not None:
         digests["sensitivity"] = digest(sensitivity)
@@ -265,4 +270,5 @@ def _plan(
             operator.op_id for operator in dag.operators if operator.op_class is OpClass.ADJUSTABLE and operator.not_applicable
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
+        base=dag.base,
     )

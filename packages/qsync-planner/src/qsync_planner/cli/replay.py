@@ -56,13 +56,14 @@ def replay(
     from qsync_core.ir.profile import Profile
     from qsync_planner.allocator.dynamic_batch import replay_batches
     from qsync_planner.cli.plan import load_batch_profiles
-    from qsync_planner.matching import check_plan, check_profiles
+    from qsync_planner.matching import check_plan, check_profiles, under_base
     from qsync_planner.replayer.replay import Replayer, plan_variants
 
     graph, described, wanted = load(dag, PrecisionDag), read_cluster(cluster), load(plan, PrecisionPlan)
     measured = {group: load(path, Profile) for group, path in profiles.items()}
     check_plan(wanted, graph)
     check_profiles(graph, described, measured)
+    described, _ = under_base(described, graph)
     replayer = Replayer(graph, described, measured)
     variants = plan_variants(wanted, described)
     prediction = replayer.replay(variants)

@@ -18,6 +18,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
@@ -33,9 +34,9 @@ class Hessian:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, terms.HESSIAN, {terms.WEIGHT_ERROR: attrgetter("weight")})
+        sources = observed_sources(observations, terms.HESSIAN, {terms.WEIGHT_ERROR: attrgetter("weight")}, dag.base)
         return {
-            operator.op_id: {variant: _one(operator.op_id, variant, observations, sources) for variant in variants}
+            operator.op_id: {variant: _one(operator.op_id, variant, observations, sources, dag.base) for variant in variants}
             for operator in dag.adjustable
         }
 
@@ -47,8 +48,10 @@ class Hessian:
         )
 
 
-def _one(op_id: OpId, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Noise], Variant]) -> float:
-    rounded = VariantNoise.of(variant).weight
+def _one(
+    op_id: OpId, variant: Variant, observations: Observations, sources: Mapping[tuple[OpId, Noise], Variant], base: Precision
+) -> float:
+    rounded = VariantNoise.of(variant, base).weight
     if rounded is None:
         return 0.0
     eigenvalue = require(observations, terms.HESSIAN, terms.TOP_EIGENVALUE, op_id)

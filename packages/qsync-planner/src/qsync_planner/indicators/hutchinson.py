@@ -75,18 +75,22 @@ _Parts = list[tuple[float, float]]
 
 
 def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
-    sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM)
+    sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM, dag.base)
     flips = _has_flips(observations)
     return {
-        operator.op_id: {variant: _per_iteration(operator.op_id, variant, observations, sources, flips) for variant in variants}
+        operator.op_id: {
+            variant: _per_iteration(operator.op_id, VariantNoise.of(variant, dag.base), variant, observations, sources, flips)
+            for variant in variants
+        }
         for operator in dag.adjustable
     }
 
 
-def _per_iteration(op_id: OpId, variant: Variant, observations: Observations, sources: _Sources, flips: bool) -> _Parts:
+def _per_iteration(
+    op_id: OpId, made: VariantNoise, variant: Variant, observations: Observations, sources: _Sources, flips: bool
+) -> _Parts:
     count = len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
-    made = VariantNoise.of(variant)
     parts = (
         (made.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
         (made.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),

@@ -14,6 +14,7 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
@@ -31,9 +32,9 @@ class LossVar:
     def omega(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations | None) -> Omega:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
-        sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM)
+        sources = observed_sources(observations, terms.LOSSVAR, _NOISE_OF_TERM, dag.base)
         return {
-            operator.op_id: {variant: self._one(operator, variant, observations, sources) for variant in variants}
+            operator.op_id: {variant: self._one(operator, variant, observations, sources, dag.base) for variant in variants}
             for operator in dag.adjustable
         }
 
@@ -48,8 +49,9 @@ class LossVar:
         variant: Variant,
         observations: Observations,
         sources: dict[tuple[OpId, Noise], Variant],
+        base: Precision,
     ) -> float:
-        op_id, made = operator.op_id, VariantNoise.of(variant)
+        op_id, made = operator.op_id, VariantNoise.of(variant, base)
         columns: list[Sequence[float]] = []
         if made.operands is not None:
             source = sources.get((op_id, made.operands), variant)

@@ -13,6 +13,7 @@ from qsync_core.errors import ObservationError
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 
 
@@ -94,7 +95,10 @@ Noise = Hashable
 
 
 def observed_sources(
-    observations: Observations, collector: str, noise_of_term: Mapping[str, Callable[[VariantNoise], Noise | None]]
+    observations: Observations,
+    collector: str,
+    noise_of_term: Mapping[str, Callable[[VariantNoise], Noise | None]],
+    base: Precision,
 ) -> dict[tuple[OpId, Noise], Variant]:
     """For every operator and noise that a collector's terms were written for, an observed variant that makes it.
 
@@ -102,8 +106,9 @@ def observed_sources(
         observations: as collected.
         collector: whose series.
         noise_of_term: by the terms to look for, the noise that each measures.
+        base: of the graph.
     """
-    noise_of = functools.cache(VariantNoise.of)
+    noise_of = functools.cache(functools.partial(VariantNoise.of, base=base))
     found: dict[tuple[OpId, Noise], Variant] = {}
     for series in observations.series:
         if series.collector != collector or series.op_id is None or series.variant is None or series.term not in noise_of_term:

@@ -16,7 +16,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
-from qsync_core.ir.semantics import Cast, CastSite, casts, output_precision, run_precision
+from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.max_plus import Work, kernel
 
@@ -193,7 +193,8 @@ class CostModel:
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant, int] = {}
         self._variant_of: list[Variant] = []
-        self.follows_inputs = self.intern(_PLAIN[Precision.FLOAT32])
+        self._autocast = Autocast.of(dag.base, profile.device.kind)
+        self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._shape_of: dict[int, int] = {}
@@ -226,7 +227,7 @@ class CostModel:
     def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
         operator = self.dag.operators[position]
         adjustable = operator.op_class is OpClass.ADJUSTABLE
-        run = variant if adjustable else _PLAIN[run_precision(operator, inputs)]
+        run = variant if adjustable else _PLAIN[run_precision(operator, inputs, self._autocast)]
         cost = self._measured(operator, run)
         times = self._calibrate(position, run, cost)
         correction = self.calibration.corrections.get((position, run))
@@ -237,8 +238,8 @@ class CostModel:
         found = self._equal.get(key)
         if found is not None:
             return found
-        output = output_precision(operator, run, inputs)
-        priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs))
+        output = output_precision(operator, run, inputs, self._autocast)
+        priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs, self._autocast))
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
         self._equal[key] = found = Evaluation(
             run,

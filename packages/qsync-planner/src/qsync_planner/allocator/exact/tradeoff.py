@@ -32,7 +32,7 @@ from qsync_planner.allocator.exact.solve import Programs, relative_gap
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
-from qsync_planner.matching import check_profiles, check_sensitivity
+from qsync_planner.matching import check_profiles, check_sensitivity, under_base
 from qsync_planner.replayer.replay import Replayer
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
@@ -184,6 +184,7 @@ def tradeoff(
         raise PlanError(f"a trade-off curve has at least 1 memory budget and 3 time limits, got {budgets} and {limits}")
     check_profiles(dag, cluster, profiles)
     check_sensitivity(sensitivity, dag)
+    cluster, _ = under_base(cluster, dag)
     problem = build_problem(dag, cluster, profiles, sensitivity)
     curve = _Curve(problem, Replayer(dag, cluster, profiles), effort)
     levels = curve.levels(budgets)
