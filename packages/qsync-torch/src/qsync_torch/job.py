@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_torch.dtypes import TORCH_DTYPE
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -57,6 +60,26 @@ class Batch:
         return Batch(args, kwargs, target)
 
 
+def autocast(base: Precision, device: torch.device | str) -> AbstractContextManager[Any]:
+    """PyTorch's autocast in a 16-bit base; for float32 nothing: what is active stays."""
+    if base is Precision.FLOAT32:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.autocast(torch.device(device).type, TORCH_DTYPE[base])
+    return context
+
+
+def _check_amp(job: Job, attribute: attrs.Attribute[str | None], amp: str | None) -> None:
+    if amp == "float16":
+        raise JobError(
+            f"{job.name} cannot be planned under autocast in float16: its steps depend on the scale of the script's GradScaler, "
+            "which no trace or measurement has; train under autocast in bfloat16, or without autocast and with float16 as a rung"
+        )
+    if amp not in (None, "bfloat16"):
+        raise JobError(
+            f"the amp of {job.name} is the format of its autocast, 'bfloat16', or None for training without, got {amp!r}"
+        )
+
+
 @attrs.frozen(eq=False)
 class Job:
     """What is trained.
@@ -69,6 +92,8 @@ class Job:
         loss: ``loss(model_output, batch)``, a scalar tensor.
         optimizer: makes the optimizer from the parameters.
         batch_size: samples a rank gets per step.
+        amp: ``"bfloat16"`` where the script trains under ``torch.autocast`` in that format (model and loss inside, backward
+            outside); None where it does not (docs/design/precision-semantics.md#jobs-under-amp).
     """
 
     name: str
@@ -77,14 +102,23 @@ class Job:
     loss: Callable[[Any, Batch], torch.Tensor]
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
     batch_size: int = attrs.field(default=DEFAULT_BATCH_SIZE, validator=attrs.validators.ge(1))
+    amp: str | None = attrs.field(default=None, validator=_check_amp)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "batch", _checked_batch(self.batch, self.name))
 
+    @property
+    def base(self) -> Precision:
+        """Format that operators run in where nothing is lowered: that of the autocast, else float32."""
+        return Precision.FLOAT32 if self.amp is None else Precision(self.amp)
+
     def compute_loss(self, batch: Batch, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Forward pass and loss of one batch; ``model`` stands in for the job's own (a DDP wrapper, a copy)."""
-        output = (self.model if model is None else model)(*batch.args, **batch.kwargs)
-        return self.loss(output, batch)
+        """Forward pass and loss of one batch, under the job's autocast; ``model`` stands in for the job's own (a DDP wrapper, a
+        copy)."""
+        model = self.model if model is None else model
+        parameter = next(model.parameters(), None)
+        with autocast(self.base, "cpu" if parameter is None else parameter.device):
+            return self.loss(model(*batch.args, **batch.kwargs), batch)
 
     def batches(self, steps: int, *, start: int = 0, batch_size: int | None = None) -> Iterator[Batch]:
         """The batches of ``steps`` steps, from step ``start`` on."""
@@ -175,8 +209,17 @@ def check_same_model(job: Job, dag: PrecisionDag) -> None:
         else:
             difference = f"parameter {name} has shape {list(mine)} in the job and {list(other)} in the graph"
         raise QSyncError(f"the graph ({dag.model}) is of another model than the job ({job.name}): {difference}; {advice}")
+    if job.base is not dag.base:
+        raise QSyncError(
+            f"the graph was traced of a job that trains {_under(dag.base)}, and {job.name} trains {_under(job.base)} (its amp is "
+            f"{job.amp!r}); {advice}"
+        )
     if job.batch_size != dag.batch_size:
         raise QSyncError(
             f"the graph was traced with batch size {dag.batch_size} and the job has {job.batch_size}; "
             f"give --batch-size {dag.batch_size}, or {advice}"
         )
+
+
+def _under(base: Precision) -> str:
+    return "without autocast" if base is Precision.FLOAT32 else f"under autocast in {base}"

@@ -41,11 +41,12 @@ class AppliedPlan(Installation):
     Attributes:
         variants: what every named operator runs as.
         group: the device group, where a plan was applied.
+        base: the format that the model trains in, float32 or that of its autocast.
     """
 
-    def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None) -> None:
+    def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None, base: Precision) -> None:
         super().__init__(model)
-        self.variants, self.group = dict(variants), group
+        self.variants, self.group, self.base = dict(variants), group, base
         self._steps = StepCounter()
         self._weights = WeightBatch(())
 
@@ -68,9 +69,9 @@ class AppliedPlan(Installation):
         self._weights.release()
 
     def lower(self, addressed: Addressed, seed: int) -> None:
-        """Install the operators in their variants; nothing changes where all of them are in float32."""
+        """Install the operators in their variants; nothing changes where all of them are at the base."""
         entries = addressed.entries
-        if all(entry.variant == Variant.plain(Precision.FLOAT32) for entry in entries.values()):
+        if all(entry.variant == Variant.plain(self.base) for entry in entries.values()):
             return
         planned = [op_id for op_id, _ in addressed.modules]
         planned += [op_id for by_name in addressed.functional.values() for op_ids in by_name.values() for op_id in op_ids]
@@ -100,6 +101,7 @@ def apply_(
     group: str | None = None,
     backend: str | None = None,
     seed: int = 0,
+    base: Precision = Precision.FLOAT32,
 ) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
@@ -117,6 +119,7 @@ def apply_(
         backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
             ``auto`` the kernels that were tuned fastest here.
         seed: of the stochastic rounding; ranks draw different numbers from the same seed.
+        base: format of the autocast that the model trains under, for variants by operator; a plan says that itself.
 
     Returns:
         A handle with ``remove()``.
@@ -149,7 +152,10 @@ def apply_(
         assigned = assignments_of(entries, group, backend, default_backend(device))
         addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
         check_backends(addressed, device)
-    applied = AppliedPlan(model, {op_id: entry.variant for op_id, entry in assigned.items()}, group if whole_plan else None)
+    if isinstance(plan, PrecisionPlan):
+        base = plan.base
+    variants = {op_id: entry.variant for op_id, entry in assigned.items()}
+    applied = AppliedPlan(model, variants, group if whole_plan else None, base)
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):

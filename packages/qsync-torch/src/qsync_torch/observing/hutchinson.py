@@ -112,7 +112,7 @@ class _Pass:
 
     def __init__(self, step: ObservedStep, variants: Sequence[Variant]) -> None:
         self._step = step
-        self._noise = {variant: VariantNoise.of(variant) for variant in low_precision(variants)}
+        self._noise = {variant: VariantNoise.of(variant, step.dag.base) for variant in low_precision(variants)}
         # Variants share casts: the response to each is computed once.
         self._operands = {noise.operands for noise in self._noise.values() if noise.operands}
         self._outputs = {noise.output for noise in self._noise.values() if noise.output}

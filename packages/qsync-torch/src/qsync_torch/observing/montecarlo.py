@@ -1,7 +1,8 @@
 """Collector ``montecarlo``: the truth that indicators are judged by (docs/design/indicator.md#truth).
 
-One operator runs in a variant and everything else in float32; how far that moves the gradients of all parameters is measured,
-draw by draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is for checking, not planning.
+One operator runs in a variant and everything else at the base (float32, or as autocast runs it); how far that moves the gradients
+of all parameters is measured, draw by draw.  It costs a forward and a backward pass for every operator, variant and draw, so it is
+for checking, not planning.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import attrs
 import torch
 
 from qsync_core.errors import NumericsError, ObservationError
 from qsync_core.ir import observations as terms
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Rounding
+from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.apply.apply import AppliedPlan, apply_
@@ -115,6 +117,8 @@ class MonteCarloCollector:
                 loss has no trainable parameter.
             BackendError: when no kernel of this device can run an operator in a variant.
         """
+        if step.dag.base is not Precision.FLOAT32:
+            step = attrs.evolve(step, job=attrs.evolve(step.job, amp=str(step.dag.base)))
         alone = subjects(step.dag, self.operators)
         lowered = low_precision(variants)
         total = passes(len(alone), lowered, self.draws, together=self.together)
@@ -155,7 +159,9 @@ class MonteCarloCollector:
         seed = stream_key(step.seed, step.update)
         half = self.draws // 2
         try:
-            applied: AppliedPlan = apply_(step.model, {operator.op_id: variant for operator in group}, seed=seed)
+            applied: AppliedPlan = apply_(
+                step.model, {operator.op_id: variant for operator in group}, seed=seed, base=step.dag.base
+            )
             try:
                 sums = [
                     sum(squared_norm(step_gradients(step), undisturbed) for _ in range(half if is_random(variant) else 1))

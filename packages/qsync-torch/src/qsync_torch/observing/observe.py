@@ -14,7 +14,8 @@ from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.settings import SETTINGS
 from qsync_torch.devices import parse_device, software_versions
@@ -54,6 +55,8 @@ def observe(
 ) -> Observations:
     """Train a copy of the job's model in float32 and collect numbers at every update after a warm-up.
 
+    A job under AMP is observed in float32 too (docs/decisions/observing-under-amp.md), and asked about what is below its base.
+
     Args:
         job: what is trained.
         dag: its graph (``trace(job)``).
@@ -86,18 +89,26 @@ def observe(
         raise ObservationError(
             f"no collector is named, so that nothing would be observed; installed are {', '.join(sorted(installed_collectors()))}"
         )
-    if not low_precision(variants):
-        raise ObservationError("only float32 is asked about, which rounds nothing; name at least one lower precision")
+    ladder, _ = ladder_under(dag.base, variants)
+    if dag.base is not Precision.FLOAT32:
+        ladder = ladder[:-1]
+    if not low_precision(ladder):
+        raise ObservationError(
+            f"only {dag.base} is asked about, which rounds nothing beyond the job's base; name at least one lower precision"
+        )
     run = _Run(
         job=attrs.evolve(
-            job, batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)), loss=_differentiable_loss(job)
+            job,
+            batch_size=batch_size or max(job.batch_size // 2, min(2, job.batch_size)),
+            loss=_differentiable_loss(job),
+            amp=None,
         ),
         dag=dag,
         warmup=warmup,
         steps=steps,
         seed=seed,
         target=parse_device(str(device)),
-        collectors=RunningCollectors(dag.model, tuple(variants), active, asked_for=collectors is not None, announce=announce),
+        collectors=RunningCollectors(dag.model, ladder, active, asked_for=collectors is not None, announce=announce),
     )
     check_same_model(job, dag)
     return run.observe(settled, earlier, checkpoint, progress)

@@ -71,7 +71,12 @@ def differentiable_outputs(result: Any) -> list[torch.Tensor]:
 
 
 def make_case(
-    operator: Operator, variant: Variant, layouts: Mapping[str, torch.Tensor], device: torch.device, choice: KernelChoice
+    operator: Operator,
+    variant: Variant,
+    layouts: Mapping[str, torch.Tensor],
+    device: torch.device,
+    choice: KernelChoice,
+    base: Precision = Precision.FLOAT32,
 ) -> BenchmarkCase:
     """Fresh random operands for an operator: an adjustable one as ``apply_`` runs it, any other by its recorded call.
 
@@ -81,10 +86,11 @@ def make_case(
         layouts: the model's parameters by FQN, for their memory layouts.
         device: where.
         choice: whose kernels run an adjustable operator.
+        base: of the graph; under AMP any other is called as the model calls it, for the caller to run under autocast.
     """
     if operator.is_adjustable:
         return adjustable_case(operator, variant, layouts, device, choice)
-    return replayed_case(operator, device, variant.compute)
+    return replayed_case(operator, device, variant.compute, base)
 
 
 def adjustable_case(
@@ -164,7 +170,9 @@ def _quantized_case(
     return BenchmarkCase(lambda: call, (kept_x,), trained)
 
 
-def replayed_case(operator: Operator, device: torch.device, precision: Precision) -> BenchmarkCase:
+def replayed_case(
+    operator: Operator, device: torch.device, precision: Precision, base: Precision = Precision.FLOAT32
+) -> BenchmarkCase:
     """An operator's recorded call (:class:`~qsync_torch.tracing.aten_call.AtenCall`), its activations in a float format."""
     call = AtenCall.of(operator)
     assert call is not None, f"{operator.op_id} carries no call"
@@ -175,7 +183,7 @@ def replayed_case(operator: Operator, device: torch.device, precision: Precision
     for tensor in parameters:
         tensor.requires_grad_()
     wanted = tuple(tensor for tensor in (*inputs, *parameters) if tensor.requires_grad)
-    bound = call.bind(inputs, parameters, device)
+    bound = call.bind(inputs, parameters, device, as_apply_runs_it=base is Precision.FLOAT32)
     ready = ReadyCall(bound, wanted)
     return BenchmarkCase(lambda: ready, tuple(inputs), (*parameters, *_buffers(bound, {id(t) for t in (*inputs, *parameters)})))
 

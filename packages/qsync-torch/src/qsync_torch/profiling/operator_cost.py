@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.ir.dag import Operator
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.job import autocast
 from qsync_torch.profiling.benchmark_case import BenchmarkCase, differentiable_outputs, make_case
 from qsync_torch.profiling.memory import memory_rise, watch_saved
 from qsync_torch.timing import Effort, Stopwatch, repeat, rotation_count
@@ -26,6 +29,7 @@ def measure_operator(
     choice: KernelChoice,
     stopwatch: Stopwatch,
     effort: Effort,
+    base: Precision = Precision.FLOAT32,
 ) -> OpCost:
     """Measure one operator.
 
@@ -36,22 +40,26 @@ def measure_operator(
         operator, variant, layouts, choice: what runs, as in :func:`~qsync_torch.profiling.benchmark_case.make_case`.
         stopwatch: of the device.
         effort: how long to repeat.
+        base: of the graph; under AMP, operators that no plan lowers run as autocast runs them.
     """
     device = stopwatch.device
-    first = make_case(operator, variant, layouts, device, choice)
+    first = make_case(operator, variant, layouts, device, choice, base)
     call = first.make_ready()
-    saved = watch_saved(call.run, first.activations, first.parameters)
+    forwarding = autocast(Precision.FLOAT32 if operator.is_adjustable else base, device)
+    with forwarding:
+        saved = watch_saved(call.run, first.activations, first.parameters)
     gradients = [_gradient(output, first.gradient_dtype) for output in differentiable_outputs(saved.result)]
-    workspace = _workspace(first, gradients, device)
+    workspace = _workspace(first, gradients, device, forwarding)
 
     nbytes = sum(t.nbytes for t in (*first.activations, *first.parameters))
     sets = rotation_count(nbytes, device, most=_MOST_SETS_CUDA if device.type == "cuda" else _MOST_SETS_CPU)
-    cases = [first, *(make_case(operator, variant, layouts, device, choice) for _ in range(sets - 1))]
+    cases = [first, *(make_case(operator, variant, layouts, device, choice, base) for _ in range(sets - 1))]
 
     def sample() -> tuple[int, int, int, int]:
         while True:
             calls = [case.make_ready() for case in cases]
-            results, forward_dispatch, forward_compute = stopwatch.time_each([call.run for call in calls])
+            with forwarding:
+                results, forward_dispatch, forward_compute = stopwatch.time_each([call.run for call in calls])
             if stopwatch.must_repeat:
                 continue
             pairs = zip(reversed(results), reversed(calls), strict=True)
@@ -65,7 +73,7 @@ def measure_operator(
     timing = repeat(sample, effort)
     forward_dispatch, forward_compute, backward_dispatch, backward_compute = timing.median_ns
     if device.type == "cpu":
-        forward_calls, backward_calls = _count_calls(first, gradients)
+        forward_calls, backward_calls = _count_calls(first, gradients, forwarding)
         forward_dispatch = min(forward_compute, forward_calls * stopwatch.overhead_ns)
         backward_dispatch = min(backward_compute, backward_calls * stopwatch.overhead_ns)
         forward_compute -= forward_dispatch
@@ -90,11 +98,14 @@ def _gradient(output: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient.normal_()
 
 
-def _workspace(case: BenchmarkCase, gradients: list[torch.Tensor], device: torch.device) -> int:
+def _workspace(
+    case: BenchmarkCase, gradients: list[torch.Tensor], device: torch.device, forwarding: AbstractContextManager[Any]
+) -> int:
     """Bytes allocated above what remains: the larger of forward's and backward's."""
     kept: list[Any] = []
     call = case.make_ready()
-    peak, left = memory_rise(lambda: kept.append(call.run()), device)
+    with forwarding:
+        peak, left = memory_rise(lambda: kept.append(call.run()), device)
     workspace = peak - left
     backward = call.backward_thunk(kept, gradients)
     if backward is not None:
@@ -115,11 +126,12 @@ class _CallCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_calls(case: BenchmarkCase, gradients: list[torch.Tensor]) -> tuple[int, int]:
+def _count_calls(case: BenchmarkCase, gradients: list[torch.Tensor], forwarding: AbstractContextManager[Any]) -> tuple[int, int]:
     """Operators dispatched in one forward and in one backward."""
     call = case.make_ready()
     with _CallCounter() as counter:
-        result = call.run()
+        with forwarding:
+            result = call.run()
         forward = counter.calls
         backward = call.backward_thunk(result, gradients)
         if backward is not None:

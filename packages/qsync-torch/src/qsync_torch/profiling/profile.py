@@ -25,9 +25,9 @@ from qsync_core.errors import ArtifactError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile, StepMeasurement
-from qsync_core.ir.semantics import CastSite
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.profile import CastKey, CastModel, DeviceKind, OpCost, Profile, StepMeasurement
+from qsync_core.ir.semantics import Autocast, CastSite
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
@@ -48,7 +48,7 @@ _LONGEST_VALUE = 200
 """Characters of a setting that a sentence shows."""
 
 T = TypeVar("T")
-BASE = Variant.plain(Precision.FLOAT32)
+FLOAT32 = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
@@ -81,7 +81,7 @@ def profile(
     device: str | torch.device = "cpu",
     share: float = 1.0,
     memory_cap_bytes: int = 0,
-    ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), BASE),
+    ladder: Sequence[Variant] = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32),
     backend: str | None = None,
     tuning: Path | None = None,
     resume: Path | None = None,
@@ -107,7 +107,7 @@ def profile(
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         share: share of the device that the job gets; recorded, and part of what a plan matches.
         memory_cap_bytes: memory that the job may use, 0 for all; recorded likewise.
-        ladder: variants a plan may use; float32 is always measured as well.
+        ladder: variants a plan may use; the job's base (float32 without AMP) is always measured as well, and what is above it not.
         backend: kernels of the adjustable operators; ``a+b`` means a, and b for what a does not offer; ``auto`` whatever ``qsync
             tune`` found fastest for each.  By default ``auto`` on a GPU and ``aten`` on a CPU.
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
@@ -124,11 +124,15 @@ def profile(
     target = parse_device(str(device))
     check_same_model(job, dag)
     chooser = chooser_of(target, backend, tuning)
-    variants = tuple(dict.fromkeys((*ladder, BASE)))
+    base = Variant.plain(dag.base)
+    kept, cut = ladder_under(dag.base, ladder)
+    variants = tuple(dict.fromkeys((*kept, base)))
+    if cut:
+        note(f"{', '.join(rung.label for rung in cut)} is not measured: {job.name} trains under autocast in {dag.base}")
     type_ = device_type(target, share, memory_cap_bytes)
     software = {**software_versions(target), "memory_format": memory_format(job.model)}
     dag_digest = digest(dag)
-    items = distinct_items(dag, variants)
+    items = distinct_items(dag, variants, type_.kind)
     choices = {item: _choice(chooser, item) for item in items}
     efforts = (operator_effort, cast_effort, step_effort)
     store = ResumeStore(
@@ -182,7 +186,7 @@ def profile(
         runner = StepRunner.start(job, target)
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
-        for variant in sorted(variants, key=lambda v: v != BASE):
+        for variant in sorted(variants, key=lambda v: v != base):
             advance(f"whole step {variant.label}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
@@ -215,13 +219,15 @@ def profile(
     )
 
 
-def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
+def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceKind = DeviceKind.CPU) -> list[Item]:
     """Each distinct (cost key, variant) once, with all operators that share it.
 
     Adjustable operators in every variant of the ladder, dependent and guarded ones in every format an activation can arrive in,
-    fixed ones (and those that ``apply_`` cannot address) in float32.  Graph inputs cost nothing and are left out.
+    fixed ones in float32 and those that ``apply_`` cannot address in the base, unless autocast runs them in another format.  Graph
+    inputs cost nothing and are left out.
     """
     formats = [Variant.plain(precision) for precision in activation_precisions(ladder)]
+    autocast = Autocast.of(dag.base, device)
     holders: dict[tuple[object, ...], list[Operator]] = {}
     for operator in dag.operators:
         if operator.is_adjustable or AtenCall.of(operator) is not None:
@@ -230,9 +236,12 @@ def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant]) -> list[Item]:
     items: list[Item] = []
     for operators in holders.values():
         first = operators[0]
-        variants: Sequence[Variant] = [BASE]
+        forced = None if autocast is None else autocast.format_of(first.kind)
+        variants: Sequence[Variant] = [Variant.plain(dag.base if first.op_class is OpClass.ADJUSTABLE else Precision.FLOAT32)]
         if first.is_adjustable:
             variants = ladder
+        elif forced is not None:
+            variants = [Variant.plain(forced)]
         elif first.op_class in (OpClass.DEPENDENT, OpClass.GUARDED):
             variants = formats
         ids = tuple(operator.op_id for operator in operators)
@@ -273,9 +282,11 @@ class _Bench:
             return self.store.read(name, OpCost)
         cost = None
         try:
-            cost = measure_operator(item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort)
+            cost = measure_operator(
+                item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.base
+            )
         except RuntimeError as error:
-            if item.operator.is_adjustable or item.variant == BASE or "not implemented for" not in str(error):
+            if item.operator.is_adjustable or item.variant == FLOAT32 or "not implemented for" not in str(error):
                 raise
         return self.store.write(name, cost)
 

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
@@ -98,12 +97,12 @@ def measure_step(
     same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
     applied = None
-    if variant != Variant.plain(Precision.FLOAT32):
+    if variant != Variant.plain(dag.base):
         from qsync_torch.apply.apply import apply_
 
         kernels = {operator.op_id: (chosen or {}).get(operator.op_id, KernelChoice()) for operator in dag.adjustable}
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
-        applied = apply_(runner.model, entries)
+        applied = apply_(runner.model, entries, base=dag.base)
     try:
         # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)

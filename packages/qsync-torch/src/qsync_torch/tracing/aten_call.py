@@ -123,11 +123,17 @@ class AtenCall:
         return [torch.randn(shapes.get(index, ()), device=device) for index in range(len(self.operator.parameters))]
 
     def bind(
-        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = (), device: torch.device | str = "cpu"
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor] = (),
+        device: torch.device | str = "cpu",
+        *,
+        as_apply_runs_it: bool = True,
     ) -> Callable[[], Any]:
         """A function that only makes the call: everything around it (arguments, other tensors) is made here, once.
 
-        In-place operators run as their functional form, so that leaves of the autograd graph may be given.
+        In-place operators run as their functional form, so that leaves of the autograd graph may be given.  Norms run as ``apply_``
+        runs them unless the caller says otherwise, who then runs them under autocast.
         """
 
         def decode(value: Any) -> Any:
@@ -156,7 +162,7 @@ class AtenCall:
             else:
                 call = getattr(packet, overload)
                 return lambda: call(args[0].clone(), *args[1:], **kwargs)
-        if packet_name in _NORMS:
+        if packet_name in _NORMS and as_apply_runs_it:
             return partial(call_norm, _NORMS[packet_name], tuple(args), kwargs)
         return partial(getattr(packet, overload), *args, **kwargs)
 

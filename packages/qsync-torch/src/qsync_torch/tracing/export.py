@@ -75,7 +75,8 @@ def export_step(job: Job, batch: Batch) -> ExportedStep:
     Raises:
         TraceError: naming the line of the model that cannot be exported, and what to do about it.
     """
-    with _training(job.model), quiet_torch():
+    device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
+    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False):
         try:
             program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
         except Exception as error:

@@ -22,6 +22,9 @@ from qsync_torch.tracing.names import name_operators
 def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     """Trace one training step of a job, without running it and without copying its parameters.
 
+    A job under AMP is traced without its autocast: the operators are the same ones, and what autocast casts follows from the base
+    that the graph records.
+
     Args:
         job: what is trained.
         bucket_cap_mb: as given to DistributedDataParallel; None for its default.
@@ -60,6 +63,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         loss=loss,
         loss_reduction=loss_reduction,
         batch_size=job.batch_size,
+        base=job.base,
     )
 
 
