@@ -42,7 +42,7 @@ def scales(rows, form="int8"):
         absmax = np.abs(rows).max(axis=1)
         absmax = np.where(np.isnan(absmax), np.float32(np.inf), absmax).astype(np.float32)
         scale = (absmax / np.float32(LARGEST[form])).astype(np.float32)
-    return np.where(scale < np.float32(2.0**-126), np.float32(1), scale)
+    return np.where(absmax == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126)))
 
 
 def inverses(rows, scale, form):

@@ -78,6 +78,20 @@ def test_sixteen_bit_sources_equal_the_reference(dtype, rounding, way):
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_every_magnitude_equals_the_reference(form, rounding, way):
+    """From the smallest number of float32 to the largest; a group too small for its own scale takes the smallest scale."""
+    sizes = torch.tensor([2.0**-149, 1e-40, 2.0**-126, 1e-36, 2e-36, 9e-35, 1.0, 1.3e36, 1.4e36, torch.finfo(torch.float32).max])
+    x = sizes[:, None] * torch.linspace(-1, 1, 41)
+    assert_is_reference(x, Granularity.PER_ROW, rounding, form)
+    assert_is_reference(x[1:2].contiguous(), Granularity.PER_TENSOR, rounding, form)
+    q, scale = run(x, Granularity.PER_ROW, rounding, form=form)
+    moved = (q.double() * scale.double()[:, None] - x.double()).abs().amax(1)
+    steps = {"int8": 127, "float8_e4m3fn": 8, "float8_e5m2": 4}  # of the widest of them, to the largest value
+    assert (moved <= (sizes.double() / steps[form]).clamp(min=2.0**-126) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8_equals_the_reference(form, rounding, way):
     x = tensor(6, 104) * torch.logspace(-6, 0, 104)

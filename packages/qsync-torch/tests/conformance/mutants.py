@@ -241,6 +241,34 @@ class RoundsDown(Mutant):
         return quantize
 
 
+class TinyGroupsHaveTheScaleOne(Mutant):
+    """Though not zeros, of which a tiny negative number is rounded down to -1."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            if scale.numel() == 1 and scale <= 2.0**-126:
+                scale.fill_(1.0)
+                q.copy_(x.float().floor() if str(request.variant.rounding) == "floor" else torch.zeros_like(q))
+
+        return quantize
+
+
+class OverflowsOnTheWay(Mutant):
+    """Multiplies by 256 before it divides."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            q.masked_fill_(torch.isinf(x.float() * 256), 0)
+
+        return quantize
+
+
 class BiasedRounding(Mutant):
     """Rounds up with a probability that is a little too high."""
 

@@ -34,7 +34,7 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 @triton.jit
 def scale_of(absmax, FORMAT: tl.constexpr):
-    """Scale that maps absmax to the format's largest value; 1 where a float32 could not hold its inverse (zeros above all)."""
+    """Scale that maps absmax to the format's largest value, at least the smallest whose inverse float32 holds; 1 for zeros."""
     if FORMAT == INT8:
         largest = 127.0
     elif FORMAT == E4M3:
@@ -44,7 +44,7 @@ def scale_of(absmax, FORMAT: tl.constexpr):
     scale = tl.div_rn(absmax, absmax * 0 + largest)
     # absmax * 0 is NaN for an infinite absmax, which must stay infinite.
     scale = tl.where(absmax == float("inf"), absmax, scale)
-    return tl.where(scale < SMALLEST_SCALE, 1.0, scale)
+    return tl.where(scale < SMALLEST_SCALE, tl.where(absmax == 0, 1.0, SMALLEST_SCALE), scale)
 
 
 @triton.jit

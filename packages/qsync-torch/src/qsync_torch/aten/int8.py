@@ -36,9 +36,14 @@ def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int32 of shape (M, N); on CUDA a view into a padded matrix where the tensor cores ask for padding.
+
+    Raises:
+        RuntimeError: where the operands do not fit each other, as ``torch.mm`` does.
     """
     m, k = a_MK.shape
-    n = b_NK.shape[0]
+    n, other_k = b_NK.shape
+    if k != other_k:
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({m}x{k} and {other_k}x{n})")
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=torch.int32, device=a_MK.device)
     if k == 1:  # an outer product; ``torch._int_mm`` of torch 2.13 returns wrong values for it on a CPU

@@ -1,9 +1,9 @@
 """Quantization of a float tensor to int8 or float8_e4m3fn: its range, the scale, the rounded values.
 
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
-(docs/design/precision-semantics.md#quantization); a group of zeros, or of magnitudes below 1e-36, has scale 1.  Groups: the whole
-tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d activation.  Zero points
-exist in :func:`quantize_reference_asymmetric` only.
+(docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less), and 1 for
+zeros.  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d
+activation.  Zero points exist in :func:`quantize_reference_asymmetric` only.
 
 The backend's kernels, which :func:`build_quantize` and :func:`build_quantize_many` return:
 
@@ -34,7 +34,7 @@ from qsync_torch.aten.random_bits import random_thresholds, stream_key
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
 _SMALLEST = 2.0**-126
-"""A smaller scale has no finite inverse in float32; such a group counts as zeros."""
+"""Of the scales: a smaller one has no finite inverse in float32."""
 _BLOCK = 1 << 16
 """Elements per thread that a CPU rounds at a time, so that intermediate results stay in the second-level cache."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-22
@@ -130,7 +130,11 @@ def _grouped(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
 
 
 def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, out: torch.Tensor) -> None:
-    """Write the symmetric scales of ``x`` (see :func:`quantizable`) into ``out``; NaN and infinity stay what they are."""
+    """Write the symmetric scales of ``x`` (see :func:`quantizable`) into ``out``; NaN and infinity stay what they are.
+
+    A group that is too small for its own scale takes the smallest one and not 1: the floor of a tiny negative quotient is -1, which
+    times 1 would be a gradient out of nothing.
+    """
     if x.numel() == 0:
         out.fill_(1.0)
         return
@@ -139,16 +143,16 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
         low, high = torch.aminmax(groups)
         # NaN is not the larger of anything, so it is kept by asking whether the other is larger.
         absmax = -float(low) if -float(low) > float(high) else float(high)
-        scale = absmax / LARGEST[precision]
-        out.fill_(1.0 if scale < _SMALLEST else scale)
+        # NaN is not the smaller of anything.
+        out.fill_(1.0 if absmax == 0 else max(absmax / LARGEST[precision], _SMALLEST))
         return
     if groups.device.type == "cuda":
         torch.linalg.vector_norm(groups, math.inf, dim=1, dtype=torch.float32, out=out)
     else:
         # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
         out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
-    out.div_(LARGEST[precision])
-    out.masked_fill_(out < _SMALLEST, 1.0)
+    zeros = out == 0
+    out.div_(LARGEST[precision]).clamp_(min=_SMALLEST).masked_fill_(zeros, 1.0)
 
 
 def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
@@ -191,8 +195,8 @@ def _round_int8_cpu(
 ) -> None:
     """Round (groups, elements) with one scale a group into ``q_groups``, block by block, so that blocks stay in the cache.
 
-    Stochastic: floor(x / scale + u) with u the draw in [0, 1), computed as 256 times that and divided.  Integers stay what
-    they are: u is at most 1 - 2**-16 and a sum below 128 is exact to 2**-17.  Element i of the tensor takes draw i.
+    Stochastic: floor(x / scale + u) with u the draw in [0, 1).  No integer is raised: u is at most 1 - 2**-16 and a sum below 128
+    is exact to 2**-17.  Element i of the tensor takes draw i.
     """
     rows, columns = groups.shape
     block = _BLOCK * torch.get_num_threads()
@@ -205,11 +209,12 @@ def _round_int8_cpu(
         if rounding is Rounding.STOCHASTIC:
             position = row.start * columns + column.start
             y = random_thresholds(part.numel(), seed, offset, position, buffers=buffers).view(part.shape)
+            torch.add(centre, y, alpha=1.0 / 256.0, out=y)
             if single:
-                y.add_(part, alpha=256.0 * float(inverse))
+                y.add_(part, alpha=float(inverse))
             else:
-                y.addcmul_(part.to(torch.float32), inverse[row, None], value=256.0)
-            torch.add(centre, y, alpha=1.0 / 256.0, out=y).floor_()
+                y.addcmul_(part.to(torch.float32), inverse[row, None])
+            y.floor_()
         else:
             y = buffers[1, : part.numel()].view(part.shape)
             torch.div(part if part.dtype is torch.float32 else y.copy_(part), scale if single else scale[row, None], out=y)
@@ -270,8 +275,8 @@ def quantize_reference_asymmetric(
     groups = _grouped(x, granularity).to(torch.float32)
     low = groups.amin(dim=1, keepdim=True).clamp(max=0.0)
     high = groups.amax(dim=1, keepdim=True).clamp(min=0.0)
-    scale = (high - low) / 255.0
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = high / 255.0 - low / 255.0
+    scale = torch.where(high > low, scale.clamp(min=_SMALLEST), torch.ones_like(scale))
     zero_point = (-128.0 - low / scale).round()
     q = torch.empty_like(x, dtype=torch.int8)
     _grouped(q, granularity).copy_((groups / scale + zero_point).round_().clamp_(-128.0, 127.0))

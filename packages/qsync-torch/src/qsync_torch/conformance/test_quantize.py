@@ -52,10 +52,9 @@ def run(
 
 
 def check_scales(x: torch.Tensor, scale: torch.Tensor, granularity: Granularity, precision: Precision = Precision.INT8) -> None:
-    """``absmax / 127`` (``/ 448``) to a few units in the last place; exactly 1 for zeros."""
+    """``absmax / 127`` (``/ 448``), at least 2⁻¹²⁶, to a few units in the last place; exactly 1 for zeros."""
     absmax = groups_of(x.double(), granularity).abs().amax(1)
-    expected = absmax / LARGEST[precision]
-    expected = torch.where(expected < 2.0**-126, torch.ones_like(expected), expected)
+    expected = (absmax / LARGEST[precision]).clamp(min=2.0**-126).masked_fill(absmax == 0, 1.0)
     error = ((scale.double() - expected) / expected).abs().max().item()
     assert error <= 2.0**-21, f"scales are off by a relative {error:.1e}"
     assert bool((scale[absmax == 0] == 1).all()), "a group of zeros must have the scale 1"
@@ -225,9 +224,57 @@ def test_draws_are_numbered_in_memory_order(subject: Subject, outputs: Outputs, 
 
 @pytest.mark.parametrize("magnitude", [1e-18, 1e-25, 1e-35, 127 * 2.0**-125, 127 * 2.0**-127])
 def test_small_values_keep_their_scale(subject: Subject, outputs: Outputs, magnitude: float) -> None:
-    """``absmax / 127`` down to 2⁻¹²⁶; below that the scale is 1 and everything rounds to zero."""
+    """``absmax / 127`` down to 2⁻¹²⁶, and that for magnitudes that are smaller still."""
     x = torch.linspace(-1, 1, 15 * 16, device=subject.device).view(15, 16) * magnitude
     check_formula(subject, outputs, x, Rounding.NEAREST)
+
+
+MAGNITUDES = {
+    torch.float32: (
+        2.0**-149,
+        1e-40,
+        2.0**-126,
+        1e-36,
+        2e-36,
+        9e-35,
+        1e-30,
+        1e-3,
+        1e30,
+        1.3e36,
+        1.4e36,
+        torch.finfo(torch.float32).max,
+    ),
+    torch.bfloat16: (2.0**-133, 1e-39, 2.0**-126, 2e-36, 9e-35, 1.4e36, torch.finfo(torch.bfloat16).max),
+    torch.float16: (2.0**-24, 2.0**-14, 1.0, torch.finfo(torch.float16).max),
+}
+"""From the smallest subnormal number of a format to its largest, past every place where float32 arithmetic may overflow."""
+
+
+@pytest.mark.parametrize("dtype", list(MAGNITUDES), ids=str)
+@pytest.mark.parametrize("granularity", list(Granularity))
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_every_magnitude_is_quantized(
+    subject: Subject, outputs: Outputs, rounding: Rounding, granularity: Granularity, dtype: torch.dtype
+) -> None:
+    """No value moves by more than a step, of ``absmax / 127`` or 2⁻¹²⁶; subnormal values may count as zeros."""
+    sizes = torch.tensor(MAGNITUDES[dtype], dtype=torch.float64)
+    ramp = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    every = (sizes[:, None] * ramp).to(dtype).to(subject.device)
+    mixed = (sizes.expand(3, -1) * torch.tensor([[1.0], [-1.0], [0.0]])).to(dtype).to(subject.device)
+    for x in (mixed, *(every.split(1) if granularity is TENSOR else [every])):
+        for kernel in subject.kernels(Op.QUANTIZE, variant_of(rounding, granularity), (tuple(x.shape),)):
+            q, scale = run(kernel, x, outputs, granularity)
+            values = groups_of(x.double(), granularity)
+            absmax = values.abs().amax(1, keepdim=True)
+            step = (absmax / 127).clamp(min=2.0**-126) * (1.0 if rounding is not Rounding.NEAREST else 0.5)
+            error = groups_of(q.double(), granularity) * scale.double()[:, None] - values
+            allowed = torch.where(values.abs() < 2.0**-126, step.clamp(min=2.0**-126), step)
+            wrong = error.abs() > allowed * (1 + 2.0**-12)
+            group = int(wrong.any(1).nonzero()[0]) if wrong.any() else 0
+            assert not wrong.any(), (
+                f"{values[group][wrong[group]][0].item():.3g}, in a group up to {absmax[group].item():.3g}, became "
+                f"{groups_of(q, granularity)[group][wrong[group]][0].item()} times {scale[group].item():.3g}"
+            )
 
 
 def test_every_bit_of_seed_and_offset_counts(subject: Subject, outputs: Outputs) -> None:

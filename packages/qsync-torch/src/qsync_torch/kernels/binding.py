@@ -135,7 +135,8 @@ class OperatorBinding(Bound):
         grad: quantizations of the incoming gradient: ``grad[multiplied][transposed]``.
         wants_transposed: the product for the weight's gradient sums over rows in 8 bit, and integer tensor cores read operands
             whose summed dimension is contiguous.
-        conv2d_shapes: :meth:`conv2d_shape`, by the shapes of activation and filters.
+        conv2d_shapes: :meth:`conv2d_shape`, by the shapes of activation and filters; for shapes that are not those of a convolution
+            it raises what ``F.conv2d`` raises.
     """
 
     def __init__(self, variant: Variant, choice: KernelChoice = ATEN, geometry: Geometry | None = None) -> None:
@@ -160,12 +161,19 @@ class OperatorBinding(Bound):
         chosen = _role(choice, QUANTIZE_GRADIENT)
         self.grad = tuple(tuple(quantization(gradient, chosen, m, t) for t in (False, True)) for m in (False, True))
         self.conv2d_shapes: Memo[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
-        self.conv2d_shapes = Memo(lambda shapes: self.conv2d_shape(*shapes))
+        self.conv2d_shapes = Memo(lambda shapes: self._checked_conv2d_shape(*shapes))
         self._register("operator", variant, choice.backend, choice.config, geometry)
 
     def conv2d_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a convolution's result, from those of activation and filters."""
         return (x[0], w[0], *self.geometry.output_size(x[2:], w[2:]))
+
+    def _checked_conv2d_shape(self, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+        g, shape = self.geometry, self.conv2d_shape(x, w)
+        if x[1] != g.groups * w[1] or w[0] % g.groups or min(shape[1:]) < 1:
+            image, filters = (torch.empty(size, device="cpu") for size in (x, w))  # which it refuses before it computes anything
+            torch.nn.functional.conv2d(image, filters, None, g.stride, g.padding, g.dilation, g.groups)
+        return shape
 
 
 def _float_dtype(copies: tuple[CastTarget, ...]) -> torch.dtype | None:

@@ -187,13 +187,31 @@ def conv2d_output(
     *,
     straight: bool = False,
 ) -> torch.Tensor:
-    """(B, C, H, W) and (O, C / groups, KH, KW) of 8 bits to (B, O, OH, OW) in the output's format."""
+    """(B, C, H, W) and (O, C / groups, KH, KW) of 8 bits to (B, O, OH, OW) in the output's format.
+
+    Raises:
+        RuntimeError: where operands do not fit each other, as ``F.conv2d`` does.
+    """
     if not straight and not is_plain(x):
         return cast(torch.Tensor, _OPS.conv2d_output.default(x, x_scale, w, w_scale, bias, binding.key))
-    kernel = binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)
     out = _images(x, binding.conv2d_shapes[x.shape, w.shape], binding.output)
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise RuntimeError(
+            f"a convolution with {w.shape[0]} output channels has as many biases, got a bias of shape {list(bias.shape)}"
+        )
+    kernel = binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)
     kernel(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
+
+
+def _check_result(grad: torch.Tensor, x_shape: tuple[int, ...], w: torch.Tensor, binding: OperatorBinding) -> None:
+    """Refuse a gradient that no convolution of this activation with these filters has."""
+    expected = binding.conv2d_shapes[x_shape, w.shape]
+    if grad.shape != expected:
+        raise RuntimeError(
+            f"a convolution of {list(x_shape)} with filters {list(w.shape)} gives {list(expected)}, and its gradient has the shape "
+            f"{list(grad.shape)}"
+        )
 
 
 def conv2d_grad_input(
@@ -210,6 +228,7 @@ def conv2d_grad_input(
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.conv2d_grad_input.default(grad, w, scale, x_shape, binding.key, dtype))
     dtype = dtype or binding.grad_input
+    _check_result(grad, tuple(x_shape), w, binding)
     kernel = binding.kernel(Op.CONV2D_GRAD_INPUT, grad.device, grad.shape, w.shape)
     make = getattr(kernel, "make_gradient", None)
     if make is not None:
@@ -227,6 +246,7 @@ def conv2d_grad_weight(
     """(B, O, OH, OW) and (B, C, H, W) to the filters' shape and layout, which ``w`` has, in float32."""
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.conv2d_grad_weight.default(grad, x, x_scale, w, binding.key))
+    _check_result(grad, x.shape, w, binding)
     out = torch.empty_like(w, dtype=torch.float32)
     binding.kernel(Op.CONV2D_GRAD_WEIGHT, grad.device, grad.shape, x.shape)(grad, x, x_scale, out)
     return out

@@ -24,11 +24,11 @@ _FLOAT8_E4M3FN_MAX = 448.0
 _EXPONENT_BITS = 0x7F800000
 """Of a float32."""
 _SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
-"""Of the largest element, so that the scale of a tensor of zeros is a normal number."""
+"""Of the largest element, so that a scale is at least 2**-126, as that of a cast."""
 
 
 def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
-    """Scale of a symmetric cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels; 1 where all elements are 0.
+    """Scale of a symmetric cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; 1 for zeros.
 
     Args:
         tensor: values, any shape.
@@ -42,7 +42,8 @@ def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granular
         largest = torch.linalg.vector_norm(values, torch.inf, dim=tuple(range(1, tensor.dim())), keepdim=True)
     else:
         largest = torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True)
-    return torch.where(largest > 0, largest, torch.full_like(largest, levels)) / levels
+    scale = torch.clamp(largest / levels, min=torch.finfo(torch.float32).tiny)
+    return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
 def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:

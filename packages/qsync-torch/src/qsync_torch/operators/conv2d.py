@@ -149,7 +149,14 @@ def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, 
 def resolve_geometry(
     x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pair | str, dilation: Pair, groups: int
 ) -> tuple[torch.Tensor, Geometry]:
-    """The arguments of ``F.conv2d`` as a geometry, and ``x``, padded where no geometry says it (see :func:`resolve_padding`)."""
+    """The arguments of ``F.conv2d`` as a geometry, and ``x``, padded where no geometry says it (see :func:`resolve_padding`).
+
+    Raises:
+        RuntimeError: for a padding that ``F.conv2d`` does not take, with its words.
+    """
+    if isinstance(padding, str) and padding != "valid" and (padding != "same" or pair(stride) != (1, 1)):
+        image, filters = (torch.empty(operand.shape, device="cpu") for operand in (x, weight))
+        F.conv2d(image, filters, None, stride, padding, dilation, groups)
     x, sides = resolve_padding(x, weight, padding, pair(dilation))
     return x, Geometry(pair(stride), sides, pair(dilation), groups)
 
@@ -187,6 +194,7 @@ def conv2d(
 
     Raises:
         BackendError: when the backend refuses the variant or the shapes, with its reasons.
+        RuntimeError: where operands do not fit each other, as ``F.conv2d`` does.
         NumericsError: when a tensor to be quantized holds NaN or infinity (CPU only).
     """
     x, geometry = resolve_geometry(x, weight, stride, padding, dilation, groups)
