@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -119,6 +120,23 @@ class Job:
         parameter = next(model.parameters(), None)
         with autocast(self.base, "cpu" if parameter is None else parameter.device):
             return self.loss(model(*batch.args, **batch.kwargs), batch)
+
+    def copy_model(self) -> torch.nn.Module:
+        """A copy of the model, which training does not change the model by.
+
+        Raises:
+            JobError: when it cannot be copied.
+        """
+        # Tensors that a forward computes and leaves in its module (the old ``torch.nn.utils.weight_norm``) refuse a deep copy.
+        left = (value for module in self.model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+        memo = {id(value): value.detach().clone() for value in left if not value.is_leaf}
+        try:
+            return copy.deepcopy(self.model, memo)
+        except Exception as error:
+            raise JobError(
+                f"the model of {self.name} cannot be copied ({type(error).__name__}: {str(error).splitlines()[0]}); measurements "
+                "train a copy, so see that copy.deepcopy(model) works"
+            ) from error
 
     def batches(self, steps: int, *, start: int = 0, batch_size: int | None = None) -> Iterator[Batch]:
         """The batches of ``steps`` steps, from step ``start`` on."""

@@ -334,3 +334,23 @@ def test_functional_calls_are_found_where_every_operator_gives_float32():
     found = model(x)
     applied.remove()
     assert 0 < (found - exact).norm() / exact.norm() < 0.05
+
+
+class _Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.first(x)).abs() + torch.linalg.svdvals(self.first(x)).sum()
+
+
+def test_functions_that_exist_in_float32_only_get_float32() -> None:
+    """A layer in bfloat16 may stand before a Fourier transform or a decomposition."""
+    torch.manual_seed(0)
+    model, x = _Fourier(), torch.randn(4, 8)
+    y = F.linear(x.bfloat16(), model.first.weight.bfloat16(), model.first.bias.bfloat16()).float()
+    expected = torch.fft.rfft(y).abs() + torch.linalg.svdvals(y).sum()
+    applied = apply_(model, {"first#0": "bfloat16", "first#1": "bfloat16"})
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    applied.remove()

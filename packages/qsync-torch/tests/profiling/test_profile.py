@@ -257,3 +257,80 @@ def test_a_graph_of_another_model_is_refused(job, dag):
         QSyncError, match=r"parameter stem.weight has shape \[8, 3, 5, 5\] in the job and \[8, 3, 3, 3\] in the graph"
     ):
         profile(attrs.evolve(job, model=Other()), dag)
+
+
+@torch.library.custom_op("qsync_test::only_float32", mutates_args=())
+def only_float32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.float32:
+        raise RuntimeError("Unsupported dtype")
+    return x.clone()
+
+
+only_float32.register_fake(torch.empty_like)
+only_float32.register_autograd(lambda ctx, grad: grad)
+
+
+@torch.library.custom_op("qsync_test::only_zeros", mutates_args=())
+def only_zeros(x: torch.Tensor) -> torch.Tensor:
+    if x.any():
+        raise RuntimeError("not a zero")
+    return x.clone()
+
+
+only_zeros.register_fake(torch.empty_like)
+only_zeros.register_autograd(lambda ctx, grad: grad)
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.first, self.last = function, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.function(self.first(x))
+        return self.last(y)
+
+
+def profile_of(model, notes=None):
+    job = Job(
+        "calls",
+        model,
+        lambda step, size: Batch((torch.randn(size, 4),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+    dag = trace(job)
+    return dag, profile(job, dag, with_collectives=False, note=(notes if notes is not None else []).append, **EFFORTS)
+
+
+def test_an_operator_that_a_rung_cannot_run_is_named_with_its_line():
+    with pytest.raises(QSyncError) as error:
+        profile_of(Calls(lambda x: only_float32(x)))
+    text = str(error.value)
+    assert "calls does not run with its operators in bfloat16 because of" in text
+    assert "test_profile.py:" in text
+    assert '(raise RuntimeError("Unsupported dtype"))' in text
+    assert "leave bfloat16 off the ladder" in text
+    assert "\n" not in text
+
+
+def test_an_operator_that_does_not_run_alone_counts_as_free_and_is_named():
+    notes = []
+    dag, profiled = profile_of(Calls(lambda x: x + only_zeros(x * 0)), notes)
+    (operator,) = (operator for operator in dag.operators if operator.kind == "only_zeros")
+    cost = profiled.costs[profiled.cost_index[operator.op_id][FLOAT32]]
+    assert cost.forward_compute_ns == 0
+    assert any(str(operator.op_id) in note and "not a zero" in note for note in notes)
+
+
+def test_fourier_transforms_are_measured_in_float32():
+    dag, profiled = profile_of(Calls(lambda x: torch.fft.fft(x).real))
+    (operator,) = (operator for operator in dag.operators if operator.kind == "fft_fft")
+    assert list(profiled.cost_index[operator.op_id]) == [FLOAT32]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_model_whose_forward_leaves_tensors_in_it_is_copied():
+    _, profiled = profile_of(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    assert {step.variant for step in profiled.steps} == set(LADDER)

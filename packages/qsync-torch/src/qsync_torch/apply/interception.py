@@ -21,7 +21,7 @@ from qsync_core.ir.precision import promote
 from qsync_torch.apply.functional_calls import CallSites
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.casts import CastCache, float_key
-from qsync_torch.operators.norms import LOSSES, NORMS, call_in_float32, call_norm
+from qsync_torch.operators.norms import FLOAT32_FUNCTIONS, LOSSES, NORMS, call_in_float32, call_norm
 
 Function = Callable[..., Any]
 
@@ -39,7 +39,7 @@ PROMOTED: frozenset[Function] = frozenset(
         *_named(torch, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
         *_named(torch, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
         *_named(torch._VF, "lstm", "gru", "rnn_tanh", "rnn_relu", "einsum", "tensordot", "cdist"),
-        *_named(F, "linear", "bilinear", "grid_sample", "scaled_dot_product_attention", "cosine_similarity", "prelu"),
+        *_named(F, "linear", "bilinear", "grouped_mm", "grid_sample", "scaled_dot_product_attention", "cosine_similarity", "prelu"),
         *_named(torch.Tensor, "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
         *_named(torch.Tensor, "addmm", "addmv", "addbmm", "baddbmm", "lerp", "addcmul", "addcdiv", "cross"),
         *_named(torch.Tensor, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
@@ -126,7 +126,7 @@ class Interception(TorchFunctionMode):
             **dict.fromkeys(WRITES, self._written),
             **dict.fromkeys(IN_PLACE, self._in_place),
             **dict.fromkeys(NORMS, call_norm),
-            **dict.fromkeys(LOSSES, call_in_float32),
+            **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS), call_in_float32),
             F.linear: self._functional_linear,
             torch.conv2d: self._functional_conv2d,
             F.multi_head_attention_forward: self._open,

@@ -5,7 +5,6 @@ The budget decides how many batches are measured, and with how many draws each (
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -72,7 +71,7 @@ def measure_truth(request: TruthRequest) -> Observations:
 
 def _seconds_per_pass(job: Job, dag: PrecisionDag, variants: Sequence[Variant], batch_size: int, target: torch.device) -> float:
     """Measured on one operator in all variants, with what lowering it and putting it back takes."""
-    model = copy.deepcopy(job.model).to(target).train()
+    model = job.copy_model().to(target).train()
     step = ObservedStep(job, model, dag, job.batch(0, batch_size).to(target), 0, 0)
     listed = subjects(dag)
     collector = MonteCarloCollector(2, operators=[listed[len(listed) // 2][0].op_id], together=False)

@@ -6,7 +6,7 @@ See docs/design/precision-semantics.md#operator-classes.
   float32 weight beside a 16-bit activation (CUDA's layer and RMS norm): weight and bias are then cast to the activation's format,
   as a model in that format has them, and get float32 gradients back.  CUDA's group norm rounds its
   statistics: it receives float32, and its result is cast back.
-* Losses are fixed operators: their floating-point inputs are cast to float32.
+* Losses, Fourier transforms and decompositions of matrices are fixed operators: their floating-point inputs are cast to float32.
 """
 
 from __future__ import annotations
@@ -78,6 +78,40 @@ NORMS: tuple[Callable[..., Any], ...] = (
     torch.rms_norm,
 )
 """Norms whose weight may need a cast; batch and instance norm take float32 weights and statistics beside 16-bit activations."""
+
+_LINALG = (
+    *("cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv", "inv_ex"),
+    *("ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "matrix_exp"),
+    *(
+        "matrix_rank",
+        "pinv",
+        "qr",
+        "slogdet",
+        "solve",
+        "solve_ex",
+        "solve_triangular",
+        "svd",
+        "svdvals",
+        "tensorinv",
+        "tensorsolve",
+    ),
+)
+_FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")))
+_OLDER = (
+    *("cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve", "matrix_exp"),
+    *("ormqr", "pinverse", "polar", "qr", "slogdet", "stft", "svd", "triangular_solve", "view_as_complex"),
+)
+
+FLOAT32_ONLY = frozenset((*(f"fft_{name}" for name in _FFT), *(f"linalg_{name}" for name in _LINALG), *_OLDER))
+"""ATen operators that PyTorch has in float32 and float64 only (on most devices), by their plain names."""
+
+FLOAT32_FUNCTIONS: tuple[Callable[..., Any], ...] = tuple(
+    getattr(owner, name)
+    for owner, names in ((torch.fft, _FFT), (torch.linalg, _LINALG), (torch, _OLDER), (torch.Tensor, _OLDER))
+    for name in names
+    if hasattr(owner, name)
+)
+"""The same as a model calls them."""
 
 LOSSES: tuple[Callable[..., Any], ...] = tuple(
     getattr(F, name)

@@ -21,7 +21,7 @@ from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import digest
 from qsync_core.artifacts.whole_file import read_whole
-from qsync_core.errors import ArtifactError
+from qsync_core.errors import ArtifactError, JobError, QSyncError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -41,6 +41,7 @@ from qsync_torch.profiling.operator_cost import measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.export import first_line, place_of
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 
@@ -158,7 +159,7 @@ def profile(
     if chooser.chain == AUTO and chooser.untuned:
         note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
     layouts = dict(job.model.named_parameters())
-    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts)
+    bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
     cast_sites = possible_casts(variants)
     total = len(items) + len(cast_sites) + len(variants) + 1
     done = 0
@@ -274,9 +275,10 @@ class _Bench:
     operator_effort: Effort
     cast_effort: Effort
     step_effort: Effort
+    note: Callable[[str], None]
 
     def operator(self, item: Item, choice: KernelChoice) -> OpCost | None:
-        """An operator's cost; None where ATen has no kernel for it: the planner names the operator if a plan would need it."""
+        """An operator's cost; None in a format that PyTorch does not run it in: the planner names it if a plan would need it."""
         name = item.name if choice == KernelChoice() else f"{item.name} {choice.backend} {choice.config}"
         if name in self.store:
             return self.store.read(name, OpCost)
@@ -285,9 +287,17 @@ class _Bench:
             cost = measure_operator(
                 item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.base
             )
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
         except RuntimeError as error:
-            if item.operator.is_adjustable or item.variant == FLOAT32 or "not implemented for" not in str(error):
+            if item.operator.is_adjustable:
                 raise
+            if item.variant in (FLOAT32, Variant.plain(self.dag.base)):
+                cost = _free(item.operator)
+                self.note(
+                    f"operator {item.holders[0]} ({item.operator.kind}) counts as free outside of whole steps: it does not run "
+                    f"alone on operands of random values ({first_line(error)})"
+                )
         return self.store.write(name, cost)
 
     def cast(self, key: CastKey, sites: frozenset[CastSite]) -> CastModel:
@@ -301,11 +311,36 @@ class _Bench:
     def step(
         self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None
     ) -> StepMeasurement:
-        """Whole steps with every adjustable operator in one variant."""
+        """Whole steps with every adjustable operator in one variant.
+
+        Raises:
+            JobError: when they fail, naming the line.
+        """
         name = f"step {variant}"
-        return self.store.read(name, StepMeasurement) or self.store.write(
-            name, measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
-        )
+        known = self.store.read(name, StepMeasurement)
+        if known is not None:
+            return known
+        try:
+            measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
+        except QSyncError:
+            raise
+        except Exception as error:
+            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), error)) from error
+        return self.store.write(name, measured)
+
+
+def _free(operator: Operator) -> OpCost:
+    """No time, and all that it reads and writes kept for backward."""
+    return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
+
+
+def _failed_step(job: str, variant: Variant, is_base: bool, error: Exception) -> str:
+    if is_base:
+        return f"a training step of {job} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync"
+    return (
+        f"{job} does not run with its operators in {variant.label}{place_of(error)} ({first_line(error)}); compute in float32 "
+        f"there (x.float()), or leave {variant.label} off the ladder"
+    )
 
 
 def _kernels(choices: Mapping[Item, KernelChoice]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import statistics
@@ -51,7 +50,7 @@ class StepRunner:
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
         """Copy the job's model to ``device`` in training mode; the job's own is not touched."""
-        model = copy.deepcopy(job.model).to(device).train()
+        model = job.copy_model().to(device).train()
         optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         return cls(job, model, optimizer, [job.batch(step, job.batch_size).to(device) for step in range(batches)])
 

@@ -6,14 +6,17 @@ Dependent, guarded and fixed operators (and those that ``apply_`` cannot address
 Arguments stand for themselves, except::
 
     {"input": i, "stride": [...]}          the i-th activation; strides in elements where it is not contiguous
-    {"parameter": j, "shape": [...]}       the j-th parameter
+    {"parameter": j, "shape": [...]}       the j-th parameter, or all of it in another shape
+    {..., "complex": true}                 either of them, of complex numbers; the shape's last dimension is their two parts
     {"tensor": [...], "dtype": "int64", "below": n}  any other tensor; integers lie in 0..n-1
+    {"tensor": [...], "dtype": "int64", "offsets": n, "first": f}  rows at which equal parts of n begin (f = 0) or end (f = 1)
     {"dtype": "bool"}, {"device": ""}, {"layout": "strided"}, {"memory_format": "channels_last"}
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +33,9 @@ _NORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": torch.rms_norm,
 }
 """Run as ``apply_`` runs them: on 16-bit activations their float32 parameters may need a cast."""
+
+_MATRIX_OPERATORS = ("linalg_", "cholesky", "inverse", "logdet", "slogdet", "det")
+"""Operators that may fail on any matrix."""
 
 CALL_ATTRIBUTE = "call"
 """Key of ``Operator.attributes``."""
@@ -71,7 +77,7 @@ class AtenCall:
     """A call that can be run: ``AtenCall.of(operator).bind(inputs, parameters)()``.
 
     Attributes:
-        op: ``aten.add.Tensor`` and so on.
+        op: ``aten.add.Tensor`` and so on; another library's operator begins with its namespace.
         args, kwargs: as in the module's docstring.
         operator: where it comes from.
     """
@@ -83,12 +89,12 @@ class AtenCall:
 
     @classmethod
     def of(cls, operator: Operator) -> AtenCall | None:
-        """The operator's call; None where it carries none that can be run (graph inputs, higher-order and fused operators)."""
+        """The operator's call; None where it carries none that can be run (graph inputs, higher-order and unknown operators)."""
         text = operator.attributes.get(CALL_ATTRIBUTE)
         if text is None or '"opaque"' in text:
             return None
         call = json.loads(text)
-        if not call["op"].startswith("aten."):
+        if not _is_registered(call["op"]):
             return None
         return cls(call["op"], call["args"], call["kwargs"], operator)
 
@@ -115,6 +121,12 @@ class AtenCall:
             else:
                 made = torch.empty(shape, dtype=dtype, device=device)
             inputs.append(made.normal_())
+        if self.op.split(".")[1].lstrip("_").startswith(_MATRIX_OPERATORS):
+            for made in inputs:
+                if made.dim() > 1 and made.shape[-1] == made.shape[-2]:
+                    made.diagonal(dim1=-2, dim2=-1).add_(
+                        3 * made.shape[-1]
+                    )  # invertible, and positive definite as far as it is read
         return inputs
 
     def make_parameters(self, device: torch.device | str = "cpu") -> list[torch.Tensor]:
@@ -133,30 +145,39 @@ class AtenCall:
         """A function that only makes the call: everything around it (arguments, other tensors) is made here, once.
 
         In-place operators run as their functional form, so that leaves of the autograd graph may be given.  Norms run as ``apply_``
-        runs them unless the caller says otherwise, who then runs them under autocast.
+        runs them unless the caller says otherwise, who then runs them under autocast.  Numbers beyond the range of the inputs'
+        format (masks of attention scores) are the largest that it has.
         """
+        largest = min((torch.finfo(x.dtype).max for x in inputs if x.is_floating_point()), default=math.inf)
 
         def decode(value: Any) -> Any:
             match value:
                 case list():
                     return [decode(item) for item in value]
                 case {"input": index}:
-                    return inputs[index]
+                    return torch.view_as_complex(inputs[index]) if "complex" in value else inputs[index]
                 case {"parameter": index}:
-                    return parameters[index]
+                    return torch.view_as_complex(parameters[index]) if "complex" in value else parameters[index]
+                case {"tensor": [count], "dtype": dtype, "offsets": rows, "first": first}:
+                    ends = [(part + first) * rows // count for part in range(count)]
+                    return torch.tensor(ends, dtype=getattr(torch, dtype), device=device)
                 case {"tensor": shape, "dtype": dtype}:
                     return _make_tensor(shape, getattr(torch, dtype), value.get("below", 1), device)
                 case {"dtype": name} | {"layout": name} | {"memory_format": name}:
                     return getattr(torch, name)
                 case {"device": _}:
                     return torch.device(device)
+                case float() if math.isfinite(value):
+                    return max(-largest, min(value, largest))
             return value
 
         args, kwargs = decode(self.args), {key: decode(value) for key, value in self.kwargs.items()}
-        _, packet_name, overload = self.op.split(".")
-        packet = getattr(torch.ops.aten, packet_name)
+        namespace, packet_name, overload = self.op.split(".")
+        packet = getattr(getattr(torch.ops, namespace), packet_name)
+        if "out" in kwargs:  # autograd refuses these, so a model calls them without it
+            return torch.no_grad()(partial(getattr(packet, overload), *args, **kwargs))
         if packet_name.endswith("_") and not packet_name.startswith("_"):
-            functional = getattr(torch.ops.aten, packet_name[:-1], None)
+            functional = getattr(getattr(torch.ops, namespace), packet_name[:-1], None)
             if functional is not None and overload in functional.overloads():
                 packet = functional
             else:
@@ -165,6 +186,13 @@ class AtenCall:
         if packet_name in _NORMS and as_apply_runs_it:
             return partial(call_norm, _NORMS[packet_name], tuple(args), kwargs)
         return partial(getattr(packet, overload), *args, **kwargs)
+
+
+def _is_registered(op: str) -> bool:
+    """Whether it names an ATen operator, or another library's that was imported."""
+    namespace, _, rest = op.partition(".")
+    packet, _, overload = rest.partition(".")
+    return hasattr(getattr(getattr(torch.ops, namespace), packet, None), overload) if overload else False
 
 
 def _make_tensor(shape: list[int], dtype: torch.dtype, below: int, device: torch.device | str) -> torch.Tensor:

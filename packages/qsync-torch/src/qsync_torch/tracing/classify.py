@@ -1,11 +1,10 @@
-"""What the graph says of each ATen operator: its class, why ``apply_`` cannot address it, its FLOPs, and which loss ends the step.
+"""What the graph says of each ATen operator: its class, why ``apply_`` cannot address it, and which loss ends the step.
 
 See docs/design/precision-semantics.md#operator-classes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from qsync_core.geometry import Geometry, pair
 from qsync_core.ir.dag import OpClass
+from qsync_torch.operators.norms import FLOAT32_ONLY
 from qsync_torch.tracing.graph_values import Draft, Read
 
 LINEAR = "linear"
@@ -62,7 +62,7 @@ GUARDED = frozenset(
 )
 """Compute inside in float32, in any precision of their inputs."""
 
-FIXED = frozenset({"embedding", "embedding_bag", "weight_norm"})
+FIXED = frozenset({"embedding", "embedding_bag", "weight_norm", *FLOAT32_ONLY})
 """Stay in float32, whatever they read."""
 
 PRODUCTS_WITH_A_PARAMETER = {
@@ -78,6 +78,8 @@ PRODUCTS_WITH_A_PARAMETER = {
     "tensordot": "torch.tensordot",
     "dot": "torch.dot",
     "bilinear": "torch.nn.functional.bilinear",
+    "grouped_mm": "torch.nn.functional.grouped_mm",
+    "grouped_mm_fallback": "torch.nn.functional.grouped_mm",
 }
 """Linear maps where one factor is a parameter: work for a plan in principle, but written in a way that apply_ does not reach."""
 
@@ -186,28 +188,6 @@ def unsupported_reason(name: str) -> str:
     if name in PRODUCTS_WITH_A_PARAMETER:
         return f"{PRODUCTS_WITH_A_PARAMETER[name]} with a parameter is out of reach; use torch.nn.functional.linear"
     return ""
-
-
-def product_flops(output_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
-    """Operations of a linear or convolution; a multiplication and an addition count as two.
-
-    Each output element takes as many products as a row of the weight has elements: K of a linear's (N, K), I/groups·R·S of a
-    convolution's (O, I/groups, R, S).
-    """
-    return 2 * math.prod(output_shape) * math.prod(weight_shape[1:])
-
-
-def other_flops(name: str, input_shapes: Sequence[Sequence[int]], output_shape: Sequence[int]) -> int:
-    """Operators without weights: products of two activations by their size, all else one operation an output element.
-
-    Attention multiplies query (…, L, E) by key (…, S, E), and the scores (…, L, S) by value (…, S, V).
-    """
-    if name == "scaled_dot_product_attention" and len(input_shapes) >= 3:
-        query, key, value = input_shapes[:3]
-        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if name in ("matmul", "mm", "bmm", "baddbmm", "addmm") and len(input_shapes) >= 2:
-        return 2 * math.prod(output_shape) * input_shapes[-2][-1]
-    return math.prod(output_shape)
 
 
 def loss_kind(drafts: Sequence[Draft], loss: int | None) -> tuple[str, str]:

@@ -14,14 +14,16 @@ import site
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+import torch.utils.checkpoint
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import TraceError
@@ -76,7 +78,7 @@ def export_step(job: Job, batch: Batch) -> ExportedStep:
         TraceError: naming the line of the model that cannot be exported, and what to do about it.
     """
     device = next((parameter.device.type for parameter in job.model.parameters()), "cpu")
-    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False):
+    with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
         try:
             program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
         except Exception as error:
@@ -105,6 +107,51 @@ def quiet_torch() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+class _PlainCheckpoint:
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction`` (``use_reentrant=True``), whose forward runs without autograd.
+
+    Like it, it gives no gradients where none of the arguments requires one.
+    """
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run the function."""
+        needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(needs and torch.is_grad_enabled()):
+            return function(*args)
+
+
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Parts that reentrant checkpointing runs are exported with their gradients."""
+    original = torch.utils.checkpoint.CheckpointFunction
+    vars(torch.utils.checkpoint)["CheckpointFunction"] = _PlainCheckpoint
+    try:
+        yield
+    finally:
+        vars(torch.utils.checkpoint)["CheckpointFunction"] = original
+
+
+class _CertainChoices(TorchFunctionMode):
+    """A random number of 0..1 is never below 0 and always below 1: with p = 0, ``if torch.rand([]) < p: skip`` needs no value.
+
+    transformers' models with LayerDrop (Whisper, BART) ask so in every layer, whatever p is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_comparison = func in (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt) and isinstance(args[1], (int, float))
+        if is_comparison and not 0 < args[1] < 1 and any(args[0] is drawn for drawn in self._drawn):
+            return torch.tensor(args[1] >= 1)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.dim() == 0:
+            self._drawn.append(result)
+        return result
 
 
 @contextmanager
@@ -186,21 +233,27 @@ def explain_export_failure(model: str, error: BaseException) -> str:
     """One message: which model, at which file and line, what happened, what to do next."""
     text = f"{type(error).__name__}: {error}"
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHER_ADVICE)
+    return f"{model} cannot be exported{place_of(error)}: {advice} ({first_line(error)})"
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error comes from, as `` because of file:line (code)``: the deepest line of the user, else of another library."""
     frames: list[_Frame] = []
     seen: BaseException | None = error
     while seen is not None and not any(_owner(frame[0]) == _USER for frame in frames):
         frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(seen.__traceback__)] or frames
         seen = seen.__cause__
-    return f"{model} cannot be exported{_place(frames)}: {advice} ({_first_line(error)})"
+    return _place(frames)
 
 
 def explain_node_failure(model: str, node: torch.fx.Node, error: BaseException) -> str:
     """The same for a node of the exported graph that has no static shape."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', node.meta.get("stack_trace") or "")
-    return f"{model} cannot be traced{_place(frames)}: {_ADVICE[0][1]} ({_first_line(error)})"
+    return f"{model} cannot be traced{_place(frames)}: {_ADVICE[0][1]} ({first_line(error)})"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its text, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
@@ -208,7 +261,7 @@ def _first_line(error: BaseException) -> str:
 _Frame = tuple[str, int | str | None, str | None]
 """File, line number and source of a stack frame."""
 _USER, _LIBRARY, _OURS = range(3)
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _PACKAGES = tuple(map(Path, {*site.getsitepackages(), site.getusersitepackages()}))
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -226,7 +279,9 @@ def _place(frames: Sequence[_Frame]) -> str:
 def _owner(filename: str) -> int:
     """Whose file it is: the user's, another library's, or ours, PyTorch's, the standard library's or none at all."""
     path = Path(filename)
-    if filename.startswith("<") or path.is_relative_to(_TORCH) or path.parent == _HERE:
+    if filename.startswith("<") or path.is_relative_to(_TORCH):
+        return _OURS
+    if path.is_relative_to(_HERE) and not path.is_relative_to(_HERE / "models"):
         return _OURS
     if any(path.is_relative_to(packages) for packages in _PACKAGES):
         return _LIBRARY

@@ -57,7 +57,7 @@ class _Recorder(torch.fx.Interpreter):
         if n.target in _VALUE_CHECKS:
             return None
         try:
-            result = super().run_node(n)
+            result = self._run_operator(n) if _is_foreign(n) else super().run_node(n)
         except Exception as error:
             raise TraceError(explain_node_failure(self._model, n, error)) from error
         if isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result):
@@ -67,6 +67,34 @@ class _Recorder(torch.fx.Interpreter):
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
             self.requires_grad.add(n.name)
         return result
+
+    def _run_operator(self, n: torch.fx.Node) -> Any:
+        """Another library's operator: its own backward may read values, of which fake tensors have none."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return _ShapesOnly.apply(n.target, spec, *leaves)  # type: ignore[no-untyped-call]  # a class of ours, a method of torch's
+
+
+class _ShapesOnly(torch.autograd.Function):
+    """Calls an operator; the gradients have the operands' shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Any, spec: pytree.TreeSpec, *leaves: Any) -> Any:
+        ctx.leaves = leaves
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return target(*args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *(torch.empty_like(x) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.leaves)
+
+
+def _is_foreign(n: torch.fx.Node) -> bool:
+    """Whether a node calls an operator that another library registered, which returns new tensors."""
+    if not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace in ("aten", "prims", "prim"):
+        return False
+    schema = n.target._schema
+    return bool(schema.returns) and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
 def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeRun:

@@ -100,11 +100,12 @@ class Draft:
 
 
 def float_tensor(value: Any) -> torch.Tensor | None:
-    """The first floating-point tensor of an operator's result, None where there is none."""
+    """The first floating-point or complex tensor of an operator's result, None where there is none."""
     leaves = value if isinstance(value, (list, tuple)) else [value]
-    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point), None)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return next((leaf for leaf in tensors if leaf.dtype.is_floating_point or leaf.dtype.is_complex), None)
 
 
 def static_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's shape as plain integers."""
-    return tuple(int(size) for size in tensor.shape)
+    """A tensor's shape as plain integers; a complex tensor's has a last dimension of 2, its real and imaginary parts."""
+    return tuple(int(size) for size in tensor.shape) + (2,) * tensor.dtype.is_complex

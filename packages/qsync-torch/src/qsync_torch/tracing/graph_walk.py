@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator as python_operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from qsync_core.ir.dag import OpClass
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
 from qsync_torch.tracing.export import ExportedStep
+from qsync_torch.tracing.flops import other_flops, product_flops
 from qsync_torch.tracing.gradient_order import FakeRun
 from qsync_torch.tracing.graph_values import Draft, Read, Storage, Value, float_tensor, static_shape
 from qsync_torch.tracing.names import LOSS_SCOPE, Scopes
@@ -70,7 +71,9 @@ class GraphWalk:
         self._run = run
         self._scopes = Scopes(model)
         self._parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameter_sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self._entries: dict[torch.fx.Node, Entry] = {}
+        self._flops: dict[tuple[object, ...], int] = {}  # counting takes a millisecond; layers repeat their calls
         self._vmap_depth = 0
         self._nested = ""  # why calls inside the current higher-order operator cannot be addressed
         self._outer: torch.fx.Node | None = None  # the outermost higher-order operator around the current graph
@@ -209,9 +212,12 @@ class GraphWalk:
         draft.inputs = tuple(read.producer for read in activations)
         draft.input_shapes = tuple(static_shape(read.tensor) for read in activations)
         draft.no_grad_inputs = tuple(i for i, read in enumerate(activations) if not self._requires_grad(read.node))
+        draft.call = _call_text(node, reads, activations, draft.parameters, self._parameter_sizes)
         if not draft.flops:
-            draft.flops = classify.other_flops(name, draft.input_shapes, draft.output_shape)
-        draft.call = _call_text(node, reads, activations, draft.parameters)
+            key = (draft.call, draft.input_shapes)
+            if key not in self._flops:
+                self._flops[key] = other_flops(name, node, reads, draft.output_shape)
+            draft.flops = self._flops[key]
         return draft
 
     def _requires_grad(self, node: torch.fx.Node) -> bool:
@@ -233,7 +239,7 @@ class GraphWalk:
         draft.weight_shape = static_shape(weight.tensor)
         draft.weight_name = weight.value.storage.name if weight.is_parameter and not weight.value.is_view else ""
         draft.is_own_call = classify.is_own_call(draft.module, draft.kind, weight, self._parameter_names)
-        draft.flops = classify.product_flops(draft.output_shape, draft.weight_shape)
+        draft.flops = product_flops(draft.output_shape, draft.weight_shape)
         if draft.kind == classify.CONV2D:
             draft.attributes, reason = classify.conv2d_attributes(x, weight, _arguments(node))
             draft.not_applicable = draft.not_applicable or classify.padding_reason(draft.module) or reason
@@ -241,6 +247,7 @@ class GraphWalk:
 
 def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
     mixes = any(read.tensor.dim() > 0 for read in reads if not read.is_activation) or output.dtype is not torch.float32
+    mixes = mixes or any(read.tensor.is_complex() for read in reads)
     draft.op_class = classify.class_of(draft.name, has_activation=bool(activations), mixes_float32=mixes)
     if draft.in_loss:
         draft.op_class = OpClass.FIXED
@@ -252,11 +259,26 @@ def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], out
             draft.op_class = OpClass.ADJUSTABLE
 
 
-def _call_text(node: torch.fx.Node, reads: Sequence[Read], activations: Sequence[Read], parameters: Sequence[str]) -> str:
+def _call_text(
+    node: torch.fx.Node,
+    reads: Sequence[Read],
+    activations: Sequence[Read],
+    parameters: Sequence[str],
+    sizes: Mapping[str, int],
+) -> str:
     positions: dict[torch.fx.Node, int] = {}
     for index, read in enumerate(activations):
         positions.setdefault(read.node, index)
-    direct = {read.node: read.value.storage.name for read in reads if read.is_parameter and not read.value.is_view}
+    shapes: dict[str, tuple[int, ...]] = {}
+    # A transposed or reshaped parameter is one of another shape; a part of one gets no gradient here.
+    direct = {
+        read.node: read.value.storage.name
+        for read in reads
+        if read.is_parameter
+        and math.prod(read.tensor.shape) == sizes[read.value.storage.name]
+        and shapes.setdefault(read.value.storage.name, static_shape(read.tensor)) == static_shape(read.tensor)
+    }
+    argument_names = {argument: name for name, argument in _given(node).items() if isinstance(argument, torch.fx.Node)}
 
     def describe(argument: torch.fx.Node) -> dict[str, Any]:
         tensor = argument.meta.get("val")
@@ -264,21 +286,31 @@ def _call_text(node: torch.fx.Node, reads: Sequence[Read], activations: Sequence
             return {"opaque": "value"}
         shape = list(static_shape(tensor))
         if argument in positions:
+            if tensor.is_complex():
+                return {"input": positions[argument], "complex": True}
             stride = {} if tensor.is_contiguous() else {"stride": [int(step) for step in tensor.stride()]}
             return {"input": positions[argument], **stride}
         if argument in direct:
-            return {"parameter": parameters.index(direct[argument]), "shape": shape}
-        text = {"tensor": shape, "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if tensor.dtype.is_floating_point or tensor.dtype is torch.bool:
+            pairs = {"complex": True} if tensor.is_complex() else {}
+            return {"parameter": parameters.index(direct[argument]), "shape": shape, **pairs}
+        text = {"tensor": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool:
             return text
+        if argument_names.get(argument) in _OFFSETS:
+            first, counted = _OFFSETS[argument_names[argument]]
+            return {**text, "offsets": int(_leaves(node.args)[counted].meta["val"].shape[0]), "first": first}
         return {**text, "below": max(1, _index_bound(_op_name(node), reads))}
 
     return encode_call(node.target, node.args, node.kwargs, describe)
 
 
+_OFFSETS = {"offsets": (0, 1), "offs": (1, 0)}
+"""Arguments that cut another one, at that position, into parts: 0 where they say at which row a part begins, 1 where it ends."""
+
+
 def _index_bound(name: str, reads: Sequence[Read]) -> int:
     """Integers below it are valid wherever an operator may use them as an index."""
-    if name == "embedding" and reads:
+    if name in ("embedding", "embedding_bag") and reads:
         return int(reads[0].tensor.shape[0])
     if name in classify.LOSSES and reads and reads[0].tensor.dim():
         return int(reads[0].tensor.shape[min(1, reads[0].tensor.dim() - 1)])

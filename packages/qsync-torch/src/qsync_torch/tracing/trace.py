@@ -48,7 +48,10 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     with quiet_torch():
         run = run_fake(step, frozenset(name for name, _ in trainable), job.name)
     if not run.gradient_order:
-        raise TraceError(f"no parameter of {job.name} gets a gradient; compute the loss from the model's output")
+        raise TraceError(
+            f"no parameter of {job.name} gets a gradient; compute the loss from the model's output, and give "
+            "torch.utils.checkpoint.checkpoint use_reentrant=False where its arguments need no gradient"
+        )
     walk = GraphWalk(step, run, job.model)
     walk.walk()
     loss, loss_reduction = loss_kind(walk.drafts, walk.loss)

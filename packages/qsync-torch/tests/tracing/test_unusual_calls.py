@@ -1,0 +1,199 @@
+"""Calls that few models make: custom operators, complex numbers, reentrant checkpointing, LayerDrop, products of every kind."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qsync_core.errors import TraceError
+from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_torch.job import Batch, Job
+from qsync_torch.tracing.aten_call import AtenCall
+from qsync_torch.tracing.trace import trace
+
+
+def job(model: nn.Module, shape: tuple[int, ...] = (2, 4), dtype: torch.dtype = torch.float32) -> Job:
+    def batch(step: int, size: int) -> Batch:
+        return Batch((torch.randn(shape) if dtype is torch.float32 else torch.zeros(shape, dtype=dtype),))
+
+    return Job(
+        "unusual",
+        model,
+        batch,
+        lambda output, batch: (output[0] if isinstance(output, tuple) else output).square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+
+
+def flops_of(dag: PrecisionDag, kind: str) -> int:
+    return sum(operator.flops for operator in dag.operators if operator.kind == kind)
+
+
+class Product(nn.Module):
+    """A function of the input and one parameter."""
+
+    def __init__(self, function, *shape: int) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "kind", "flops"),
+    [
+        (nn.LSTM(3, 5, 2), (7, 2, 3), "lstm", 2 * (7 * 2) * 4 * 5 * (3 + 5 + 5 + 5)),
+        (nn.GRU(3, 5, bidirectional=True), (7, 2, 3), "gru", 2 * (7 * 2) * 2 * 3 * 5 * (3 + 5)),
+        (nn.GRUCell(3, 5), (2, 3), "gru_cell", 2 * 2 * 3 * 5 * (3 + 5)),
+        (nn.ConvTranspose2d(3, 4, 3, stride=2), (2, 3, 5, 5), "conv_transpose2d", 2 * (2 * 5 * 5) * 3 * 4 * 9),
+        (nn.Conv1d(3, 4, 3), (2, 3, 9), "conv1d", 2 * (2 * 7) * 3 * 4 * 3),
+        (nn.Bilinear(4, 4, 6), (2, 4), "bilinear", 2 * 2 * 4 * 4 * 6),
+        (Product(torch.matmul, 4, 5), (2, 4), "matmul", 2 * 2 * 4 * 5),
+        (Product(torch.mv, 4), (2, 4), "mv", 2 * 2 * 4),
+        (Product(lambda x, w: torch.addmm(x.new_ones(5), x, w), 4, 5), (2, 4), "addmm", 2 * 2 * 4 * 5),
+        (Product(lambda x, w: torch.bmm(x, w), 3, 4, 5), (3, 2, 4), "bmm", 2 * 3 * 2 * 4 * 5),
+        (Product(lambda x, w: torch.einsum("nk,kj->nj", x, w), 4, 5), (2, 4), "einsum", 2 * 2 * 4 * 5),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_product_counts(model: nn.Module, shape: tuple[int, ...], kind: str, flops: int) -> None:
+    """The share of the operations that a plan can lower is of all of them."""
+    if kind == "bilinear":
+        inner = model
+        model = nn.Module()
+        model.inner = inner
+        model.forward = lambda x: inner(x, x)
+    assert flops_of(trace(job(model, shape)), kind) == flops
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.options = options
+        self.stem, self.body, self.out = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.body, self.stem(x), **self.options))
+
+
+def test_reentrant_checkpointing_is_traced_like_any_other() -> None:
+    dags = [trace(job(Checkpointed(use_reentrant=reentrant))) for reentrant in (True, False)]
+    assert dags[0] == dags[1]
+    assert len(dags[0].adjustable) == 3
+    assert torch.utils.checkpoint.CheckpointFunction.__name__ == "CheckpointFunction"
+
+
+class WholeCheckpointed(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, **self.options)
+
+
+def test_reentrant_checkpointing_of_an_input_without_gradient_is_named() -> None:
+    with pytest.raises(TraceError, match=r"no parameter of unusual gets a gradient.*use_reentrant=False"):
+        trace(job(WholeCheckpointed(use_reentrant=True)))
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.layers = p, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([])
+            if drawn < self.p:  # layer drop
+                continue
+            x = layer(x)
+        return x
+
+
+def test_a_draw_that_cannot_matter_is_no_obstacle() -> None:
+    assert len(trace(job(LayerDrop(0.0))).adjustable) == 2
+    with pytest.raises(TraceError, match=r"test_unusual_calls.py:\d+ \(if drawn < self.p:  # layer drop\)"):
+        trace(job(LayerDrop(0.1)))
+
+
+@torch.library.custom_op("qsync_test::scale_by_count", mutates_args=())
+def scale_by_count(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return x * count.item()
+
+
+@scale_by_count.register_fake
+def _(x, count):
+    return torch.empty_like(x)
+
+
+scale_by_count.register_autograd(
+    lambda ctx, grad: (grad * ctx.count.item(), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "count", inputs[1])
+)
+
+
+class WithCustomOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(scale_by_count(self.first(x), torch.tensor(3)))
+
+
+def test_a_custom_operator_whose_backward_reads_values_is_traced_and_can_be_run() -> None:
+    """Mixture-of-experts models of transformers have one."""
+    dag = trace(job(WithCustomOperator()))
+    assert [op for bucket in dag.buckets for op in bucket.parameters] == ["last.bias", "last.weight", "first.bias", "first.weight"]
+    (custom,) = (operator for operator in dag.operators if operator.kind == "scale_by_count")
+    call = AtenCall.of(custom)
+    inputs = call.make_inputs([torch.float32])
+    assert call.bind(inputs)().shape == (2, 4)
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.phase = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return y + torch.fft.irfft(torch.fft.rfft(y) * torch.view_as_complex(self.phase))
+
+
+def test_complex_values_are_operators_of_float32_pairs() -> None:
+    dag = trace(job(Fourier()))
+    forth, product, back, total = (
+        next(o for o in dag.operators if o.kind == kind) for kind in ("fft_rfft", "mul", "fft_irfft", "add")
+    )
+    assert forth.output_shape == (2, 3, 2)  # real and imaginary parts
+    assert {forth.op_class, product.op_class, back.op_class} == {OpClass.FIXED}
+    assert product.inputs == (forth.op_id,)
+    assert total.inputs == (dag.adjustable[0].op_id, back.op_id)
+    for operator in (forth, product, back):
+        call = AtenCall.of(operator)
+        result = call.bind(call.make_inputs([torch.float32]), call.make_parameters())()
+        assert math.prod(result.shape) * (2 if result.is_complex() else 1) == operator.output_numel
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "dtype"),
+    [
+        (nn.EmbeddingBag(9, 4), (2, 5), torch.int64),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4), torch.float32),
+        (Product(lambda x, w: torch.linalg.cholesky(x @ x.mT + w), 1, 3, 3), (2, 3, 4), torch.float32),
+        (Product(lambda x, w: torch.linalg.solve(x + w, x), 3, 3), (2, 3, 3), torch.float32),
+        (Product(lambda x, w: (x + w).masked_fill(x > 0, torch.finfo(torch.float32).min), 4), (2, 4), torch.float32),
+        (Product(lambda x, w: torch.fft.fft(x * w).abs(), 4), (2, 4), torch.float32),
+    ],
+)
+def test_recorded_calls_run_on_random_operands(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for operator in trace(job(model, shape, dtype)).operators:
+        call = AtenCall.of(operator)
+        if call is None:
+            assert operator.is_adjustable or operator.kind == "input"
+            continue
+        is_fixed = operator.op_class in (OpClass.FIXED, OpClass.ADJUSTABLE)
+        for precision in (torch.float32,) if is_fixed else (torch.float32, torch.bfloat16):
+            inputs = [x.requires_grad_() for x in call.make_inputs([precision] * len(operator.inputs))]
+            call.bind(inputs, [p.requires_grad_() for p in call.make_parameters()])()

@@ -1,0 +1,41 @@
+"""Every job of the zoo is traced, or refused in one sentence that names a line; making one twice gives the same job."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsync_core.errors import TraceError
+from qsync_torch.tracing.trace import trace
+from robustness.zoo import ZOO
+
+REFUSED = {"Branching": "zoo.py:"}
+"""Jobs that cannot be traced, and what the sentence names."""
+
+FAMILIES = ("GPT2LMHeadModel", "MixtralForCausalLM", "WhisperForConditionalGeneration")
+"""Those of transformers that are tried here; the benchmark tries all."""
+
+NAMES = [
+    name for name in ZOO if name in FAMILIES or not name.endswith(("LM", "Classification", "Segmentation", "Generation", "Model"))
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_is_traced_or_refused(name: str) -> None:
+    job = ZOO[name]()
+    if name in REFUSED:
+        with pytest.raises(TraceError, match=REFUSED[name]) as error:
+            trace(job)
+        assert "\n" not in str(error.value)
+        return
+    dag = trace(job)
+    assert sum(len(bucket.parameters) for bucket in dag.buckets) == sum(p.requires_grad for p in dag.parameters)
+    assert all(operator.flops > 0 for operator in dag.operators if operator.kind != "input" and operator.output_numel)
+
+
+def test_jobs_repeat_themselves() -> None:
+    assert len(ZOO) >= 40
+    for name in ("mlp", "Einsum", "GPT2LMHeadModel"):
+        one, two = ZOO[name](), ZOO[name]()
+        assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one.batch(3, 4).tensors, two.batch(3, 4).tensors, strict=True))
