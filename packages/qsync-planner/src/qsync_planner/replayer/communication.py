@@ -2,16 +2,21 @@
 
 See docs/design/simulator.md#all-reduce-among-unequal-groups.
 
-A ring all-reduce of S bytes over N ranks takes 2(N-1) rounds; in a round every rank passes S/N bytes to its neighbour, and the
-round lasts as long as its slowest hop: ``2 (N - 1) max over hops (a + b S / N)``.  A group's own hop (a, b) follows from its
-measured α + β S over n ranks by the same formula, a = α / (2 (n-1)) and b = β n / (2 (n-1)); hops between groups come from the
-cluster's links. A group's communication node lasts as long as its own slowest hop would make it, and the collective as long as
-the longest of these.
+A hop passes S bytes to a neighbour in a + b S.  NCCL has three ways to all-reduce S bytes over N ranks, and takes the fastest:
+
+* a *ring*: 2(N-1) rounds in which every rank passes S/N bytes on, each as long as its slowest hop;
+* a *tree* over all ranks (two of them, each with half of the data): 2 ceil(log2 N) hops until the first bytes are everywhere, and
+  2 S bytes through every rank;
+* a *hierarchy*, which is NCCL's tree among nodes: a chain of hops inside each of G groups, a tree among the groups.
+
+A group's own hop (a, b) follows from its measured α + β S over n ranks, which is a ring where n is small: a = α / (2 (n-1)) and
+b = β n / (2 (n-1)).  Hops between groups come from the cluster's links.  A group's communication node lasts as long as its own
+slowest hop would make it, and the collective as long as the longest of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -22,14 +27,18 @@ from qsync_core.ir.profile import CollectiveModel, Profile
 
 @attrs.frozen
 class Hop:
-    """One ring neighbour to the next: latency in ns, inverse bandwidth in ns per byte."""
+    """One rank to its neighbour: latency in ns, inverse bandwidth in ns per byte."""
 
     alpha_ns: float
     beta_ns_per_byte: float
 
-    def round_ns(self, nbytes: float) -> float:
-        """Time of one round that passes ``nbytes``."""
-        return self.alpha_ns + self.beta_ns_per_byte * nbytes
+    def ring_ns(self, ranks: int, nbytes: int) -> float:
+        """A ring all of whose hops are like this one."""
+        return 2 * (ranks - 1) * (self.alpha_ns + self.beta_ns_per_byte * (nbytes / ranks))
+
+    def tree_ns(self, depth: int, nbytes: int) -> float:
+        """A pair of trees all of whose hops are like this one: up and down once for latency, twice the data for bandwidth."""
+        return 2 * (depth * self.alpha_ns + nbytes * self.beta_ns_per_byte)
 
 
 def hop_of(model: CollectiveModel) -> Hop | None:
@@ -42,46 +51,117 @@ def hop_of(model: CollectiveModel) -> Hop | None:
 
 
 def collective_ns(cluster: Cluster, profiles: Mapping[str, Profile], nbytes: int) -> dict[str, int]:
-    """Duration of one group's node of an all-reduce over all ranks of the cluster, per group, in nanoseconds.
-
-    Where all ranks are what a group was measured with and no link is slower, exactly the measured duration.  Elsewhere what was
-    measured above or below the fitted line keeps its ratio.
+    """As :meth:`AllReduce.group_ns` of the cluster's ranks.
 
     Raises:
         ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.
     """
-    ranks = sum(group.count for group in cluster.groups)
-    if ranks < 2:
-        return {group.name: 0 for group in cluster.groups}
-    models = {name: p.collective for name, p in profiles.items() if p.collective is not None and p.collective.world_size > 1}
-    durations = {group.name: _group_ns(cluster, models.get(group.name), group.name, ranks, nbytes) for group in cluster.groups}
-    if all(duration is None for duration in durations.values()):
-        raise ClusterError(
-            f"cluster {cluster.name!r} has {ranks} ranks, but no profile holds collective costs and no link is described; "
-            "add [[link]] entries with latency_us and bandwidth_gbps, or profile the collectives"
+    return AllReduce(cluster, profiles).group_ns(nbytes)
+
+
+class AllReduce:
+    """The all-reduces of all ranks of a cluster.
+
+    Args:
+        cluster: groups and links.
+        profiles: by group name; only their collective costs are read.
+
+    Raises:
+        ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.
+    """
+
+    def __init__(self, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
+        self._ranks = sum(group.count for group in cluster.groups)
+        self._levels = _levels(len(cluster.groups))
+        links: dict[str, list[Hop]] = {group.name: [] for group in cluster.groups}
+        inside: dict[str, Hop] = {}
+        for link in cluster.links:
+            hop = Hop(max(0.0, link.alpha_ns), max(0.0, link.beta_ns_per_byte))
+            first, second = link.between
+            if first == second:
+                inside[first] = hop
+            else:
+                links[first].append(hop)
+                links[second].append(hop)
+        self._across_ns = max((hop.alpha_ns for hops in links.values() for hop in hops), default=0.0)
+        # Groups alike in everything that counts are worked out once.
+        alike: dict[_Member, list[str]] = {}
+        for group in cluster.groups:
+            model = profiles[group.name].collective if group.name in profiles else None
+            model = model if model is not None and model.world_size > 1 else None
+            own = inside.get(group.name) if model is None else hop_of(model)
+            member = _Member(group.count, own, tuple(dict.fromkeys(links[group.name])), model)
+            alike.setdefault(member, []).append(group.name)
+        self._members, self._names = tuple(alike), tuple(alike.values())
+        if self._ranks > 1 and not any(member.own or member.across for member in alike):
+            raise ClusterError(
+                f"cluster {cluster.name!r} has {self._ranks} ranks, but no profile holds collective costs and no link is "
+                "described; add [[link]] entries with latency_us and bandwidth_gbps, or profile the collectives"
+            )
+
+    def group_ns(self, nbytes: int) -> dict[str, int]:
+        """Duration of each group's node of an all-reduce of ``nbytes``, in nanoseconds; 0 for a group that nothing is known of.
+
+        Where all ranks are what a group was measured with and no link is slower, exactly the measured duration.  Elsewhere what was
+        measured above or below the fitted line keeps its ratio, and more ranks never take less than the measured ones.
+        """
+        if self._ranks < 2:
+            return {name: 0 for names in self._names for name in names}
+        ways = (
+            [member.ring_ns(self._ranks, nbytes) for member in self._members],
+            [member.tree_ns(self._ranks, nbytes) for member in self._members],
+            [member.hierarchy_ns(self._ranks, self._levels, self._across_ns, nbytes) for member in self._members],
         )
-    return {name: duration or 0 for name, duration in durations.items()}
+        return {name: round(ns) for names, ns in zip(self._names, min(ways, key=max), strict=True) for name in names}
 
 
-def _group_ns(cluster: Cluster, model: CollectiveModel | None, group: str, ranks: int, nbytes: int) -> int | None:
-    hops = [
-        Hop(max(0.0, link.alpha_ns), max(0.0, link.beta_ns_per_byte))
-        for link in cluster.links
-        if group in link.between and (model is None or link.between != (group, group))
-    ]
-    rounds, share = 2 * (ranks - 1), nbytes / ranks
-    slowest_link = max((hop.round_ns(share) for hop in hops), default=None)
-    own = hop_of(model) if model is not None else None
-    if model is None or own is None:
-        return None if slowest_link is None else round(rounds * slowest_link)
-    own_round = own.round_ns(share)
-    if slowest_link is not None and slowest_link > own_round:
-        return round(rounds * slowest_link)
-    if model.world_size == ranks:
-        return model.cost_ns(nbytes)
-    fitted = model.alpha_ns + model.beta_ns_per_byte * nbytes
-    ratio = model.cost_ns(nbytes) / fitted if fitted > 0 else 1.0
-    return round(rounds * own_round * ratio)
+def _levels(count: int) -> int:
+    """Depth of a binary tree of so many ranks or groups: ceil(log2)."""
+    return (count - 1).bit_length()
+
+
+@attrs.frozen
+class _Member:
+    """What matters of a group: how many ranks, the hop between them, its hops to other groups, what was measured."""
+
+    count: int
+    own: Hop | None
+    across: tuple[Hop, ...]
+    model: CollectiveModel | None
+
+    def ring_ns(self, ranks: int, nbytes: int) -> float:
+        """Its node in a ring over all ranks."""
+        across = (hop.ring_ns(ranks, nbytes) for hop in self.across)
+        if self.model is not None and ranks == self.model.world_size:
+            return max(float(self.model.cost_ns(nbytes)), *across, 0.0)
+        return self._slowest(ranks, nbytes, None if self.own is None else self.own.ring_ns(ranks, nbytes), across)
+
+    def tree_ns(self, ranks: int, nbytes: int) -> float:
+        """Its node in a tree over all ranks."""
+        depth = _levels(ranks)
+        own = None if self.own is None else self.own.tree_ns(depth, nbytes)
+        return self._slowest(ranks, nbytes, own, (hop.tree_ns(depth, nbytes) for hop in self.across))
+
+    def hierarchy_ns(self, ranks: int, levels: int, across_ns: float, nbytes: int) -> float:
+        """Its node in a hierarchy: a chain inside the group, then ``levels`` hops of latency ``across_ns`` among the groups."""
+        inside_ns = self.own.alpha_ns if self.own is not None else max((hop.alpha_ns for hop in self.across), default=0.0)
+        latency = 2 * ((self.count - 1) * inside_ns + levels * (across_ns if self.across else max(across_ns, inside_ns)))
+        own = None if self.own is None else latency + self.own.tree_ns(0, nbytes)
+        return self._slowest(ranks, nbytes, own, (latency + hop.tree_ns(0, nbytes) for hop in self.across))
+
+    def _slowest(self, ranks: int, nbytes: int, own_ns: float | None, across_ns: Iterable[float]) -> float:
+        """The longest of what the hops would make it; the own one's is corrected by what was measured."""
+        if own_ns is not None and self.model is not None:
+            own_ns *= self._ratio(nbytes)
+            if ranks >= self.model.world_size:
+                own_ns = max(own_ns, float(self.model.cost_ns(nbytes)))
+        return max(own_ns or 0.0, *across_ns, 0.0)
+
+    def _ratio(self, nbytes: int) -> float:
+        """What was measured of this size, over the fitted line."""
+        assert self.model is not None
+        fitted = self.model.alpha_ns + self.model.beta_ns_per_byte * nbytes
+        return self.model.cost_ns(nbytes) / fitted if fitted > 0 else 1.0
 
 
 def compute_share(profile: Profile) -> float:
