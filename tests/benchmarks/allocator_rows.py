@@ -1,4 +1,4 @@
-"""Rows A1 to A7 of ``docs/results/allocator.json``: how good plans are proven to be, and what that costs, on one core.
+"""Rows A1 to A7 and T-plan of ``docs/results/allocator.json``: how good plans are proven to be, and what that costs, on one core.
 
     python tests/benchmarks/allocator_rows.py [--only A1,A2] [--seeds 20]
 
@@ -24,6 +24,7 @@ from allocator.rows_agreement import agreement_rows
 from allocator.rows_greedy import greedy_rows
 from allocator.rows_proofs import deep_rows, large_rows, paper_scale_rows, real_rows
 from allocator.rows_ranks import rank_rows
+from allocator.rows_size import size_rows
 from allocator.rows_trials import trial_rows
 from allocator.solving import Row
 from results import write_rows
@@ -37,6 +38,7 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "A5": trial_rows,
     "A6": agreement_rows,
     "A7": rank_rows,
+    "T-plan": size_rows,
 }
 """What measures rows, by the name that ``--only`` takes."""
 

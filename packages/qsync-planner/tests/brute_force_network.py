@@ -57,8 +57,8 @@ def _of_group(
     for latency, per_byte in inside:
         own = form(latency, per_byte, ranks, nbytes, group.count, groups, step, jump)
         if measured is not None:
-            took = Fraction(measured.cost_ns(int(nbytes)))
             line = Fraction(measured.alpha_ns) + Fraction(measured.beta_ns_per_byte) * nbytes
+            took = Fraction(dict(measured.measured).get(int(nbytes), max(0, round(line))))
             if line > 0 and nbytes in dict(measured.measured):
                 own *= took / line
             own = own if ranks < measured.world_size else took if ranks == measured.world_size and form is _ring else max(own, took)

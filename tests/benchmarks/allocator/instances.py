@@ -11,18 +11,22 @@ from functools import cache
 from pathlib import Path
 
 import attrs
+from synthetic import LADDER, hybrid_cluster, hybrid_profiles, transformer
 
 from allocator.budgets import with_budgets
 from allocator.hardware import LINKS_GBPS, PAIRS, Helpers, cluster_of, ladder, profiles_of
 from allocator.models import model
 from allocator.sensitivities import drawn_sensitivity
-from qsync_core.artifacts.files import load
+from qsync_core.artifacts.files import digest, load
 from qsync_core.cluster_file import read_cluster
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_planner.allocator.exact.group_program import Programs
+from qsync_planner.allocator.problem import build_problem
+from qsync_planner.replayer.replay import Replayer
 
 REGIMES = ("time", "memory", "both")
 """``time``: no memory budget.  ``memory``: budgets that bind, and time for ten times uniform precision.  ``both``: budgets, and no
@@ -102,6 +106,51 @@ def large_instance(
     variants = [variant for chip in dict.fromkeys(LARGE_INFER) for variant in ladder(chip)]
     sensitivity = drawn_sensitivity(dag, variants, draw, symmetric=seed if symmetric else None)
     return attrs.evolve(_in_regime(name, regime, seed, dag, cluster, profiles, sensitivity), symmetric=symmetric)
+
+
+def many_groups_instance(seed: int, groups: int, *, alike: bool = True) -> Instance:
+    """BERT-base on so many device groups of four ranks, an eighth of which train; every helping group has a budget of its own.
+
+    Drawn as in :func:`instance`.
+
+    Args:
+        seed: any integer.
+        groups: how many, a multiple of 8.
+        alike: groups of one chip share a profile; else every group's kernels are drawn anew.
+    """
+    draw = random.Random(f"{groups} groups {seed} {'' if alike else 'of their own'}")
+    dag = _dag("bert-base")
+    train = [Helpers(LARGE_TRAIN[i % len(LARGE_TRAIN)], 4) for i in range(groups // 8)]
+    infer = [Helpers(LARGE_INFER[i % len(LARGE_INFER)], 4) for i in range(groups - groups // 8)]
+    cluster = cluster_of(f"{groups} groups{'' if alike else ' of their own'}", train, infer, draw.choice(LINKS_GBPS))
+    if alike:
+        profiles = profiles_of(dag, cluster, draw)
+    else:
+        profiles = {}
+        for group in cluster.groups:
+            profiles |= profiles_of(dag, attrs.evolve(cluster, groups=(group,), links=()), draw)
+    variants = [variant for chip in dict.fromkeys(LARGE_INFER) for variant in ladder(chip)]
+    sensitivity = drawn_sensitivity(dag, variants, draw, symmetric=None)
+    return _in_regime(dag.model, "both", seed, dag, cluster, profiles, sensitivity)
+
+
+def tight_instance(seed: int, *, layers: int) -> Instance:
+    """A transformer on V100 and T4 whose budget is half-way between the leanest mixed plan and the leanest single rung.
+
+    The ladder is int8 written to float32, float16, float32: no single rung is as lean as a mixture.
+    """
+    draw = random.Random(f"tight {layers} {seed}")
+    dag = transformer(layers=layers)
+    profiles = {name: attrs.evolve(found, dag_digest=digest(dag)) for name, found in hybrid_profiles(dag).items()}
+    sensitivity = drawn_sensitivity(dag, LADDER, draw, symmetric=None)
+    roomy = hybrid_cluster()
+    problem = build_problem(dag, roomy, profiles, sensitivity)
+    programs = Programs(Replayer(dag, roomy, profiles))
+    leanest = programs.leanest(problem.groups[0])
+    assert leanest is not None, "without limits there is a plan"
+    rungs = min(entry.peak_bytes for entry in programs.at_rungs(problem.groups[0]))
+    cluster = hybrid_cluster(memory_bytes=(leanest.peak_bytes + rungs) // 2)
+    return Instance(f"transformer of {layers} layers", "tight", seed, dag, cluster, profiles, sensitivity, 0.0)
 
 
 def _real(name: str, regime: str, seed: int) -> Instance:

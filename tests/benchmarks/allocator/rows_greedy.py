@@ -10,6 +10,7 @@ from allocator.bench import PROVEN, Bench, by_seed, quartiles, row
 from allocator.instances import REGIMES, Instance, instance
 from allocator.solving import Row
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
+from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.greedy import move_to_fastest, recover_by_density, solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import SearchState, build_problem
@@ -77,7 +78,8 @@ def _objectives(found: Instance) -> dict[str, float]:
     objectives = {}
     for name, way in WAYS.items():
         state = SearchState(problem, Replayer(found.dag, found.cluster, found.profiles))
-        starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
+        programs = Programs(state.replayer)
+        starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
         limit_ns = time_limit_ns(state.prediction.iteration_ns, found.tolerance)
         way(state, starts, limit_ns)
         assert state.prediction.iteration_ns <= limit_ns, f"{found.label}: the plan of {name} takes too long"

@@ -64,6 +64,17 @@ def under_base(cluster: Cluster, dag: PrecisionDag) -> tuple[Cluster, tuple[str,
     return attrs.evolve(cluster, groups=tuple(groups)), tuple(notes)
 
 
+def one_of_each(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+    """The profiles by group, equal ones as one object: what is worked out for a profile is known by its identity."""
+    kinds: list[Profile] = []
+    found = {}
+    for name, profile in profiles.items():
+        found[name] = next((kind for kind in kinds if kind is profile or kind == profile), profile)
+        if found[name] is profile and not any(kind is profile for kind in kinds):
+            kinds.append(profile)
+    return found
+
+
 def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
     """Every group of the cluster has a profile of its device, and each profile is of this model.
 

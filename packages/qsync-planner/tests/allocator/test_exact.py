@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import pytest
-from planning_cases import leanest, random_case
+from planning_cases import LADDERS, Case, leanest, random_case
 
 from qsync_core.errors import InfeasibleError, PlanError
+from qsync_core.ir.cluster import Link
+from qsync_core.ir.plan import Role
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact import choices, program, solve
 from qsync_planner.allocator.exact.program import Limits, Program
 from qsync_planner.allocator.exact.solve import NoDeadlineForm, check_deadline_form
+from qsync_planner.replayer.replay import Replayer
 
 pytest.importorskip("highspy")
 
@@ -179,3 +184,37 @@ def test_rows_and_columns_may_be_added_between_solutions() -> None:
     found.bound(z, 0.0, 0.0)
     assert found.solve(Limits()).objective == -2
     assert attrs.asdict(Limits()) == {"gap": 1e-7, "nodes": None, "seconds": None}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_one_kind_share_what_they_may_share_and_get_their_own_best_plan(seed: int) -> None:
+    """Five groups of one device type with other budgets, their profiles equal or the same: each plan is as good as alone."""
+    case = random_case(seed, blocks=1, ladder=LADDERS[0])
+    infer = case.cluster.group("infer0")
+    low, high = leanest(case), allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes
+    budgets = [low, low + (high - low) // 3, 0, low + 2 * (high - low) // 3, low + (high - low) // 3]
+    groups = [attrs.evolve(infer, name=f"infer{i}", memory_bytes=budget) for i, budget in enumerate(budgets)]
+    trains = [group for group in case.cluster.groups if group.name != infer.name]
+    links = tuple(Link((trains[0].name, group.name), 1_000.0, 0.5) for group in groups)
+    cluster = attrs.evolve(case.cluster, groups=(*trains, *groups), links=links)
+    for copied in (False, True):
+        own = case.profiles["infer0"]
+        profiles = {group.name: attrs.evolve(own) if copied else own for group in groups}
+        profiles |= {group.name: case.profiles[group.name] for group in trains}
+        plan = allocate(case.dag, cluster, profiles, case.sensitivity, solver="exact", tolerance=0.1)
+        job = attrs.evolve(case, cluster=cluster, profiles=profiles)
+        assert plan.objective == pytest.approx(_least_of_all(job, plan.time_limit_ns), rel=1e-9)
+
+
+def _least_of_all(job: Case, limit_ns: int) -> float:
+    """The least Σ Ω within a time limit and every group's budget, by trying every assignment of every group."""
+    replayer, total = Replayer(job.dag, job.cluster, job.profiles), 0.0
+    for group in job.cluster.groups:
+        if group.role is Role.INFER:
+            best = math.inf
+            for variants in job.assignments(group.name):
+                predicted = replayer.alone(group.name, variants)
+                if predicted.period_ns <= limit_ns and (not group.memory_bytes or predicted.peak_bytes <= group.memory_bytes):
+                    best = min(best, sum(job.sensitivity.omega[op_id][variant] for op_id, variant in variants.items()))
+            total += group.count * best
+    return total

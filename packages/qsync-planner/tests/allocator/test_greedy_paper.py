@@ -29,6 +29,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import UniformStart, move_to_uniform, time_limit_ns
 from qsync_planner.allocator.blocks import classes, find_blocks
+from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.greedy_paper import STARTS, initial_plan, memory_budgets, solve_greedy_paper
 from qsync_planner.allocator.problem import GroupProblem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution
@@ -50,7 +51,8 @@ class Begun:
 def begin(case: Case, tolerance: float = 0.0) -> Begun:
     problem = build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
     state = SearchState(problem, Replayer(case.dag, case.cluster, case.profiles))
-    uniform = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
+    programs = Programs(state.replayer)
+    uniform = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
     return Begun(state, uniform, time_limit_ns(state.prediction.iteration_ns, tolerance))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import attrs
 import pytest
 from planning_cases import Case, random_case
@@ -34,6 +36,19 @@ def verdict_of(case: Case) -> Verdict:
     verdict = allocate(*case.arguments).verdict
     assert verdict is not None
     return verdict
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+@pytest.mark.parametrize("seed", range(6))
+def test_condensed_operators_give_the_same_period(seed: int, kind: DeviceKind) -> None:
+    case = random_case(seed, kind=kind, infer_groups=2)
+    for synchronises in (False, True):
+        groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
+        replayer = Replayer(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles)
+        draw = random.Random(seed)
+        variants = {group.name: {operator.op_id: draw.choice(group.ladder) for operator in case.dag.adjustable} for group in groups}
+        work = {name: replayer.condensed(name, chosen) for name, chosen in variants.items()}
+        assert replayer.period_ns(work) == replayer.replay(variants).iteration_ns
 
 
 @pytest.mark.parametrize("seed", range(6))

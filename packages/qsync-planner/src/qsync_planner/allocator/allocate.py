@@ -25,6 +25,7 @@ from qsync_planner.allocator.baselines import (
     time_limit_ns,
 )
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
+from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
@@ -33,7 +34,7 @@ from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan
 from qsync_planner.allocator.verdict import error_notes, judge
-from qsync_planner.matching import check_profiles, check_sensitivity, under_base
+from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
 from qsync_planner.replayer.replay import Replayer
 
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
@@ -85,6 +86,7 @@ def allocate(
     """
     _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
     _check_objective(objective, omega_limit, solver, seconds)
+    profiles = one_of_each(profiles)
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
@@ -105,17 +107,18 @@ def allocate(
                 f"dynamic-batch is not possible: {balanced.does_not_fit}; add memory, or make the global batch smaller"
             )
         solution = balanced.solution
-    starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
+    programs = Programs(state.replayer)
+    starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
     uniform = Solution.of(state)
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif objective == "memory":
-        solution = least_memory_plan(state, starts, limit_ns, EXACT if solver == "exact" else AUTO)
+        solution = least_memory_plan(state, starts, limit_ns, EXACT if solver == "exact" else AUTO, programs)
     elif objective == "time":
-        solution, limit_ns = least_time_plan(state, starts, omega_limit, EXACT if solver == "exact" else AUTO)
+        solution, limit_ns = least_time_plan(state, starts, omega_limit, EXACT if solver == "exact" else AUTO, programs)
     elif solver in PLANNERS:
-        solution = _planned(state, starts, limit_ns, solver, seconds, progress)
+        solution = _planned(state, starts, limit_ns, solver, programs, seconds, progress)
     assert solution is not None
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
@@ -132,21 +135,22 @@ def _planned(
     starts: Mapping[str, UniformStart],
     limit_ns: int,
     solver: str,
+    programs: Programs,
     seconds: float | None,
     progress: Progress,
 ) -> Solution:
     """The plan of one of :data:`PLANNERS`; ``auto`` is greedy, without a proof, where there is no HiGHS or no program."""
     if solver == "exact":
-        return solve_exactly(state, starts, limit_ns, EXACT, seconds=seconds, progress=progress)
+        return solve_exactly(state, starts, limit_ns, EXACT, programs, seconds=seconds, progress=progress)
     if solver == "greedy":
-        return bounded(state, solve_greedy(state, starts, limit_ns), starts, limit_ns)
+        return bounded(state, solve_greedy(state, starts, limit_ns), limit_ns, programs)
     if solver == "greedy-paper":
-        return bounded(state, solve_greedy_paper(state, starts, limit_ns), starts, limit_ns)
+        return bounded(state, solve_greedy_paper(state, starts, limit_ns), limit_ns, programs)
     if not is_installed():
         note = "without a proof: HiGHS is not installed; pip install 'qsync-planner[exact]' adds one, and better plans"
     else:
         try:
-            return solve_exactly(state, starts, limit_ns, AUTO, seconds=seconds, progress=progress)
+            return solve_exactly(state, starts, limit_ns, AUTO, programs, seconds=seconds, progress=progress)
         except NO_PROGRAM as error:
             note = f"without a proof: {error}"
     found = solve_greedy(state, starts, limit_ns)
@@ -246,7 +250,8 @@ def _plan(
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
     digests = {"cluster": digest(described), "dag": digest(dag)}
-    digests |= {f"profile:{name}": digest(profile) for name, profile in sorted(problem.profiles.items())}
+    by_id = {id(profile): digest(profile) for profile in {id(p): p for p in problem.profiles.values()}.values()}
+    digests |= {f"profile:{name}": by_id[id(profile)] for name, profile in sorted(problem.profiles.items())}
     if sensitivity is not None:
         digests["sensitivity"] = digest(sensitivity)
     return PrecisionPlan(

@@ -12,7 +12,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import GroupProgram, Quantity, least
+from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import move_to_least_memory
@@ -83,7 +83,7 @@ def check_training_memory(cluster: Cluster, full: Solution) -> None:
             raise infeasible(group, peak, what="the base precision of a training group does not fit")
 
 
-def move_to_uniform(state: SearchState, group: str) -> UniformStart:
+def move_to_uniform(state: SearchState, group: str, programs: Programs) -> UniformStart:
     """Set a group to uniform precision (docs/decisions/uniform-precision.md).
 
     That is the first rung below the base that fits the memory and is no slower than the base.  Where all that fit are slower, it is
@@ -93,7 +93,10 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
         InfeasibleError: when not even that fits; names the smallest feasible budget (without HiGHS: the smallest that was found).
     """
     problem = state.problem.by_name[group]
-    base, *below = (_at_rung(state, group, index) for index in reversed(range(len(problem.group.ladder))))
+    base, *below = (
+        _Rung(index, (predicted.period_ns, predicted.busy_ns), problem.fits(predicted.peak_bytes))
+        for index, predicted in reversed(tuple(enumerate(programs.at_rungs(problem))))
+    )
     fitting = [rung for rung in below or [base] if rung.fits]
     chosen = next((rung for rung in fitting if rung.speed <= base.speed), None)
     if chosen is None:
@@ -102,17 +105,10 @@ def move_to_uniform(state: SearchState, group: str) -> UniformStart:
         rungs = problem.uniform(chosen.ladder_index)
         state.move_to(group, rungs)
         return UniformStart(rungs, chosen.ladder_index, _why(problem.group.ladder, base, fitting, chosen))
-    smallest = move_to_least_memory(state, group)
-    smallest = _prove_least_memory(state, group, smallest)
+    smallest = _move_to_leanest(state, group, programs)
     if not problem.fits(smallest):
         raise infeasible(problem.group, smallest)
     return UniformStart(state.rungs(group), None)
-
-
-def _at_rung(state: SearchState, group: str, ladder_index: int) -> _Rung:
-    problem = state.problem.by_name[group]
-    predicted = state.move_to(group, problem.uniform(ladder_index)).groups[group]
-    return _Rung(ladder_index, (predicted.period_ns, predicted.busy_ns), problem.fits(predicted.peak_bytes))
 
 
 def _why(ladder: Sequence[Variant], base: _Rung, fitting: Sequence[_Rung], chosen: _Rung) -> str:
@@ -134,18 +130,16 @@ def _why(ladder: Sequence[Variant], base: _Rung, fitting: Sequence[_Rung], chose
     return f"the fastest rung that fits ({own} a step); the base precision would be faster ({times([base])}) but does not fit"
 
 
-def _prove_least_memory(state: SearchState, group: str, smallest: int) -> int:
-    """The smallest peak of any plan, where HiGHS is installed; ``state`` moves to that plan if it is smaller than ``smallest``."""
-    problem = state.problem.by_name[group]
-    if not is_installed():
-        return smallest
-    try:
-        found = least(GroupProgram(problem, state.replayer, problem.uniform(0)), Quantity.MEMORY)
-    except TooManyCombinations:
-        return smallest
-    if found is None or found.peak_bytes >= smallest:
-        return smallest
-    return state.move_to(group, found.rungs).groups[group].peak_bytes
+def _move_to_leanest(state: SearchState, group: str, programs: Programs) -> int:
+    """Leave a group at the plan of the smallest peak (without HiGHS, or a program: the smallest found); returns that peak."""
+    if is_installed():
+        try:
+            found = programs.leanest(state.problem.by_name[group])
+        except TooManyCombinations:
+            found = None
+        if found is not None:
+            return state.move_to(group, found.rungs).groups[group].peak_bytes
+    return move_to_least_memory(state, group)
 
 
 def time_limit_ns(period_ns: int, tolerance: float) -> int:

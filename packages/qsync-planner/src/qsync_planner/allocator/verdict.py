@@ -22,8 +22,8 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
-from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.step_timing import Condensed
 
 MAX_SUBSET_GROUPS = 4
 """Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
@@ -64,8 +64,8 @@ def judge(
     everyone = tuple(group.name for group in inference)
     hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
     hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
-    mappers = {group.name: whole.mapper(group.name, variants[group.name]) for group in cluster.groups}
-    others = [_replay(whole, mappers, training, subset) for subset in _subsets(everyone)]
+    work = {group.name: whole.condensed(group.name, variants[group.name]) for group in cluster.groups}
+    others = [_replay(whole, work, training, subset) for subset in _subsets(everyone)]
     alone = others[0]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
     return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, _sentence(hybrid, alone, others, speedup))
@@ -82,16 +82,14 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [(), *(tuple(name for name in names if name != left_out) for left_out in names)]
 
 
-def _replay(
-    whole: Replayer, mappers: Mapping[str, CostMapper], training: Sequence[DeviceGroup], inference: tuple[str, ...]
-) -> _Job:
+def _replay(whole: Replayer, work: Mapping[str, Condensed], training: Sequence[DeviceGroup], inference: tuple[str, ...]) -> _Job:
     """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
     dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
     smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
     replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups}, like=whole)
-    period = replayer.period_ns(mappers)
+    period = replayer.period_ns(work)
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
 
 

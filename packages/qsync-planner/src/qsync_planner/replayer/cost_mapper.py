@@ -154,6 +154,11 @@ class CostMapper:
         self.backward: list[Work] = [cost.backward for cost in self._costs]
         self._undo: _Undo | None = None
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the CPU runs the kernels."""
+        return self.model.synchronous
+
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
         numbers = []
         for operator in self.dag.operators:

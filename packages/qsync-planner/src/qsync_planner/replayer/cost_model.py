@@ -7,7 +7,7 @@ a rebuild from scratch agree bit for bit (docs/design/cost-mapper.md#incremental
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -20,6 +20,7 @@ from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_prec
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.max_plus import Work, kernel
 
+GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _FREE = OpCost(0, 0, 0, 0)
 _SHARE = {
     (site, CastKey(source, target, granularity, rounding)): number
@@ -152,12 +153,18 @@ class Wiring:
         slots: per operator and input the first of its inputs that reads the same tensor.
         readers: per operator its consumers, each once, ascending.
         reads: the same, each with the slot that reads the operator.
+        parameter_gradients: per moment of a step (docs/design/memory.md#moments) the bytes of parameters' gradients that begin to
+            live: at their last user's backward.
+        first_gradient: per operator the moment at which its output's gradient is first made: the backward of its last reader that
+            makes one.  The last operator (the loss) starts from its own; None where no reader makes any, and for inputs.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
     readers: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[tuple[int, int], ...], ...]
+    parameter_gradients: tuple[int, ...]
+    first_gradient: tuple[int | None, ...]
 
     @classmethod
     def of(cls, dag: PrecisionDag) -> Wiring:
@@ -165,7 +172,34 @@ class Wiring:
         inputs = tuple(tuple(dag.index[producer] for producer in operator.inputs) for operator in dag.operators)
         readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)
         reads = tuple(tuple((r, inputs[r].index(position)) for r in row) for position, row in enumerate(readers))
-        return cls(inputs, tuple(tuple(map(row.index, row)) for row in inputs), readers, reads)
+        slots = tuple(tuple(map(row.index, row)) for row in inputs)
+        return cls(inputs, slots, readers, reads, _parameter_gradients(dag), _first_gradients(dag, inputs))
+
+
+def _parameter_gradients(dag: PrecisionDag) -> tuple[int, ...]:
+    numel = {p.fqn: p.numel for p in dag.parameters if p.requires_grad}
+    last_user: dict[str, int] = {}
+    for position, operator in enumerate(dag.operators):
+        last_user.update(dict.fromkeys(operator.parameters, position))
+    begin = [0] * (2 * len(dag.operators))
+    for name, size in numel.items():
+        if name in last_user:
+            begin[-1 - last_user[name]] += size * GRADIENT_NBYTES
+    return tuple(begin)
+
+
+def _first_gradients(dag: PrecisionDag, inputs: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
+    last = 2 * len(dag.operators) - 1
+
+    def first(producer: int) -> int | None:
+        readers = dag.consumers[producer]
+        for reader in reversed(readers):
+            skipped = dag.operators[reader].no_grad_inputs
+            if any(source == producer and i not in skipped for i, source in enumerate(inputs[reader])):
+                return last - reader
+        return None if readers else last - producer
+
+    return tuple(None if operator.kind == "input" else first(position) for position, operator in enumerate(dag.operators))
 
 
 class CostModel:

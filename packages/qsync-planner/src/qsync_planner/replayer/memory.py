@@ -18,7 +18,7 @@ updates, each of which costs O(log V) for every operator whose memory changes.  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
@@ -26,14 +26,12 @@ from typing import NamedTuple
 import attrs
 
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.cost_model import Evaluation
+from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, Evaluation, Wiring
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
 
-GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 Intervals = list[tuple[int, int, int]]
 """(first moment, moment after the last, bytes)."""
@@ -67,11 +65,13 @@ class MemoryLayout:
 
     Args:
         dag: the model.
+        wiring: which of its operators reads which.
         profile: its measurements.
         distributed: whether DDP keeps its bucket copies of the gradients.
     """
 
     dag: PrecisionDag
+    wiring: Wiring
     profile: Profile
     distributed: bool
 
@@ -96,43 +96,9 @@ class MemoryLayout:
         return weights + self.profile.optimizer_state_bytes + self.profile.input_bytes + self.bucket_bytes
 
     @cached_property
-    def parameter_gradients(self) -> tuple[int, ...]:
-        """Bytes of parameters' gradients that begin to live at each moment: at their last user's backward."""
-        numel = {p.fqn: p.numel for p in self.dag.parameters if p.requires_grad}
-        last_user: dict[str, int] = {}
-        for position, operator in enumerate(self.dag.operators):
-            last_user.update(dict.fromkeys(operator.parameters, position))
-        begin = [0] * (2 * self.count)
-        for name, size in numel.items():
-            if name in last_user:
-                begin[self.backward_of(last_user[name])] += size * GRADIENT_NBYTES
-        return tuple(begin)
-
-    @cached_property
     def parameter_gradients_until(self) -> tuple[int, ...]:
-        """Their running sum."""
-        return tuple(accumulate(self.parameter_gradients))
-
-    @cached_property
-    def first_gradient(self) -> tuple[int | None, ...]:
-        """Per operator the moment at which its output's gradient is first made: the backward of its last reader that makes one.
-
-        The last operator (the loss) starts from its own; None where no reader makes any, and for inputs.
-        """
-        index = self.dag.index
-        inputs: list[tuple[int, ...]] = [tuple(index[producer] for producer in operator.inputs) for operator in self.dag.operators]
-        return tuple(
-            None if operator.kind == "input" else self._first_gradient(position, inputs)
-            for position, operator in enumerate(self.dag.operators)
-        )
-
-    def _first_gradient(self, producer: int, inputs: Sequence[tuple[int, ...]]) -> int | None:
-        readers = self.dag.consumers[producer]
-        for reader in reversed(readers):
-            skipped = self.dag.operators[reader].no_grad_inputs
-            if any(source == producer and i not in skipped for i, source in enumerate(inputs[reader])):
-                return self.backward_of(reader)
-        return None if readers else self.backward_of(producer)
+        """Bytes of parameters' gradients at each moment."""
+        return tuple(accumulate(self.wiring.parameter_gradients))
 
 
 class MemoryBefore(NamedTuple):
@@ -155,12 +121,12 @@ class MemoryLedger:
 
     def __init__(self, mapper: CostMapper, *, distributed: bool = True) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(mapper.dag, mapper.model.profile, distributed)
+        layout = self._layout = MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, distributed)
         count = layout.count
         self.static_bytes = layout.static_bytes
         self._backward_of = [layout.backward_of(position) for position in range(count)]
         self._operator_at = [*range(count), *reversed(range(count)), 0]
-        self._delta = [*layout.parameter_gradients, 0]
+        self._delta = [*mapper.wiring.parameter_gradients, 0]
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
         self._known: dict[tuple[object, ...], Intervals] = {}
@@ -196,7 +162,7 @@ class MemoryLedger:
                     copies[share] = (first, max(last, end), nbytes)
         if mapper.dag.operators[position].kind != "input":
             intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, evaluation.output_bytes))
-            gradient_start = self._layout.first_gradient[position]
+            gradient_start = self._mapper.wiring.first_gradient[position]
             if gradient_start is not None:
                 intervals.append((gradient_start, self._backward_of[position] + 1, evaluation.output_bytes))
         intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])

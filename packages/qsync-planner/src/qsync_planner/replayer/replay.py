@@ -7,7 +7,7 @@ scratch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -22,13 +22,13 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.calibration import calibrated_model
-from qsync_planner.replayer.communication import collective_ns, compute_share
+from qsync_planner.replayer.communication import AllReduce, compute_share
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
 from qsync_planner.replayer.incremental import Deferred, Node
-from qsync_planner.replayer.max_plus import kernel
+from qsync_planner.replayer.max_plus import Work, kernel
 from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLedger
-from qsync_planner.replayer.step_timing import StepShape, StepTimes, StepTiming
+from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTimes, StepTiming, bucket_positions
 
 Variants = Mapping[OpId, Variant]
 
@@ -64,6 +64,30 @@ class GroupPrediction(NamedTuple):
         """Every number by its name."""
         names = ("busy_ns", "forward_ns", "backward_ns", "optimizer_ns", "peak_bytes", "slack_ns", "dispatch_ns", "period_ns")
         return {name: getattr(self, name) for name in (*names, "bucket_ready_ns")}
+
+
+class GroupPredictions(Mapping[str, GroupPrediction]):
+    """What is predicted of every group, put together when it is asked for: a trial concerns one group of many.
+
+    Args:
+        entries: per group the times of its step and its peak memory.
+        period_ns: of the job.
+    """
+
+    __slots__ = ("_entries", "_period_ns")
+
+    def __init__(self, entries: Mapping[str, tuple[StepTimes, int]], period_ns: int) -> None:
+        self._entries, self._period_ns = entries, period_ns
+
+    def __getitem__(self, name: str) -> GroupPrediction:
+        times, peak_bytes = self._entries[name]
+        return GroupPrediction(*times, peak_bytes, self._period_ns - times.period_ns)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 @attrs.frozen
@@ -110,7 +134,7 @@ def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId,
     return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
 
 
-class _GroupState:
+class GroupState:
     """One group's mapper, times and memory, changed together."""
 
     def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants) -> None:
@@ -169,18 +193,23 @@ class Replayer:
         self.ranks = sum(group.count for group in cluster.groups)
         self._models: dict[tuple[int, Variant], CostModel] = {} if like is None else like._models
         self._like = like  # keeps its profiles alive, by whose identity the models are known
-        costs = [collective_ns(cluster, profiles, bucket.nbytes) for bucket in dag.buckets]
+        all_reduce = AllReduce(cluster, profiles)
+        costs = [all_reduce.group_ns(bucket.nbytes) for bucket in dag.buckets]
         self._collective = {group.name: tuple(cost[group.name] for cost in costs) for group in cluster.groups}
         self.collective_ns: tuple[int, ...] = tuple(max(cost.values()) for cost in costs)
-        self._shapes = {group.name: self._shape(group) for group in cluster.groups}
-        self._present: dict[str, _GroupState] | None = None
-        self._pending: _GroupState | None = None
+        self._ready_after: tuple[int, ...] = bucket_positions(dag) if like is None else like._ready_after
+        shapes: dict[tuple[Work, float], StepShape] = {}
+        self._shapes = {group.name: self._shape(group, shapes) for group in cluster.groups}
+        self._present: dict[str, GroupState] | None = None
+        self._pending: GroupState | None = None
 
-    def _shape(self, group: DeviceGroup) -> StepShape:
+    def _shape(self, group: DeviceGroup, known: dict[tuple[Work, float], StepShape]) -> StepShape:
         calibration = self.model(group.name).calibration
         optimizer = kernel(calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
-        share = compute_share(self.profiles[group.name])
-        return StepShape.of(self.dag, self.collective_ns, share, optimizer)
+        key = (optimizer, compute_share(self.profiles[group.name]))
+        if key not in known:
+            known[key] = StepShape.of(self._ready_after, self.collective_ns, key[1], optimizer)
+        return known[key]
 
     def model(self, group: str) -> CostModel:
         """The calibrated cost model of a group; groups of one profile and base share it."""
@@ -204,17 +233,17 @@ class Replayer:
         if unknown:
             raise PlanError(f"cluster {self.cluster.name!r} has no group {unknown[0]!r}")
 
-    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+    def _states_of(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
         self._check_names(variants)
         return {
-            group.name: _GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
+            group.name: GroupState(self, group, variants.get(group.name) or self.base_variants(group.name))
             for group in self.cluster.groups
         }
 
-    def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, _GroupState]:
+    def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
         """As :meth:`_states_of`, with one state for groups of one device type under the same variants."""
-        found: dict[str, _GroupState] = {}
-        known: list[tuple[CostModel, bool, Variants, _GroupState]] = []
+        found: dict[str, GroupState] = {}
+        known: list[tuple[CostModel, bool, Variants, GroupState]] = []
         for group in self.cluster.groups:
             wanted = variants.get(group.name) or self.base_variants(group.name)
             model = self.model(group.name)
@@ -223,12 +252,12 @@ class Replayer:
                     found[group.name] = state
                     break
             else:
-                found[group.name] = _GroupState(self, group, wanted)
+                found[group.name] = GroupState(self, group, wanted)
                 known.append((model, group.sync_per_step, wanted, found[group.name]))
         return found
 
     @property
-    def _states(self) -> dict[str, _GroupState]:
+    def _states(self) -> dict[str, GroupState]:
         """The state of trials; base precision everywhere until ``start``."""
         if self._present is None:
             self._present = self._states_of({})
@@ -247,10 +276,25 @@ class Replayer:
         """What the operators of a group cost under some variants; does not depend on the other groups."""
         return CostMapper(self.dag, self.model(group), variants)
 
-    def period_ns(self, mappers: Mapping[str, CostMapper]) -> int:
-        """The job's period with every group's operators as its mapper has them, which may be another replayer's."""
+    def group_state(self, group: str, variants: Variants) -> GroupState:
+        """One group under some variants, to be changed without any of the others."""
+        return GroupState(self, self.cluster.group(group), variants)
+
+    def alone(self, group: str, variants: Variants) -> GroupPrediction:
+        """One group as if no other group were slower."""
+        state = self.group_state(group, variants)
+        return GroupPrediction(*state.times, state.peak_bytes, 0)
+
+    def condensed(self, group: str, variants: Variants) -> Condensed:
+        """What the operators of a group take under some variants, as far as periods depend on it; whatever the other groups."""
+        return Condensed.of(self.mapper(group, variants), self._ready_after)
+
+    def period_ns(self, work: Mapping[str, Condensed]) -> int:
+        """The job's period with every group's operators condensed, perhaps by another replayer of the model."""
         return max(
-            StepTiming(mappers[group.name], self.shape(group.name), synchronises=group.sync_per_step).times().period_ns
+            StepTiming(work[group.name], work[group.name].shape(self.shape(group.name)), synchronises=group.sync_per_step)
+            .times()
+            .period_ns
             for group in self.cluster.groups
         )
 
@@ -296,13 +340,11 @@ class Replayer:
             self._pending.rollback()
         self._pending = None
 
-    def _predict(self, states: Mapping[str, _GroupState]) -> Prediction:
-        times = [state.times for state in states.values()]
-        period = max([entry.period_ns for entry in times])
-        groups = {
-            name: GroupPrediction(*state.times, state.peak_bytes, period - state.times.period_ns) for name, state in states.items()
-        }
-        return Prediction(period, groups, Deferred(lambda: self._bucket_ends(times)))
+    def _predict(self, states: Mapping[str, GroupState]) -> Prediction:
+        entries = {name: (state.times, state.peak_bytes) for name, state in states.items()}
+        period = max([times.period_ns for times, _ in entries.values()])
+        ends = Deferred(lambda: self._bucket_ends([times for times, _ in entries.values()]))
+        return Prediction(period, GroupPredictions(entries, period), ends)
 
     def _bucket_ends(self, times: Sequence[StepTimes]) -> tuple[int, ...]:
         """The recurrence of the collectives over all groups."""

@@ -13,8 +13,8 @@ How dispatch binds (docs/design/simulator.md#steady-state) depends on the group:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import attrs
@@ -22,7 +22,7 @@ import attrs
 from qsync_core.ir.dag import PrecisionDag
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.incremental import Deferred, Node, SequenceTree
-from qsync_planner.replayer.max_plus import NEVER, Work
+from qsync_planner.replayer.max_plus import NEVER, Work, sequence
 
 
 def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
@@ -57,16 +57,15 @@ class StepShape:
     left_ns: tuple[int, ...]
 
     @classmethod
-    def of(cls, dag: PrecisionDag, collective_ns: Sequence[int], compute_share: float, optimizer: Work) -> StepShape:
+    def of(cls, ready: tuple[int, ...], collective_ns: Sequence[int], compute_share: float, optimizer: Work) -> StepShape:
         """The shape of a model's step.
 
         Args:
-            dag: the model with its buckets.
+            ready: of the model's buckets, from :func:`bucket_positions`.
             collective_ns: duration of each bucket's collective.
             compute_share: share of it that runs on the rank's own compute resource.
             optimizer: the optimizer step.
         """
-        ready = bucket_positions(dag)
         host = [round(compute_share * duration) for duration in collective_ns]
         if host:
             host[-1] = 0
@@ -76,6 +75,41 @@ class StepShape:
     def host_work_after(self, cut: int) -> int:
         """Compute time that collectives of buckets ready at this operator take from what follows it."""
         return sum(work for work, position in zip(self.host_work_ns, self.ready_after, strict=True) if position == cut)
+
+
+@attrs.frozen
+class Condensed:
+    """A mapper's work with all operators between two buckets added up, which leaves the step's times as they are.
+
+    Attributes:
+        forward, backward: per run of operators.
+        is_synchronous: whether the CPU runs the kernels.
+        run_of: the run that begins with a position.
+    """
+
+    forward: Sequence[Work]
+    backward: Sequence[Work]
+    is_synchronous: bool
+    run_of: Mapping[int, int]
+
+    @classmethod
+    def of(cls, mapper: CostMapper, ready_after: Sequence[int]) -> Condensed:
+        """A mapper's work as it now is, in runs that begin where buckets are ready."""
+        begins = sorted({0, *ready_after})
+        runs = [slice(*ends) for ends in pairwise([*begins, len(mapper.forward)])]
+        return cls(
+            [sequence(mapper.forward[run]) for run in runs],
+            [sequence(reversed(mapper.backward[run])) for run in runs],
+            mapper.is_synchronous,
+            {begin: number for number, begin in enumerate(begins)},
+        )
+
+    def shape(self, whole: StepShape) -> StepShape:
+        """The step's shape, with runs for operators."""
+        run_of = self.run_of
+        return attrs.evolve(
+            whole, ready_after=tuple(run_of[p] for p in whole.ready_after), cuts=tuple(run_of[p] for p in whole.cuts)
+        )
 
 
 class StepTimes(NamedTuple):
@@ -102,7 +136,7 @@ class StepTimes(NamedTuple):
 
 
 class StepTiming:
-    """The step of one group, kept up to date with its cost mapper.
+    """The step of one group, kept up to date with its cost mapper; or that of condensed work.
 
     A node of the tree maps, in the algebra of sums and maxima, the moments at which the CPU and the device become free before a run
     of operators to those after it (see :mod:`qsync_planner.replayer.max_plus`): dispatch, compute and chain of the forward pass,
@@ -112,28 +146,28 @@ class StepTiming:
     begins with its operators' work backward and the position of the first.
     """
 
-    def __init__(self, mapper: CostMapper, shape: StepShape, *, synchronises: bool) -> None:
-        self.mapper = mapper
+    def __init__(self, work: CostMapper | Condensed, shape: StepShape, *, synchronises: bool) -> None:
+        self.work = work
         self.shape = shape
-        self.cold = synchronises and not mapper.model.synchronous
+        self.cold = synchronises and not work.is_synchronous
         left: dict[int, int] = {}
         for position, left_ns in zip(shape.ready_after, shape.left_ns, strict=True):
             left[position] = max(left.get(position, 0), left_ns)
         self._cuts = {cut: (shape.host_work_after(cut), left[cut]) for cut in shape.cuts}
-        self._tree = SequenceTree(len(mapper.forward), self._fold, _join)
+        self._tree = SequenceTree(len(work.forward), self._fold, _join)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: forward; then backward in reverse, after each the buckets that are ready and what they take here."""
         dispatch = compute = back_dispatch = back_compute = 0
         chain = back_chain = after_device = after_cpu = NEVER
-        for added_dispatch, added_compute, added_chain in self.mapper.forward[first:last]:
+        for added_dispatch, added_compute, added_chain in self.work.forward[first:last]:
             chain += added_compute
             added_chain += dispatch
             if added_chain > chain:
                 chain = added_chain
             dispatch += added_dispatch
             compute += added_compute
-        backward = self.mapper.backward[first:last]
+        backward = self.work.backward[first:last]
         position = last
         for added_dispatch, added_compute, added_chain in reversed(backward):
             position -= 1

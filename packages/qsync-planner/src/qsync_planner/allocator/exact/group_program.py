@@ -18,10 +18,8 @@ from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
-from qsync_planner.replayer.cost_mapper import CostMapper
-from qsync_planner.replayer.memory import MemoryLayout, MemoryLedger
-from qsync_planner.replayer.replay import Replayer
-from qsync_planner.replayer.step_timing import StepTiming
+from qsync_planner.replayer.memory import MemoryLayout
+from qsync_planner.replayer.replay import GroupPrediction, GroupState, Replayer
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 _BYTES = 2.0**-20
@@ -69,17 +67,17 @@ class GroupProgram:
     Attributes:
         program, choices: what HiGHS solves, and what its columns stand for.
         memory: rows that hold the memory of single moments below the budget.
-
-    Args:
-        uniform: the rungs of uniform precision, for which Ω is scaled where no better plan is known.
     """
 
-    def __init__(self, group: GroupProblem, replayer: Replayer, uniform: Sequence[int]) -> None:
+    def __init__(self, group: GroupProblem, replayer: Replayer) -> None:
         self._group, self._replayer = group, replayer
+        self._state: GroupState | None = None
         model = replayer.model(group.name)
         self.program = Program()
         self.choices = Choices(group, model, self.program)
-        self._uniform_omega = group.omega(uniform) or sum(max(unit.omega) for unit in group.units) or 1.0
+        # What Ω is scaled for where no better plan is known.
+        below_base = group.uniform(max(0, len(group.group.ladder) - 2))
+        self._uniform_omega = group.omega(below_base) or sum(max(unit.omega) for unit in group.units) or 1.0
         self._scaled_for, self._most_omega = self._uniform_omega, math.inf
         self._limit, self._budget = self.program.column(upper=math.inf), self.program.column(upper=math.inf)
         shape = replayer.shape(group.name)
@@ -91,7 +89,7 @@ class GroupProgram:
             rows.add_synchronising(steps)
         else:
             rows.add_free_running(steps)
-        layout = MemoryLayout(replayer.dag, model.profile, replayer.ranks > 1)
+        layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1)
         self.memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
         self.minimise(Quantity.OMEGA)
 
@@ -132,12 +130,13 @@ class GroupProgram:
 
     def replay(self, rungs: Sequence[int]) -> Replayed:
         """What a plan takes, exactly."""
-        group, replayer = self._group, self._replayer
-        mapper = CostMapper(replayer.dag, replayer.model(group.name), group.variants(rungs))
-        timing = StepTiming(mapper, replayer.shape(group.name), synchronises=group.group.sync_per_step)
-        ledger = MemoryLedger(mapper, distributed=replayer.ranks > 1)
-        moments = ledger.moments_bytes()
-        return Replayed(tuple(rungs), timing.times().period_ns, ledger.peak_bytes(), moments.index(max(moments)))
+        if self._state is None:
+            self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs))
+        else:
+            self._state.update(self._group.variants(rungs))
+            self._state.commit()
+        moments = self._state.memory.moments_bytes()
+        return Replayed(tuple(rungs), self._state.times.period_ns, self._state.peak_bytes, moments.index(max(moments)))
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
@@ -164,6 +163,59 @@ class GroupProgram:
     def rungs(self, values: Values) -> tuple[int, ...]:
         """Of every unit the rung whose column is the largest."""
         return tuple(int(np.argmax(values[list(row)])) for row in self.choices.columns)
+
+
+class Programs:
+    """The programs of a problem's groups; groups of one device type and one ladder share theirs, whatever their budgets.
+
+    Programs are built when they are first asked for.
+    """
+
+    def __init__(self, replayer: Replayer) -> None:
+        self._replayer = replayer
+        self._kinds: list[GroupProblem] = []
+        self._kind_of: dict[str, int] = {}
+        self._built: dict[int, GroupProgram] = {}
+        self._leanest: dict[int, Replayed | None] = {}
+        self._at_rungs: dict[int, tuple[GroupPrediction, ...]] = {}
+
+    def kind(self, group: GroupProblem) -> int:
+        """A number for everything about a group that its program depends on."""
+        if group.name not in self._kind_of:
+            alike = (number for number, other in enumerate(self._kinds) if self._is_alike(group, other))
+            self._kind_of[group.name] = next(alike, len(self._kinds))
+            if self._kind_of[group.name] == len(self._kinds):
+                self._kinds.append(group)
+        return self._kind_of[group.name]
+
+    def of(self, group: GroupProblem) -> GroupProgram:
+        """The program of a group."""
+        kind = self.kind(group)
+        if kind not in self._built:
+            self._built[kind] = GroupProgram(group, self._replayer)
+        return self._built[kind]
+
+    def leanest(self, group: GroupProblem) -> Replayed | None:
+        """The plan of the smallest peak."""
+        kind = self.kind(group)
+        if kind not in self._leanest:
+            self._leanest[kind] = least(self.of(group), Quantity.MEMORY)
+        return self._leanest[kind]
+
+    def at_rungs(self, group: GroupProblem) -> tuple[GroupPrediction, ...]:
+        """The whole group at each rung of its ladder, as if it were the only one."""
+        kind = self.kind(group)
+        if kind not in self._at_rungs:
+            plans = (group.variants(group.uniform(index)) for index in range(len(group.group.ladder)))
+            self._at_rungs[kind] = tuple(self._replayer.alone(group.name, variants) for variants in plans)
+        return self._at_rungs[kind]
+
+    def _is_alike(self, group: GroupProblem, other: GroupProblem) -> bool:
+        return (
+            self._replayer.model(group.name) is self._replayer.model(other.name)
+            and group.group.sync_per_step == other.group.sync_per_step
+            and group.units == other.units
+        )
 
 
 def _longest_ns(choices: Sequence[Choice]) -> int:

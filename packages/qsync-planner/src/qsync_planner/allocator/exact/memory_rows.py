@@ -78,7 +78,7 @@ class MemoryRows:
 
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
         """The output, until its last reader has run or for as long as an operator keeps it; and its gradient."""
-        first = self._layout.first_gradient[position]
+        first = self._layout.wiring.first_gradient[position]
         gradient = first is not None and first <= moment <= self._layout.backward_of(position)
         readers = self._choices.wiring.readers[position]
         last = readers[-1] if readers else position

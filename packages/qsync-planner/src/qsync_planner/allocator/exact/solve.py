@@ -20,13 +20,12 @@ from qsync_core.ir.plan import Role
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.exact.choices import TooManyCombinations
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, GroupProgram, Quantity, least
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs, Quantity, least
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
-from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
+from qsync_planner.allocator.problem import Problem, SearchState
 from qsync_planner.allocator.recovery import History, new_history, slack_ns, sweep_until_stable
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, slack_text
-from qsync_planner.replayer.replay import Replayer
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "sync_batch_norm")
 
@@ -42,35 +41,12 @@ AUTO = Effort(work=800_000, columns=20_000)
 EXACT = Effort()
 RELAXED = Effort(columns=0, rounds=False)
 """Only a bound."""
+_NO_BUDGET = 2**63
+"""More than any budget."""
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
 _ROUNDING = 1e-9
 """Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
-
-
-class Programs:
-    """The programs of a problem's groups; groups of one device type and one ladder share theirs, whatever their budgets."""
-
-    def __init__(self, replayer: Replayer, uniform: Mapping[str, UniformStart]) -> None:
-        check_deadline_form(replayer.dag)
-        self._replayer, self._uniform = replayer, uniform
-        self._built: list[tuple[GroupProblem, GroupProgram]] = []
-
-    def of(self, group: GroupProblem) -> GroupProgram:
-        """The program of a group."""
-        for other, program in self._built:
-            if self._is_alike(group, other):
-                return program
-        program = GroupProgram(group, self._replayer, self._uniform[group.name].rungs)
-        self._built.append((group, program))
-        return program
-
-    def _is_alike(self, group: GroupProblem, other: GroupProblem) -> bool:
-        return (
-            self._replayer.model(group.name) is self._replayer.model(other.name)
-            and group.group.sync_per_step == other.group.sync_per_step
-            and group.units == other.units
-        )
 
 
 def check_deadline_form(dag: PrecisionDag) -> None:
@@ -92,6 +68,7 @@ def solve_exactly(
     uniform: Mapping[str, UniformStart],
     limit_ns: int,
     effort: Effort,
+    programs: Programs,
     *,
     seconds: float | None = None,
     progress: Progress = lambda text: None,
@@ -102,6 +79,7 @@ def solve_exactly(
         state: at any plan; left at the plan found.
         uniform: uniform precision of every group, which keeps both limits.
         effort: how far to go for a group.
+        programs: of the problem's groups.
         seconds: wall-clock time for all groups together, shared evenly among those that are left.
 
     Raises:
@@ -109,9 +87,10 @@ def solve_exactly(
         InfeasibleError: when a group has no plan within the limits.
     """
     require_solver("the exact solver", ", or use --solver greedy")
+    check_deadline_form(state.problem.dag)
     begin = time.monotonic()
     starts = {name: start.rungs for name, start in uniform.items()}
-    answers = answer(state, Programs(state.replayer, uniform), starts, limit_ns, effort, seconds=seconds, progress=progress)
+    answers = answer(state, programs, starts, limit_ns, effort, seconds=seconds, progress=progress)
     bound = adopt(state, answers)
     late = seconds is not None and time.monotonic() - begin > seconds / 2
     return with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
@@ -133,15 +112,22 @@ def answer(
     Raises:
         InfeasibleError: when a group has no plan within the limits.
     """
-    begin = time.monotonic()
+    begin, groups = time.monotonic(), state.problem.groups
     found: dict[str, Answer] = {}
-    for number, group in enumerate(state.problem.groups):
+    known: dict[int, list[Answer]] = {}
+    # Of groups of one kind the roomiest first: a plan that is the best of more plans, and fits, is the best of fewer.
+    sizes = {group.name: (group.group.memory_bytes if budgets is None else budgets[group.name]) or _NO_BUDGET for group in groups}
+    for number, group in enumerate(sorted(groups, key=lambda group: -sizes[group.name])):
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
-        own = None if left is None else left / (len(state.problem.groups) - number)
-        budget = group.group.memory_bytes if budgets is None else budgets[group.name]
+        own = None if left is None else left / (len(groups) - number)
+        budget = 0 if sizes[group.name] == _NO_BUDGET else sizes[group.name]
         share = attrs.evolve(effort, seconds=own, bound_seconds=left)
-        search = Search(group, programs.of(group), limit_ns, budget, share, progress)
-        found[group.name] = search.run(starts[group.name])
+        alike = known.setdefault(programs.kind(group), [])
+        fitting = [entry for entry in alike if entry.plan is not None and entry.plan.peak_bytes <= sizes[group.name]]
+        if not fitting:
+            alike.append(Search(group, programs.of(group), limit_ns, budget, share, progress).run(starts[group.name]))
+            fitting = alike[-1:]
+        found[group.name] = min(fitting, key=lambda entry: math.inf if entry.plan is None else group.omega(entry.plan.rungs))
         if found[group.name].plan is None:
             raise InfeasibleError(
                 f"no precision plan of group {group.name!r} keeps both a step time of {format_ns(limit_ns)} and a memory budget "
@@ -159,13 +145,13 @@ def adopt(state: SearchState, answers: Mapping[str, Answer]) -> float:
     return _bound(state.problem, answers)
 
 
-def bounded(state: SearchState, found: Solution, uniform: Mapping[str, UniformStart], limit_ns: int) -> Solution:
+def bounded(state: SearchState, found: Solution, limit_ns: int, programs: Programs) -> Solution:
     """Another solver's plan with the bound of the relaxation, where HiGHS is installed."""
     if not is_installed():
         return found
     bound = 0.0
     try:
-        programs = Programs(state.replayer, uniform)
+        check_deadline_form(state.problem.dag)
         for group in state.problem.groups:
             search = Search(group, programs.of(group), limit_ns, group.group.memory_bytes, RELAXED)
             bound += group.group.count * search.run(found.rungs[group.name]).bound
@@ -233,10 +219,12 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
     return f"kept {label}: {unit.rungs[other].label} would take {added}{memory}"
 
 
-def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort) -> Solution:
+def least_memory_plan(
+    state: SearchState, uniform: Mapping[str, UniformStart], limit_ns: int, effort: Effort, programs: Programs
+) -> Solution:
     """Every inference group at the smallest peak within the time limit, and of those plans the one of least Σ Ω."""
     require_solver("the objective memory")
-    programs = Programs(state.replayer, uniform)
+    check_deadline_form(state.problem.dag)
     budgets, starts = {}, {}
     for group in state.problem.groups:
         smallest = least(programs.of(group), Quantity.MEMORY, limit_ns, start=uniform[group.name].rungs)
@@ -247,7 +235,7 @@ def least_memory_plan(state: SearchState, uniform: Mapping[str, UniformStart], l
 
 
 def least_time_plan(
-    state: SearchState, uniform: Mapping[str, UniformStart], omega_limit: float | None, effort: Effort
+    state: SearchState, uniform: Mapping[str, UniformStart], omega_limit: float | None, effort: Effort, programs: Programs
 ) -> tuple[Solution, int]:
     """The shortest step time whose least Σ Ω is at most ``omega_limit`` (None: any), that plan, and the time.
 
@@ -258,7 +246,8 @@ def least_time_plan(
         InfeasibleError: when no plan within the memory budgets has so small a Σ Ω; names the least that was found.
     """
     require_solver("the objective time")
-    problem, programs = state.problem, Programs(state.replayer, uniform)
+    check_deadline_form(state.problem.dag)
+    problem = state.problem
     shortest = max((state.prediction.groups[g.name].period_ns for g in problem.cluster.groups if g.role is Role.TRAIN), default=0)
     starts: dict[str, tuple[int, ...]] = {}
     for group in problem.groups:

@@ -25,14 +25,14 @@ from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
-from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Quantity, Replayed, least
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs, Quantity, Replayed, least
 from qsync_planner.allocator.exact.program import require_solver
 from qsync_planner.allocator.exact.search import Effort, KnownPlans
-from qsync_planner.allocator.exact.solve import Programs, relative_gap
+from qsync_planner.allocator.exact.solve import check_deadline_form, relative_gap
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
-from qsync_planner.matching import check_profiles, check_sensitivity, under_base
+from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
 from qsync_planner.replayer.replay import Replayer
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
@@ -182,6 +182,7 @@ def tradeoff(
     require_solver("the trade-off curve")
     if budgets < 1 or limits < 3:
         raise PlanError(f"a trade-off curve has at least 1 memory budget and 3 time limits, got {budgets} and {limits}")
+    profiles = one_of_each(profiles)
     check_profiles(dag, cluster, profiles)
     check_sensitivity(sensitivity, dag)
     cluster, _ = under_base(cluster, dag)
@@ -244,8 +245,10 @@ class _Curve:
         state = SearchState(problem, replayer)
         self.full = Solution.of(state)
         check_training_memory(problem.cluster, self.full)
-        starts = {group.name: move_to_uniform(state, group.name) for group in problem.groups}
-        programs = Programs(replayer, starts)
+        check_deadline_form(problem.dag)
+        programs = self._programs = Programs(replayer)
+        for group in problem.groups:
+            move_to_uniform(state, group.name, programs)
         by_program: dict[int, KnownPlans] = {}
         self._known: dict[str, KnownPlans] = {}
         for group in problem.groups:
@@ -290,7 +293,7 @@ class _Curve:
     def _level(self, budgets: Mapping[str, int], lines: Mapping[str, str]) -> MemoryLevel:
         groups = tuple(attrs.evolve(g, group=attrs.evolve(g.group, memory_bytes=budgets[g.name])) for g in self._problem.groups)
         state = SearchState(attrs.evolve(self._problem, groups=groups), self._replayer)
-        uniform = {group.name: move_to_uniform(state, group.name).rungs for group in groups}
+        uniform = {group.name: move_to_uniform(state, group.name, self._programs).rungs for group in groups}
         for name, rungs in uniform.items():
             self._known[name].add(rungs)
         return MemoryLevel(budgets, lines, uniform, state.prediction.iteration_ns)
