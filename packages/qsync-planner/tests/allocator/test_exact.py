@@ -12,7 +12,8 @@ from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Role
 from qsync_planner.allocator import allocate
-from qsync_planner.allocator.exact import choices, program, solve
+from qsync_planner.allocator.exact import choices, program
+from qsync_planner.allocator.exact.group_program import GroupProgram
 from qsync_planner.allocator.exact.program import Limits, Program
 from qsync_planner.allocator.exact.solve import NoDeadlineForm, check_deadline_form
 from qsync_planner.replayer.replay import Replayer
@@ -159,9 +160,8 @@ def test_plans_that_miss_a_limit_by_a_rounding_are_repaired(monkeypatch: pytest.
     """A program that believes T to be 0.1% longer finds plans that are too slow; it is tightened until they are not."""
     case = random_case(3, infer_groups=1)
     plain = allocate(*case.arguments, solver="exact")
-    group_program = solve.GroupProgram
-    honest = group_program.limit
-    monkeypatch.setattr(group_program, "limit", lambda self, ns, budget: honest(self, ns + ns // 1000, budget))
+    honest = GroupProgram.limit
+    monkeypatch.setattr(GroupProgram, "limit", lambda self, ns, budget: honest(self, ns + ns // 1000, budget))
     plan = allocate(*case.arguments, solver="exact")
     assert plan.predicted_iteration_ns <= plan.time_limit_ns
     assert plan.objective >= plain.objective
