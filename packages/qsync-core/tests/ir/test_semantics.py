@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
-from qsync_core.ir.profile import CastKey
-from qsync_core.ir.semantics import Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.profile import CastKey, DeviceKind
+from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
+from qsync_core.ir.variant import Variant, ladder_under
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
 X, W, Y = 12 * 64, 32 * 64, 12 * 32  # elements of input, weight and output
@@ -172,3 +173,51 @@ def test_every_cast_of_an_activation_has_its_counterpart_for_the_gradient(inputs
     backward = [(cast.input_index, cast.key.target, cast.key.source) for cast in found if cast.site is GRAD_IN]
     assert forward == backward
     assert all(cast.key.source is not cast.key.target for cast in found)
+
+
+def test_a_ladder_under_a_base_ends_with_it_and_delivers_it():
+    """float16 is beside bfloat16, float32 above it; 8-bit rungs keep everything but their output."""
+    ladder = [Variant.of(Precision.INT8), Variant.of(FP16), Variant.of(BF16), Variant.of(FP32)]
+    kept, cut = ladder_under(BF16, ladder)
+    assert kept == (attrs.evolve(ladder[0], output=BF16), ladder[2])
+    assert cut == (ladder[1], ladder[3])
+    assert ladder_under(BF16, []) == ((Variant.plain(BF16),), ())
+    assert ladder_under(FP32, ladder) == (tuple(ladder), ())
+
+
+@pytest.mark.parametrize("device", DeviceKind)
+def test_under_autocast_operators_run_in_its_formats(device):
+    autocast = Autocast.of(BF16, device)
+    assert Autocast.of(FP32, device) is None
+    product = attrs.evolve(ADD, kind="matmul")
+    on_cuda = device is DeviceKind.CUDA
+    assert output_precision(product, None, [FP32, FP32], autocast) is BF16
+    assert output_precision(ADD, None, [BF16, FP32], autocast) is FP32
+    assert output_precision(ADD, None, [BF16, BF16], autocast) is BF16
+    assert output_precision(attrs.evolve(SOFTMAX, kind="softmax"), None, [BF16], autocast) is (FP32 if on_cuda else BF16)
+    assert output_precision(LOSS, None, [BF16], autocast) is FP32
+
+
+def test_autocast_casts_an_activation_for_each_reader_and_a_plan_once():
+    autocast = Autocast.of(BF16, DeviceKind.CUDA)
+    base, int8 = Variant.plain(BF16), Variant.of(Precision.INT8, output=BF16)
+    sites = [CastSite.INPUT, CastSite.WEIGHT, CastSite.GRAD_INPUT]
+    for variant in (base, int8):
+        found = casts(LINEAR, variant, [FP32], autocast)
+        assert [cast.site for cast in found] == sites
+        assert found[0].shared is (variant == int8)
+    assert casts(LINEAR, base, [BF16], autocast) == tuple(
+        cast for cast in casts(LINEAR, base, [FP32]) if cast.site is CastSite.WEIGHT
+    )
+
+
+def test_noise_beyond_the_base_is_that_of_the_operands():
+    int8 = Variant.of(Precision.INT8, output=BF16)
+    assert VariantNoise.of(Variant.plain(BF16), BF16) == VariantNoise(None, None, None, None)
+    whole, beyond = VariantNoise.of(int8), VariantNoise.of(int8, BF16)
+    assert (beyond.operands, beyond.weight) == (whole.operands, whole.weight)
+    assert whole.output is not None
+    assert whole.gradients is not None
+    assert (beyond.output, beyond.gradients) == (None, None)
+    both = attrs.evolve(int8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
+    assert VariantNoise.of(both, BF16).gradients == VariantNoise.of(both).gradients

@@ -1,7 +1,10 @@
 """The graph and ``apply_`` agree on which format flows where, under random plans: predicted by core's table, measured in a run."""
 
 import random
+import re
+from pathlib import Path
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,14 +13,23 @@ from torch import nn
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.semantics import output_precision
+from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.semantics import AUTOCAST_IN_BASE, AUTOCAST_IN_FLOAT32_ON_CUDA, Autocast, output_precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
+from qsync_torch.tracing.classify import LOSSES
 from qsync_torch.tracing.trace import trace
 
 BERT = "layers=2,hidden=16,heads=2,vocab=50,seq=8"
+MODELS = [
+    "mixed",
+    "resnet18:image=32,width=4,classes=7",
+    "vgg16_bn:image=32,width=4,hidden=8,classes=7,pool_size=1",
+    f"bert-base:{BERT}",
+    f"bert-base:{BERT},head=mlm,attention=eager",
+]
 
 
 class Mixed(nn.Module):
@@ -54,12 +66,12 @@ def mixed_job() -> Job:
     )
 
 
-def predicted(dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict[str, str]:
+def predicted(dag: PrecisionDag, variants: dict[OpId, Variant], autocast: Autocast | None = None) -> dict[str, str]:
     """Format of every operator's output."""
     formats: dict[OpId, Precision] = {}
     for operator in dag.operators:
         variant = variants.get(operator.op_id, operator.variant)
-        formats[operator.op_id] = output_precision(operator, variant, [formats[source] for source in operator.inputs])
+        formats[operator.op_id] = output_precision(operator, variant, [formats[source] for source in operator.inputs], autocast)
     return {str(op_id): str(precision) for op_id, precision in formats.items()}
 
 
@@ -75,7 +87,7 @@ def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict
 
     names = {o.op_id.fqn for o in dag.operators if o.op_id.fqn in modules}
     handles = [modules[name].register_forward_hook(lambda _, __, output, name=name: note(name, output)) for name in names]
-    applied = apply_(job.model, variants)
+    applied = apply_(job.model, variants, base=dag.base)
     job.compute_loss(job.batch(0, job.batch_size)).backward()
     applied.remove()
     for handle in handles:
@@ -84,16 +96,7 @@ def measured(job: Job, dag: PrecisionDag, variants: dict[OpId, Variant]) -> dict
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    "text",
-    [
-        "mixed",
-        "resnet18:image=32,width=4,classes=7",
-        "vgg16_bn:image=32,width=4,hidden=8,classes=7,pool_size=1",
-        f"bert-base:{BERT}",
-        f"bert-base:{BERT},head=mlm,attention=eager",
-    ],
-)
+@pytest.mark.parametrize("text", MODELS)
 def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int) -> None:
     job = mixed_job() if text == "mixed" else load_job(text, batch_size=2)
     dag = trace(job)
@@ -106,3 +109,36 @@ def test_formats_of_a_real_run_are_those_the_graph_predicts(text: str, seed: int
     found = measured(job, dag, variants)
     assert len(found) > 5
     assert found == {name: expected[name] for name in found}
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["at the base", "some in int8"])
+@pytest.mark.parametrize("text", MODELS)
+def test_formats_under_autocast_do_not_depend_on_the_plan(text: str, lowered: bool) -> None:
+    job = attrs.evolve(mixed_job() if text == "mixed" else load_job(text, batch_size=2), amp="bfloat16")
+    dag = trace(job)
+    base, int8 = Variant.plain(dag.base), Variant.of(Precision.INT8, output=dag.base)
+    variants = {o.op_id: int8 if lowered and o.variant_group > dag.adjustable[1].variant_group else base for o in dag.adjustable}
+    expected = predicted(dag, variants, Autocast.of(dag.base, DeviceKind.CPU))
+    assert expected == predicted(dag, dict.fromkeys(variants, base), Autocast.of(dag.base, DeviceKind.CPU))
+    found = measured(job, dag, variants)
+    assert len(found) > 5
+    assert found == {name: expected[name] for name in found}
+
+
+def test_autocast_lists_are_those_of_pytorch() -> None:
+    """PyTorch's header names every function that autocast runs in its format, and in float32 on CUDA."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not header.exists():
+        pytest.skip("autocast lists: this build of PyTorch comes without headers")
+    listed = {
+        name: {function.strip("_") for function in re.findall(r"_\((\w+)", text.split("#define")[0])}
+        for name, text in (
+            part.split("(_)", 1) for part in header.read_text().split("#define AT_FORALL_")[1:] if "(_)" in part[:60]
+        )
+    }
+    private = {"scaled_dot_product_flash_attention", "thnn_fused_gru_cell", "thnn_fused_lstm_cell"}
+    recurrent = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+    assert listed["LOWER_PRECISION_FP"] - private == AUTOCAST_IN_BASE - recurrent
+    float32 = (listed["FP32"] | listed["FP32_SET_OPT_DTYPE"]) - set(LOSSES)
+    assert float32 - AUTOCAST_IN_FLOAT32_ON_CUDA == set()
+    assert AUTOCAST_IN_FLOAT32_ON_CUDA - float32 <= {"norm"}

@@ -17,7 +17,7 @@ from qsync_core.devices import find_chip
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.backend import KernelBackend
 from qsync_core.kernels.choice import FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
@@ -68,7 +68,7 @@ def backends(
     facts = _device_facts(registry, device, compute_capability, device_name)
     if job is not None:
         graph = _graph(job, registry)
-        variants = _variants(rungs, facts)
+        variants, _ = ladder_under(graph.base, _variants(rungs, facts))
         store = _store(facts, tuning, registry)
         data["device"] = {"kind": facts.kind, "name": facts.name, "compute_capability": facts.compute_capability}
         data["operators"] = coverage(graph, variants, registry, facts.kind, facts.compute_capability, store)

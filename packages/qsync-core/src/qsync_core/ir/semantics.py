@@ -51,22 +51,27 @@ class Cast:
     shared: bool = False
 
 
-_PRODUCTS = frozenset(
+AUTOCAST_IN_BASE = frozenset(
     [
         "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-        "convolution", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "einsum",
-        "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-        "rnn_relu_cell",
+        "convolution", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul",
+        "linalg_multi_dot", "linalg_vecdot", "einsum", "scaled_dot_product_attention", "prelu", "lstm", "gru", "rnn_tanh",
+        "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
     ]
 )  # fmt: skip
-_FLOAT32_ON_CUDA = frozenset(
+"""Kinds that autocast runs in its format: PyTorch's own list, and the recurrent layers' kernels."""
+AUTOCAST_IN_FLOAT32_ON_CUDA = frozenset(
     [
-        "softmax", "log_softmax", "safe_softmax", "logsumexp", "layer_norm", "native_layer_norm", "group_norm",
-        "native_group_norm", "sum", "prod", "cumsum", "cumprod", "exp", "expm1", "log", "log10", "log2", "log1p", "pow",
-        "reciprocal", "rsqrt", "softplus", "linalg_vector_norm", "norm", "cosine_similarity", "cdist", "dist",
+        "softmax", "log_softmax", "logsumexp", "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "norm",
+        "frobenius_norm", "nuclear_norm", "linalg_vector_norm", "linalg_matrix_norm", "renorm", "cosine_similarity", "cdist",
+        "pdist", "dist", "sum", "prod", "cumsum", "cumprod", "exp", "expm1", "log", "log10", "log1p", "log2", "pow",
+        "reciprocal", "rsqrt", "softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv", "upsample_nearest1d",
+        "upsample_nearest2d", "upsample_nearest3d", "upsample_nearest_exact1d", "upsample_nearest_exact2d",
+        "upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bilinear2d_aa", "upsample_bicubic2d",
+        "upsample_bicubic2d_aa", "upsample_trilinear3d",
     ]
 )  # fmt: skip
-"""Kinds of PyTorch's own lists: what autocast runs in its format, and on CUDA in float32."""
+"""Kinds that autocast runs in float32 on CUDA: PyTorch's own list without the losses, which are float32 in any case."""
 
 
 @attrs.frozen
@@ -88,9 +93,9 @@ class Autocast:
 
     def format_of(self, kind: str) -> Precision | None:
         """The format in which it runs an operator of that kind whatever its inputs have; None where that follows the inputs."""
-        if kind in _PRODUCTS:
+        if kind in AUTOCAST_IN_BASE:
             return self.base
-        return Precision.FLOAT32 if self.device is DeviceKind.CUDA and kind in _FLOAT32_ON_CUDA else None
+        return Precision.FLOAT32 if self.device is DeviceKind.CUDA and kind in AUTOCAST_IN_FLOAT32_ON_CUDA else None
 
 
 def run_precision(operator: Operator, inputs: Sequence[Precision], autocast: Autocast | None = None) -> Precision:

@@ -11,7 +11,7 @@ import torch
 
 from qsync_core.errors import BackendError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelRequest
 from qsync_core.kernels.choice import QUANTIZE_WEIGHT
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
@@ -58,7 +58,7 @@ def distinct_requests(
     """
     found: dict[tuple[object, ...], OperatorRequest] = {}
     calls = {(operator.cost_key, operator.no_grad_inputs): CallShapes.of(operator) for operator in dag.adjustable}
-    for variant in ladder:
+    for variant in ladder_under(dag.base, ladder)[0]:
         if variant.compute.needs_scale:
             for call in calls.values():
                 for asked in operator_requests(call, variant, device_kind, compute_capability):

@@ -1,0 +1,242 @@
+"""A job that trains under autocast: from its trace to training under its plan, and what an operator at the base does."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("qsync_planner")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from qsync_core.cluster_file import parse_cluster  # noqa: E402
+from qsync_core.errors import ClusterError, ObservationError, QSyncError  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_planner.allocator import allocate  # noqa: E402
+from qsync_planner.indicate import indicate  # noqa: E402
+from qsync_planner.matching import under_base  # noqa: E402
+from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
+from qsync_planner.reporting.explain import explain  # noqa: E402
+from qsync_planner.verify import verify  # noqa: E402
+from qsync_torch import apply_  # noqa: E402
+from qsync_torch.job import Batch, Job  # noqa: E402
+from qsync_torch.observing.montecarlo import MonteCarloCollector  # noqa: E402
+from qsync_torch.observing.observe import observe  # noqa: E402
+from qsync_torch.profiling.measured_timeline import measured_timeline  # noqa: E402
+from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.timing import Effort  # noqa: E402
+from qsync_torch.tracing.trace import trace  # noqa: E402
+
+QUICK = Effort(min_repeats=3, max_repeats=3, budget_s=0.02)
+BF16 = Variant.of(Precision.BFLOAT16)
+INT8 = Variant.of(Precision.INT8)
+INT8_UNDER = attrs.evolve(INT8, output=Precision.BFLOAT16)
+LADDER = (INT8, BF16, Variant.of(Precision.FLOAT32))
+CLUSTER = """
+[[group]]
+name = "train"
+device = "cpu"
+count = 1
+role = "train"
+
+[[group]]
+name = "infer"
+device = "cpu"
+count = 1
+role = "infer"
+ladder = ["int8", "float32"]
+MEMORY
+
+[[link]]
+between = ["train", "infer"]
+bandwidth_gbps = 32
+"""
+
+
+class Net(nn.Module):
+    """Convolution, norms, attention by hand, a residual: every class of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.a, self.norm = nn.Linear(512, 64), nn.LayerNorm(64)
+        self.q, self.k, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.a(F.relu(self.bn(self.conv(x))).flatten(1)))
+        weights = torch.softmax(self.q(x) @ self.k(x).t(), -1)
+        return self.out(x + weights @ x)
+
+
+def batch(step: int, size: int) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    return Batch((torch.randn(size, 3, 8, 8, generator=draw),), target=torch.randint(10, (size,), generator=draw))
+
+
+def make_job(amp: str | None = "bfloat16") -> Job:
+    torch.manual_seed(0)
+    loss = lambda output, batch: F.cross_entropy(output, batch.target)  # noqa: E731
+    return Job("net", Net(), batch, loss, lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), 16, amp)
+
+
+def quick_profile(job: Job, dag):
+    notes: list[str] = []
+    efforts = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": attrs.evolve(QUICK, budget_s=0.2)}
+    found = profile(job, dag, ladder=LADDER, note=notes.append, **efforts)
+    return found, notes
+
+
+def cluster(memory: int | None = None):
+    return parse_cluster(CLUSTER.replace("MEMORY", "" if memory is None else f"memory = {memory}"))
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Graph, profile with its notes, observations and sensitivity of the job under AMP."""
+    job = make_job()
+    dag = trace(job)
+    measured, notes = quick_profile(job, dag)
+    observations = observe(job, dag, LADDER, warmup=1, steps=2, settled=None)
+    return dag, measured, notes, observations, indicate(observations, dag, LADDER)
+
+
+def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """A script's loop under autocast; the parameters after it."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            data = batch(step, 16)
+            loss = F.cross_entropy(model(*data.args), data.target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.isfinite()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_the_base_is_recorded_and_nothing_above_it_measured(made):
+    dag, measured, notes, observations, sensitivity = made
+    assert dag.base is Precision.BFLOAT16
+    assert [step.variant for step in measured.steps] == [BF16, INT8_UNDER]
+    assert any("float32 is not measured" in note and "autocast" in note for note in notes)
+    assert measured.software["autocast"] == "bfloat16"
+    assert {series.variant for series in observations.series} <= {None, INT8_UNDER}
+    for operator in dag.adjustable:
+        assert set(measured.cost_index[operator.op_id]) == {BF16, INT8_UNDER}
+        assert set(sensitivity.omega[operator.op_id]) == {INT8_UNDER}
+        assert sensitivity.omega[operator.op_id][INT8_UNDER] > 0
+
+
+@pytest.mark.parametrize("amp", [None, "bfloat16"])
+def test_the_predicted_full_step_is_the_measured_one(amp, made):
+    """As exactly with autocast as without: to the rounding of one nanosecond for each operator."""
+    dag, measured, *_ = made
+    if amp is None:
+        job = make_job(None)
+        dag = trace(job)
+        measured, _ = quick_profile(job, dag)
+    alone = parse_cluster(CLUSTER[: CLUSTER.index("[[group]]", 5)])
+    group = alone.groups[0]
+    predicted = Replayer(dag, under_base(alone, dag)[0], {group.name: measured}).replay({})
+    step = measured.steps[0]
+    assert step.variant == Variant.plain(dag.base)
+    assert abs(predicted.iteration_ns - step.iteration_ns) <= 4 * len(dag.operators)
+    assert predicted.groups[group.name].peak_bytes == step.peak_bytes
+
+
+def test_a_plan_starts_at_the_base_explains_itself_and_is_verified(made):
+    dag, measured, _, _, sensitivity = made
+    profiles = {"train": measured, "infer": measured}
+    full = allocate(dag, cluster(), profiles, sensitivity, solver="full")
+    low = allocate(dag, cluster(), profiles, sensitivity, solver="uniform")
+    plan = allocate(dag, cluster(), profiles, sensitivity)
+    assert {p.base for p in (full, low, plan)} == {Precision.BFLOAT16}
+    assert {group.base for group in plan.groups} == {Precision.BFLOAT16}
+    assert full.objective == 0
+    assert {a.variant for group in full.groups for a in group.assignments.values()} == {BF16}
+    assert {a.variant for a in plan.group("infer").assignments.values()} <= {BF16, INT8_UNDER}
+    assert any("float32 left off the ladder" in note and "bfloat16" in note for note in plan.notes)
+    rows = explain(full)["groups"]
+    assert [row["base"] for row in rows] == ["bfloat16", "bfloat16"]
+    assert all("bfloat16" in operator["reason"] for row in rows for operator in row["operators"])
+    described, _ = under_base(cluster(), dag)
+    predicted = Replayer(dag, described, profiles).timeline(plan_variants(full, described))
+    model = make_job().model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def train_step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            data = batch(0, 16)
+            loss = F.cross_entropy(model(*data.args), data.target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    apply_(model, full, group="infer")
+    found = verify(predicted, measured_timeline(model, dag, train_step, group="infer", steps=2))
+    adjustable = {operator.op_id for operator in dag.adjustable}
+    assert adjustable <= {row.op_id for row in found.operators}
+    assert not adjustable & {*found.only_predicted, *found.only_measured}
+
+
+def test_a_plan_of_the_base_trains_as_autocast_alone_does(made):
+    """Bit for bit: an operator at its base is left to autocast."""
+    dag, measured, _, _, sensitivity = made
+    plan = allocate(dag, cluster(), {"train": measured, "infer": measured}, sensitivity, solver="full")
+    expected = train(make_job().model)
+    model = make_job().model
+    applied = apply_(model, plan, group="infer")
+    assert applied.base is Precision.BFLOAT16
+    for found, wanted in zip(train(model), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_lowered_plan_trains_near_autocast(made):
+    """Every operator in int8 beside bfloat16's own rounding: near, and not the same."""
+    dag, *_ = made
+    expected = train(make_job().model)
+    model = make_job().model
+    applied = apply_(model, dict.fromkeys((o.op_id for o in dag.adjustable), INT8_UNDER), base=Precision.BFLOAT16)
+    found = train(model)
+    applied.remove()
+    start = list(make_job().model.parameters())
+    moved = sum((a - b).square().sum() for a, b in zip(expected, start, strict=True))
+    off = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
+    assert 0 < off < 0.1 * moved
+
+
+def test_the_truth_is_measured_under_autocast(made):
+    """The undisturbed gradient of ``montecarlo`` is that of a script under autocast."""
+    dag, *_ = made
+    job = make_job()
+    steps = {"warmup": 0, "steps": 1, "settled": None, "batch_size": 16}
+    truth = observe(job, dag, LADDER, collectors=[MonteCarloCollector(2)], **steps)
+    model = make_job().model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        data = batch(0, 16)
+        F.cross_entropy(model(*data.args), data.target).backward()
+    squared = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    assert truth.values("montecarlo", "gradient_sq_norm")[0] == pytest.approx(squared, rel=1e-6)
+    assert {series.variant for series in truth.series} == {None, INT8_UNDER}
+
+
+def test_what_does_not_go_together_is_refused(made):
+    dag, *_ = made
+    with pytest.raises(QSyncError, match="traced of a job that trains under autocast in bfloat16, and net trains without autocast"):
+        profile(make_job(None), dag)
+    with pytest.raises(QSyncError, match=r"under autocast in float16: .*GradScaler.*bfloat16"):
+        make_job("float16")
+    with pytest.raises(QSyncError, match=r"the amp of net is the format of its autocast, 'bfloat16', or None.*got 'half'"):
+        make_job("half")
+    with pytest.raises(ObservationError, match="only bfloat16 is asked about"):
+        observe(make_job(), dag, LADDER[1:])
+    volta = parse_cluster(CLUSTER.replace("MEMORY", "").replace('device = "cpu"', 'device = "V100"', 1))
+    with pytest.raises(ClusterError, match=r"autocast in bfloat16, which group 'train' cannot run: .*V100"):
+        under_base(volta, dag)
+    half = parse_cluster(CLUSTER.replace("MEMORY", "").replace('role = "train"', 'role = "train"\nbase = "float16"'))
+    with pytest.raises(ClusterError, match="group 'train' has base float16, but net trains under autocast in bfloat16"):
+        under_base(half, dag)
