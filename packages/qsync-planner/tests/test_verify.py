@@ -98,3 +98,52 @@ def test_what_can_not_be_compared_is_refused() -> None:
         verify(PREDICTED, other)
     with pytest.raises(PlanError, match="predicted timeline is of 'm' and the measured one of 'n'; compare runs of one model"):
         verify(PREDICTED, attrs.evolve(MEASURED, model="n"))
+
+
+def _rank(rank: int, *rows: tuple[str, Phase, Resource, int, int]) -> tuple[Interval, ...]:
+    return tuple(Interval(name, None, phase, resource, rank, start, end - start) for name, phase, resource, start, end in rows)
+
+
+COMPUTE, LINK = Resource.COMPUTE, Resource.COMMUNICATION
+WAITING_IN_TURN = attrs.evolve(
+    MEASURED,
+    rank_group={0: "weak", 1: "strong"},
+    peak_bytes={},
+    intervals=(
+        *_rank(0, ("all-reduce", COMM, LINK, 100, 400), ("all-reduce", COMM, LINK, 400, 450)),
+        *_rank(1, ("all-reduce", COMM, LINK, 380, 420), ("all-reduce", COMM, LINK, 420, 620), ("broadcast", COMM, LINK, 0, 9)),
+    ),
+)
+
+
+def test_ranks_that_wait_in_turn() -> None:
+    """Each collective transfers for as long as the rank that comes last to it; everything else is waiting."""
+    found = verify(attrs.evolve(WAITING_IN_TURN, source="predicted"), WAITING_IN_TURN)
+    assert [row.time.measured for row in found.phases] == [40 + 50 + 9]
+    assert found.waiting_ns == {"weak": 300 - 40, "strong": 200 - 50}
+    assert verify(PREDICTED, attrs.evolve(MEASURED, intervals=())).waiting_ns == {}
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    step = _rank(
+        0,
+        ("f", F, Resource.DISPATCH, 0, 30),
+        ("f", F, COMPUTE, 10, 100),
+        ("f beside it", F, COMPUTE, 50, 120),  # of a file whose kernels overlap
+        ("b", B, COMPUTE, 130, 300),
+        ("all-reduce", COMM, LINK, 250, 500),
+        ("optimizer", Phase.OPTIMIZER, COMPUTE, 510, 600),
+    )
+    measured = attrs.evolve(MEASURED, rank_group={0: "weak"}, intervals=step)
+    predicted, found = verify(PREDICTED, measured).parts["weak"]
+    assert (found.forward, found.backward, found.optimizer, found.communication, found.idle) == (110, 170, 90, 200, 30)
+    assert found.total == 600
+    assert predicted.total == PREDICTED.iteration_ns
+
+
+def test_settings_that_the_job_has_otherwise_are_named() -> None:
+    predicted = attrs.evolve(PREDICTED, software={"weak": {"cudnn_tf32": "True", "torch": "2.13.0"}})
+    measured = attrs.evolve(MEASURED, software={"weak": {"cudnn_tf32": "False", "torch": "2.13.0"}})
+    (difference,) = verify(predicted, measured).differences["weak"]
+    assert (difference.name, difference.profile, difference.job) == ("cudnn_tf32", "True", "False")
+    assert verify(PREDICTED, MEASURED).differences == {}

@@ -80,8 +80,7 @@ def software_versions(device: torch.device) -> dict[str, str]:
     (``fp32_precision``) are seen alike.
     """
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "qsync-torch": version("qsync-torch")}
-    autocast = torch.is_autocast_enabled(device.type)
-    versions["autocast"] = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if autocast else "off"
+    versions["autocast"] = active_autocast(device)
     versions["deterministic_algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     if device.type == "cpu":
         versions["threads"] = str(torch.get_num_threads())
@@ -102,6 +101,18 @@ def software_versions(device: torch.device) -> dict[str, str]:
     for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
         versions[f"matmul_{name}"] = str(getattr(matmul, f"allow_{name}"))
     return versions
+
+
+def active_autocast(device: torch.device) -> str:
+    """The format of the autocast that this thread is under; ``off`` for none."""
+    on = torch.is_autocast_enabled(device.type)
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if on else "off"
+
+
+def job_software(model: torch.nn.Module, device: torch.device) -> dict[str, str]:
+    """:func:`software_versions`, with the device's name and the layout of the model's convolution weights."""
+    layout = memory_format(model)
+    return {**software_versions(device), "device": device_type(device).name, **({"memory_format": layout} if layout else {})}
 
 
 def _fp32_precision(where: str) -> str:

@@ -133,3 +133,32 @@ def test_a_hybrid_job_keeps_parameters_equal_and_float32(tmp_path):
     first, second = run_ranks(tmp_path, HYBRID)
     assert first == second
     assert "bfloat16" not in first
+
+
+SETTINGS = """
+import attrs
+from qsync_core.errors import PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
+from qsync_torch import apply_
+entries = {OpId("0"): Assignment(Variant.parse("float32"), "aten", "", "")}
+group = GroupPlan("all", Role.TRAIN, 2, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, entries)
+plan = PrecisionPlan(
+    "m", "", (OpId("0"),), {}, "greedy", "lossvar", 1, 1, 0.0, None, (group,), "all", software={"all": {"float32_matmul": "high"}}
+)
+torch.set_float32_matmul_precision("highest" if rank else "high")
+try:
+    apply_(torch.nn.Sequential(torch.nn.Linear(2, 2)), plan)
+except PlanError as error:
+    print(error)
+"""
+
+
+def test_a_setting_that_one_rank_has_otherwise_is_refused_on_all(tmp_path):
+    first, second = run_ranks(tmp_path, SETTINGS)
+    for out in (first, second):
+        assert "float32_matmul (the precision of float32 products) was high when group 'all' was profiled and is highest" in out
+    assert first.startswith("rank 1 refuses: ")

@@ -122,6 +122,8 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _verification_data(found: Verification, top: int) -> dict[str, Any]:
+    import attrs
+
     operators = [
         {"group": r.group, "operator": str(r.op_id), "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)}
         for r in found.operators
@@ -131,6 +133,16 @@ def _verification_data(found: Verification, top: int) -> dict[str, Any]:
         "phases": [
             {"group": r.group, "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)} for r in found.phases
         ],
+        "waiting_ns": found.waiting_ns,
+        "step_parts": {
+            name: {"predicted": attrs.asdict(predicted), "measured": attrs.asdict(measured)}
+            for name, (predicted, measured) in found.parts.items()
+        },
+        "differences": [
+            {"group": name, "changes_numbers": difference.changes_numbers, **attrs.asdict(difference)}
+            for name, differing in found.differences.items()
+            for difference in differing
+        ],
         "worst": operators[0] if operators else None,
         "operators": operators[:top],
         "only_predicted": [str(op_id) for op_id in found.only_predicted],
@@ -139,7 +151,16 @@ def _verification_data(found: Verification, top: int) -> dict[str, Any]:
     }
 
 
+_PARTS = {
+    "communication": "collectives while nothing is computed",
+    "idle": "device idle",
+    "total": "step (measured: the recorded one)",
+}
+
+
 def _print_verification(console: Console, found: Verification, top: int) -> None:
+    from qsync_planner.verify import Comparison
+
     rows: list[list[str]] = []
 
     def row(group: str, what: str, comparison: Comparison, text: Callable[[int], str] = format_ns) -> None:
@@ -147,12 +168,20 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
 
     row("job", "iteration", found.iteration)
     for phase in found.phases:
-        row(phase.group or "job", f"{phase.phase}, {phase.resource}" if phase.group else "collectives", phase.time)
+        row(phase.group or "job", f"{phase.phase}, {phase.resource}" if phase.group else "collectives, transfer", phase.time)
+    for name, waiting in found.waiting_ns.items():
+        rows.append([name, "collectives, waiting for other ranks", "", format_ns(waiting), ""])
+    for name, parts in found.parts.items():
+        for part in ("communication", "idle", "total"):
+            row(name, _PARTS[part], Comparison(*(getattr(one, part) for one in parts)))
     for name, comparison in found.memory.items():
         row(name, "peak memory", comparison, format_bytes)
     for operator in found.operators[:top]:
         row(operator.group, f"{operator.op_id} ({operator.phase}, {operator.resource})", operator.time)
     print_table(console, ["group", "what", "predicted", "measured", "error"], rows)
+    for name, differing in found.differences.items():
+        for difference in differing:
+            console.print(f"not as profiled: {difference.sentence(name)}", markup=False)
     worst = found.worst
     if worst is not None:
         where = f"{worst.op_id} on group {worst.group}, {worst.phase} {worst.resource}"

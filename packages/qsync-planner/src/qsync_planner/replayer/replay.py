@@ -378,5 +378,7 @@ class Replayer:
 
         prediction = self.replay(variants)
         peaks = {name: group.peak_bytes for name, group in prediction.groups.items()}
+        measured = {name: self.profiles[name] for name in prediction.groups}
+        software = {name: {**profile.software, "device": profile.device.name} for name, profile in measured.items()}
         timeline = predicted_timeline(self.dag.model, self.global_dfg(variants), prediction.iteration_ns, peaks)
-        return attrs.evolve(timeline, software={name: self.profiles[name].software for name in prediction.groups})
+        return attrs.evolve(timeline, software=software)

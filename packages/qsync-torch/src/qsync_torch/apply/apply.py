@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.apply.installation import Installation
+from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, prebuild
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Addressed, assignments_of, locate, unplanned_modules
@@ -102,6 +103,7 @@ def apply_(
     backend: str | None = None,
     seed: int = 0,
     base: Precision = Precision.FLOAT32,
+    allow_flags: Collection[str] = (),
 ) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
@@ -120,13 +122,16 @@ def apply_(
             ``auto`` the kernels that were tuned fastest here.
         seed: of the stochastic rounding; ranks draw different numbers from the same seed.
         base: format of the autocast that the model trains under, for variants by operator; a plan says that itself.
+        allow_flags: settings in which this process may differ from the one that measured its group's profile although that changes
+            numbers, as in ``["cudnn_tf32"]`` (docs/training.md#settings-that-a-plan-holds-for).
 
     Returns:
         A handle with ``remove()``.
 
     Raises:
         PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
-            the ranks hold different plans, or rank 0 is not of a training group.
+            the ranks hold different plans, rank 0 is not of a training group, or this process computes with
+            other settings than its group's profile (TF32, another device).
         CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
             reasons.
@@ -147,6 +152,7 @@ def apply_(
             facts |= plan_facts(plan)
             group = which_group(plan) if group is None else group
             check_rank0(plan, group)
+            check_settings(plan, group, model, allow_flags)
         device = _device_of(model)
         entries = plan if isinstance(plan, PrecisionPlan) else _read(plan)
         assigned = assignments_of(entries, group, backend, default_backend(device))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import bisect
 import gc
+import heapq
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +26,7 @@ from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.timeline import Interval, Timeline
+from qsync_torch.devices import active_autocast, job_software
 from qsync_torch.operators.conv2d import QuantizedConv2d
 from qsync_torch.operators.linear import QuantizedLinear
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
@@ -38,7 +41,11 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 _OPTIMIZER = ("Optimizer.step#", "Optimizer.zero_grad#")
 _LOWERED = {QuantizedLinear.__name__: "linear", QuantizedConv2d.__name__: "conv2d"}
 """Autograd functions that stand where a lowered functional call was."""
-_ALL_REDUCE = ("gloo:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+_COLLECTIVE = re.compile(r"(?:gloo:|nccl(?:Dev)?Kernel_)([A-Za-z_]+)")
+"""A collective's event on a CPU's or a device's communication; the first group begins with what it does."""
+_COLLECTIVES = {"allreduce": "all-reduce", "broadcast": "broadcast", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
+_ON_A_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Kinds of device events that occupy a stream; others (annotations, synchronisations) are marks that span them."""
 
 
 def measured_timeline(
@@ -66,7 +73,7 @@ def measured_timeline(
     period = _period_ns(train_step, steps, device)
     for _ in range(_RECORDED):
         _wait_for_all(device)
-        events = record_step(model, dag, train_step, device)
+        events, software = record_step(model, dag, train_step, device)
     spans = spans_of(events, dag, marked_operators(model, dag))
     zero = min((span.start_ns for span in spans), default=0)
     rank = dist.get_rank() if _in_group() else 0
@@ -74,7 +81,9 @@ def measured_timeline(
         Interval(span.name, span.op_id, span.phase, span.resource, rank, span.start_ns - zero, span.end_ns - span.start_ns)
         for span in spans
     )
-    mine = Timeline("measured", dag.model, period, {rank: group}, intervals, {group: peak_bytes} if peak_bytes else {})
+    mine = Timeline(
+        "measured", dag.model, period, {rank: group}, intervals, {group: peak_bytes} if peak_bytes else {}, {group: software}
+    )
     return merge_timelines(_gather(mine, device)) if _in_group() else mine
 
 
@@ -94,6 +103,7 @@ def merge_timelines(timelines: list[Timeline]) -> Timeline:
         rank_group={rank: group for timeline in timelines for rank, group in timeline.rank_group.items()},
         intervals=tuple(sorted(intervals, key=lambda i: (i.rank, i.resource, i.start_ns))),
         peak_bytes=peaks,
+        software={group: software for timeline in reversed(timelines) for group, software in timeline.software.items()},
     )
 
 
@@ -145,8 +155,11 @@ class Event:
         start_ns, end_ns: system-wide monotonic nanoseconds.
         thread: that it ran on (0 on a device).
         sequence: number that a forward operator and its autograd node share; -1 for none.
-        on_device: a kernel on an accelerator; ``linked`` is then the correlation number of the CPU event that launched it.
-        correlation: number of this event.
+        on_device: it occupies a stream of an accelerator: a kernel, a copy or a fill.
+        correlation: number of this event, where it is an operator's.
+        linked: correlation number of the operator that launched it: of events on a device, and of the driver's calls on the CPU
+            (whose own numbers count something else); 0 for none.
+        stream: that it ran on, on a device.
     """
 
     name: str
@@ -157,17 +170,30 @@ class Event:
     on_device: bool
     correlation: int
     linked: int
+    stream: int = 0
 
 
-def record_step(model: torch.nn.Module, dag: PrecisionDag, train_step: Callable[[], Any], device: torch.device) -> list[Event]:
-    """Run one step under the profiler and return its events in order of their start."""
+def record_step(
+    model: torch.nn.Module, dag: PrecisionDag, train_step: Callable[[], Any], device: torch.device
+) -> tuple[list[Event], dict[str, str]]:
+    """Run one step under the profiler.
+
+    Returns:
+        Its events in order of their start, and the versions and settings (:mod:`qsync_core.settings`) in force in its forward.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with _marked(model, dag), torch.profiler.profile(activities=activities) as recorded, torch.profiler.record_function(STEP):
-        train_step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    software = job_software(model, device)
+    autocast: list[str] = []
+    look = model.register_forward_pre_hook(lambda *_: autocast.append(active_autocast(device)))
+    try:
+        with _marked(model, dag), torch.profiler.profile(activities=activities) as recorded, torch.profiler.record_function(STEP):
+            train_step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    finally:
+        look.remove()
     session = recorded.profiler
     assert session is not None
     events = [
@@ -180,10 +206,13 @@ def record_step(model: torch.nn.Module, dag: PrecisionDag, train_step: Callable[
             on_device=raw.device_type().name == "CUDA",
             correlation=raw.correlation_id(),
             linked=raw.linked_correlation_id(),
+            stream=raw.device_resource_id(),
         )
         for raw in session.kineto_results.events()
+        if raw.device_type().name != "CUDA" or raw.activity_type() in _ON_A_STREAM
     ]
-    return sorted(events, key=lambda event: (event.start_ns, -event.end_ns))
+    in_forward = {"autocast": autocast[0]} if autocast else {}
+    return sorted(events, key=lambda event: (event.start_ns, -event.end_ns)), software | in_forward
 
 
 def marked_operators(model: torch.nn.Module, dag: PrecisionDag) -> set[str]:
@@ -232,7 +261,9 @@ def spans_of(events: Sequence[Event], dag: PrecisionDag, marked: Iterable[str]) 
 
     Forward: a module's operator is the range its hooks marked; any other operator is found by its ATen name between the marked ones
     before and after it in the graph.  Backward: an autograd node carries the sequence number of the forward operator that made it.
-    On a device, a kernel belongs to the operator that launched it, and the CPU's spans are dispatch.
+    On a device, a kernel belongs to the operator that launched it, and the CPU's spans are dispatch; what no operator launched is
+    of the phase in which it was launched.  Collectives are communication.  No moment is counted twice on one resource: where spans
+    overlap, because one contains the other or streams run side by side, the one that began last has it.
 
     Args:
         events: from :func:`record_step`.
@@ -252,12 +283,60 @@ def spans_of(events: Sequence[Event], dag: PrecisionDag, marked: Iterable[str]) 
         if event.name.startswith(_OPTIMIZER)
     ]
     communication = [
-        Span("all-reduce", None, Phase.COMMUNICATION, Resource.COMMUNICATION, event.start_ns, event.end_ns)
+        Span(collective, None, Phase.COMMUNICATION, Resource.COMMUNICATION, event.start_ns, event.end_ns)
         for event in events
-        if event.name.startswith(_ALL_REDUCE)
+        if (collective := _collective(event))
     ]
-    on_cpu = [*forward, *backward, *optimizer]
-    return sorted([*on_cpu, *_kernel_spans(events, on_cpu), *communication], key=lambda span: (span.resource, span.start_ns))
+    on_cpu = without_overlap([*forward, *backward, *optimizer])
+    phases = _PhaseStarts(
+        first_backward,
+        min((span.start_ns for span in optimizer if span.start_ns > first_backward), default=step.end_ns),
+    )
+    kernels = without_overlap(_kernel_spans(events, on_cpu, phases))
+    return sorted([*on_cpu, *kernels, *without_overlap(communication)], key=lambda span: (span.resource, span.start_ns))
+
+
+def _collective(event: Event) -> str:
+    """What a collective's event does (``all-reduce``); empty for any other event."""
+    found = _COLLECTIVE.match(event.name)
+    if not found:
+        return ""
+    does = found[1].replace("_", "").lower()
+    return next((name for start, name in _COLLECTIVES.items() if does.startswith(start)), found[1])
+
+
+def without_overlap(spans: Sequence[Span]) -> list[Span]:
+    """The same time cut into spans that do not overlap: each moment goes to the span that began last."""
+    in_order = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+    pieces: list[Span] = []
+    active: list[tuple[int, int]] = []  # (minus the position in order, end), latest begun first
+    moment = 0
+
+    def run_until(limit_ns: int | None) -> None:
+        nonlocal moment
+        while active and (limit_ns is None or moment < limit_ns):
+            position, end = active[0]
+            if end <= moment:
+                heapq.heappop(active)
+                continue
+            until = end if limit_ns is None else min(end, limit_ns)
+            owner = in_order[-position]
+            if pieces and pieces[-1].end_ns == moment and _same_work(pieces[-1], owner) and moment > owner.start_ns:
+                pieces[-1] = attrs.evolve(pieces[-1], end_ns=until)
+            else:
+                pieces.append(attrs.evolve(owner, start_ns=moment, end_ns=until))
+            moment = until
+
+    for position, span in enumerate(in_order):
+        run_until(span.start_ns)
+        moment = max(moment, span.start_ns)
+        heapq.heappush(active, (-position, span.end_ns))
+    run_until(None)
+    return pieces
+
+
+def _same_work(one: Span, other: Span) -> bool:
+    return (one.name, one.op_id, one.phase) == (other.name, other.op_id, other.phase)
 
 
 def _forward_spans(events: Sequence[Event], dag: PrecisionDag, marked: set[str], resource: Resource) -> list[Span]:
@@ -317,20 +396,47 @@ def _backward_spans(
     return spans
 
 
-def _kernel_spans(events: Sequence[Event], on_cpu: Sequence[Span]) -> list[Span]:
-    launched = {event.correlation: event.start_ns for event in events if not event.on_device}
+@attrs.frozen
+class _PhaseStarts:
+    """When the CPU began the backward pass and the optimizer."""
+
+    backward_ns: int
+    optimizer_ns: int
+
+    def at(self, moment_ns: int) -> Phase:
+        """The phase of what was launched then."""
+        if moment_ns < self.backward_ns:
+            return Phase.FORWARD
+        return Phase.BACKWARD if moment_ns < self.optimizer_ns else Phase.OPTIMIZER
+
+
+def _kernel_spans(events: Sequence[Event], on_cpu: Sequence[Span], phases: _PhaseStarts) -> list[Span]:
+    # Only operators' own numbers: those of the driver's calls, which are linked to an operator, count something else.
+    launched = {event.correlation: event.start_ns for event in events if not event.on_device and not event.linked}
+    computing = {event.stream for event in events if event.on_device and not _is_copy(event) and not _collective(event)}
     locate = _Locator(on_cpu)
-    spans = []
+    spans: list[Span] = []
     for event in events:
-        if event.on_device and not event.name.startswith(_ALL_REDUCE):
-            span = locate.at(launched[event.linked]) if event.linked in launched else None
-            op_id, phase = (span.op_id, span.phase) if span else (None, Phase.FORWARD)
+        if event.on_device and event.stream in computing and not _collective(event):
+            moment = launched.get(event.linked)
+            span = None if moment is None else locate.at(moment)
+            if span:
+                op_id, phase = span.op_id, span.phase
+            elif moment is not None:
+                op_id, phase = None, phases.at(moment)
+            else:  # of an unknown launch: a stream is in order, so it goes with what ran before it
+                op_id, phase = None, spans[-1].phase if spans else Phase.FORWARD
             spans.append(Span(str(op_id or event.name), op_id, phase, Resource.COMPUTE, event.start_ns, event.end_ns))
     return spans
 
 
+def _is_copy(event: Event) -> bool:
+    """Copies and fills count where they hold up kernels: on a stream that has some."""
+    return event.name.startswith(("Memcpy", "Memset"))
+
+
 class _Locator:
-    """Finds the span that contains a moment, among spans that do not overlap much."""
+    """Finds the span that contains a moment, among spans that do not overlap."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._spans = sorted(spans, key=lambda span: span.start_ns)

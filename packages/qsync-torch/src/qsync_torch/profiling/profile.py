@@ -31,7 +31,7 @@ from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.devices import device_type, memory_format, parse_device, software_versions
+from qsync_torch.devices import active_autocast, device_type, memory_format, parse_device, software_versions
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
@@ -353,7 +353,7 @@ def _watch_autocast(model: torch.nn.Module, device: torch.device, store: ResumeS
     """Keep the autocast in which the model's next forward runs: the job's own code switches it on."""
 
     def look(*_: Any) -> None:
-        store.write(_AUTOCAST, software_versions(device)["autocast"])
+        store.write(_AUTOCAST, active_autocast(device))
         handle.remove()
 
     handle = model.register_forward_pre_hook(look)

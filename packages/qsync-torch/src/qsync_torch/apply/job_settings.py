@@ -1,0 +1,78 @@
+"""Whether a process trains with the versions and settings that its group's profile was measured with.
+
+docs/training.md#settings-that-a-plan-holds-for says which differences are refused and which give a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.settings import SETTINGS, Difference, differences
+from qsync_torch.devices import job_software
+
+
+def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str]) -> None:
+    """Compare this process with the profile behind its group's part of a plan.
+
+    A group that the plan does not have is left to whoever looks up its operators.
+
+    Args:
+        plan: carries the profiles' settings (:attr:`~qsync_core.ir.plan.PrecisionPlan.software`).
+        group: of this process.
+        model: where it is to run, or will be moved to the group's device later.
+        allowed: names of settings that may differ although that changes numbers.
+
+    Raises:
+        PlanError: when it computes otherwise than its profile, or ``allowed`` has an unknown name.
+    """
+    device = next((entry.device for entry in plan.groups if entry.group == group), None)
+    found = () if device is None else job_differences(plan, group, device, model)
+    refused = [difference for difference in found if difference.changes_numbers and difference.name not in allowed]
+    if problem := _unknown(allowed) or _refusal(refused, group):
+        raise PlanError(problem)
+    for difference in found:
+        if not difference.changes_numbers:
+            warnings.warn(f"the plan's times may not hold: {difference.sentence(group)}", stacklevel=3)
+
+
+def job_differences(plan: PrecisionPlan, group: str, device: DeviceType, model: nn.Module) -> tuple[Difference, ...]:
+    """What this process has otherwise than the profile of ``group``, which was measured on ``device``."""
+    target = _target(device, model)
+    job = job_software(model, target)
+    if job["autocast"] == "off":
+        del job["autocast"]  # a script enters it around the forward, long after this
+    measured = {**plan.software.get(group, {}), "device": device.name}
+    return differences(measured, job)
+
+
+def _target(device: DeviceType, model: nn.Module) -> torch.device:
+    """Where the model will run: where it is; one on the CPU whose group has GPUs is taken to be moved, if there is one."""
+    parameter = next(model.parameters(), None)
+    here = torch.device("cpu") if parameter is None else parameter.device
+    if here.type == "cpu" and device.kind is DeviceKind.CUDA and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return here if here.type == "cuda" else torch.device("cpu")
+
+
+def _unknown(allowed: Collection[str]) -> str:
+    known = [name for name, setting in SETTINGS.items() if setting.changes_numbers]
+    stray = [name for name in allowed if name not in known]
+    return f"allow_flags names {stray[0]!r}; the settings that are refused are {', '.join(known)}" if stray else ""
+
+
+def _refusal(refused: list[Difference], group: str) -> str:
+    if not refused:
+        return ""
+    names = [difference.name for difference in refused]
+    others = f" (also different: {', '.join(names[1:])})" if names[1:] else ""
+    return (
+        f"{refused[0].sentence(group)}{others}; apply_(..., allow_flags={names!r}) runs the job all the same, with other numbers "
+        "and times than were predicted"
+    )

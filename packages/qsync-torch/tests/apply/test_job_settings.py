@@ -1,0 +1,83 @@
+"""A plan is for the settings that its group's profile was measured with."""
+
+from __future__ import annotations
+
+import warnings
+
+import attrs
+import pytest
+import torch
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.settings import SETTINGS
+from qsync_torch import apply_
+from qsync_torch.devices import software_versions
+
+from .small_models import BFLOAT16, ConvNet, named
+from .test_apply import plan_of
+
+
+def _plan(device=None, **changed):
+    """A plan whose profile was measured in a process like this one, but for what is changed."""
+    plan = plan_of(named(conv1=BFLOAT16, conv2=BFLOAT16, fc=BFLOAT16))
+    software = {**software_versions(torch.device("cpu")), "memory_format": "contiguous", **changed}
+    groups = tuple(attrs.evolve(group, device=device or group.device) for group in plan.groups)
+    return attrs.evolve(plan, software={"infer": software}, groups=groups)
+
+
+def test_a_job_like_the_profile_is_taken_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_(ConvNet(), _plan())
+        apply_(ConvNet(), plan_of(named(conv1=BFLOAT16, conv2=BFLOAT16, fc=BFLOAT16)))
+
+
+def test_other_numbers_are_refused_with_the_way_out():
+    with pytest.raises(PlanError) as caught:
+        apply_(ConvNet(), _plan(float32_matmul="high"))
+    text = str(caught.value)
+    assert text.startswith(
+        "float32_matmul (the precision of float32 products) was high when group 'infer' was profiled and is highest"
+    )
+    assert 'torch.set_float32_matmul_precision("high"), or profile the job as it runs' in text
+    assert "apply_(..., allow_flags=['float32_matmul'])" in text
+    torch.set_float32_matmul_precision("high")
+    try:
+        apply_(ConvNet(), _plan(float32_matmul="high"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_what_the_caller_allows_is_not_refused():
+    model = ConvNet()
+    apply_(model, _plan(float32_matmul="high"), allow_flags=["float32_matmul"])
+    with pytest.raises(PlanError, match=r"allow_flags names 'tf32'; the settings that are refused are device, autocast, "):
+        apply_(ConvNet(), _plan(), allow_flags=["tf32"])
+
+
+def test_an_active_autocast_is_compared_and_one_that_is_entered_later_is_not():
+    under_autocast, without = _plan(autocast="bfloat16"), _plan()
+    apply_(ConvNet(), under_autocast)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        apply_(ConvNet(), under_autocast)
+        with pytest.raises(PlanError, match=r"^autocast .* was off when .* and is bfloat16 in this job"):
+            apply_(ConvNet(), without)
+
+
+def test_another_device_is_refused():
+    device = DeviceType("Tesla T4", DeviceKind.CUDA)
+    if torch.cuda.is_available():
+        device = DeviceType("no such device", DeviceKind.CUDA)
+    with pytest.raises(PlanError, match=f"device .* was {device.name} when group 'infer' was profiled and is"):
+        apply_(ConvNet(), _plan(device))
+    apply_(ConvNet(), _plan(device), allow_flags=["device"])
+
+
+@pytest.mark.parametrize("name", ["torch", "threads", "deterministic_algorithms", "memory_format"])
+def test_other_times_give_one_warning_that_names_the_setting(name):
+    with pytest.warns(UserWarning, match="times may not hold") as caught:
+        apply_(ConvNet(), _plan(**{name: "another"}))
+    (warning,) = caught
+    assert f"{name} ({SETTINGS[name].what}) was another when group 'infer' was profiled and is " in str(warning.message)
+    assert warning.filename == __file__
