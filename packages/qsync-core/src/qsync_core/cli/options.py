@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,17 @@ profiles_option = click.option(
     help="Profile of a device group, once per group of the cluster.",
 )
 """``--profile GROUP=PATH``, repeated; the command's parameter is ``profiles: dict[str, Path]``."""
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without NaN, which compares as if it were within every range, and without infinities."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 def artifact_argument(name: str) -> Callable[[Command], Command]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from qsync_core.cli.options import OUTPUT, output_option
+from qsync_core.cli.options import OUTPUT, FiniteRange, output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
@@ -38,7 +38,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--job", help="With --check: measure the truth of this job (a name or file.py:function).")
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=120.0,
     show_default=True,
     help="With --job: seconds that measuring may take.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qsync_core.cli.options import OUTPUT, artifact_argument, output_option, profiles_option
+from qsync_core.cli.options import OUTPUT, FiniteRange, artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.cli.writing import print_table, write_text
@@ -96,7 +96,7 @@ def _print_prediction(console: Console, model: str, prediction: Prediction, batc
 @artifact_argument("predicted")
 @artifact_argument("measured")
 @click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, help="How many operators to list.")
-@click.option("--max-error", type=click.FloatRange(min=0), help="Exit with 1 if the iteration time is off by more percent.")
+@click.option("--max-error", type=FiniteRange(min=0), help="Exit with 1 if the iteration time is off by more percent.")
 @json_option
 def verify(predicted: Path, measured: Path, top: int, max_error: float | None, json_flag: bool) -> None:
     """Compare a measured timeline with the predicted one and name the worst cost."""
