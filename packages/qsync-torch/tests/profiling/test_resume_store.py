@@ -1,5 +1,6 @@
 import pytest
 
+from qsync_core.errors import ArtifactError
 from qsync_core.ir.profile import OpCost
 from qsync_torch.profiling.profile import ResumeStore
 
@@ -60,7 +61,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ArtifactError, match=r"cannot write .*x\.partial: disk full"):
         store.flush()
     assert ResumeStore(path, {"graph": "d1"}).read("a", OpCost) == COST
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.partial"]
