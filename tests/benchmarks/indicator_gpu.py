@@ -1,6 +1,8 @@
 """Rows I6 and I7 of ``docs/results/indicator.json``, on a CUDA device: what observing costs, and τ on models of real size.
 
-    python tests/benchmarks/indicator_gpu.py [--only I6,I7] [--save FOLDER]
+    python tests/benchmarks/indicator_gpu.py [--only I6,I7] [--default] [--save FOLDER]
+
+Those that have a target, and bfloat16's, are also rows T6 of ``docs/results/robustness.json``.
 
 I6 is the time of all observed updates of a collector over that of one training step with the whole batch, measured in the same
 process; I6b the most memory that observing holds over the most that a training step does.  Rows without an indicator's name are of
@@ -14,12 +16,13 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from indicator.gpu_models import MODELS
+from indicator.rows import beside_int8
 from results import write_rows
 
 from qsync_core.artifacts.files import save
@@ -40,17 +43,16 @@ LADDER = tuple(map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FL
 COSTS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:seq=384,batch=12"}
 DEFAULT = HutchinsonCollector.name
 OBSERVED = (HutchinsonCollector, LossVarCollector, PaperCollector, HessianCollector)
-INDICATORS = (*(collector.name for collector in OBSERVED), "random")
 Row = dict[str, Any]
 
 
-def cost_rows(device: torch.device, where: str) -> Iterator[Row]:
-    """I6 and I6b of both models, for every collector."""
+def cost_rows(device: torch.device, where: str, collectors: Sequence[type[Any]]) -> Iterator[Row]:
+    """I6 and I6b of both models, for each of these collectors."""
     for name, spec in COSTS.items():
         job = load_job(spec)
         dag = trace(job)
         step_s, step_bytes = _training_step(job, device)
-        for collector in OBSERVED:
+        for collector in collectors:
             is_default = collector.name == DEFAULT
             suffix = name if is_default else f"{name}-{collector.name}"
             seconds: list[float] = []
@@ -109,14 +111,17 @@ def _training_step(job: Any, device: torch.device) -> tuple[float, int]:
     return statistics.median(times), torch.cuda.max_memory_allocated(device)
 
 
-def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup: int) -> Iterator[Row]:
-    """I7 of both models, every indicator beside the default."""
+def agreement_rows(
+    device: torch.device, where: str, folder: Path | None, warmup: int, collectors: Sequence[type[Any]]
+) -> Iterator[Row]:
+    """I7 of both models, the indicators of these collectors and random numbers; of bfloat16 the default one's alone."""
+    indicators = (*(collector.name for collector in collectors), "random")
     for name, make in MODELS.items():
         job = make(0)
         dag = trace(job)
         started = time.perf_counter()
         options = {"warmup": warmup, "device": device, "settled": None}
-        observed = observe(job, dag, LADDER, steps=16, collectors=[collector() for collector in OBSERVED], **options)
+        observed = observe(job, dag, LADDER, steps=16, collectors=[collector() for collector in collectors], **options)
         print(f"{name}: observed in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         truth = observe(job, dag, LADDER, steps=4, collectors=[MonteCarloCollector(8)], **options)
         print(f"{name}: measured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -125,19 +130,20 @@ def agreement_rows(device: torch.device, where: str, folder: Path | None, warmup
             for what, artifact in (("dag", dag), ("observed", observed), ("truth", truth)):
                 save(artifact, folder / f"{name}.{what}.qsync")
         losses = observed.values("run", "loss")
-        check = compare({i: indicate(observed, dag, LADDER[:2], i).omega for i in INDICATORS}, read_truth(truth, dag))
-        (int8,) = (found for found in check.variants if found.variant == LADDER[0])
-        halves = ", ".join(f"{by} {found.ranks.tau:.3f}" for by, found in int8.truth_halves.items())
-        for indicator in INDICATORS:
-            agreement = int8.agreement[indicator]
-            ranks, within = agreement.ranks, agreement.share_within_2
-            size = f"share within 2: {within:.2f}, median Ω/truth {agreement.median_ratio:.3g}"
-            spread = f"{size}, Spearman {ranks.spearman:.3f}; truth's halves by {halves}"
-            state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
-            what = f"{state}, Kendall's τ, int8: {indicator}"
-            row_id = f"I7-{name}" if indicator == DEFAULT else f"I7-{name}-{indicator}"
-            target = "within .05 of the small models'" if indicator == DEFAULT else "reported"
-            yield _row(row_id, what, agreement.ranks.tau or 0.0, target, spread, "τ", where)
+        check = compare({i: indicate(observed, dag, LADDER[:2], i).omega for i in indicators}, read_truth(truth, dag))
+        state = f"{name} after {warmup} updates (loss {losses[0]:.2f}), {len(dag.adjustable)} operators"
+        for variant, of_variant in ((LADDER[0], indicators), (LADDER[1], (DEFAULT,))):
+            (found,) = (one for one in check.variants if one.variant == variant)
+            halves = ", ".join(f"{by} {half.ranks.tau:.3f}" for by, half in found.truth_halves.items())
+            for indicator in of_variant:
+                agreement = found.agreement[indicator]
+                size = f"share within 2: {agreement.share_within_2:.2f}, median Ω/truth {agreement.median_ratio:.3g}"
+                spread = f"{size}, Spearman {agreement.ranks.spearman:.3f}; truth's halves by {halves}"
+                what = f"{state}, Kendall's τ, {variant.label}: {indicator}"
+                suffix = "" if variant == LADDER[0] else f"-{variant.label}"
+                suffix += "" if indicator == DEFAULT else f"-{indicator}"
+                target = "reported" if suffix else "within .05 of the small models'"
+                yield _row(f"I7-{name}{suffix}", what, agreement.ranks.tau or 0.0, target, spread, "τ", where)
 
 
 def _row(name: str, what: str, value: float, target: str, spread: str, unit: str, device: str) -> Row:
@@ -153,22 +159,28 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=200, help="updates before the first observed one (I7)")
     parser.add_argument("--save", type=Path, default=None, help="folder to keep measurements in")
     parser.add_argument("--directory", type=Path, default=None, help="folder of the results file (docs/results)")
+    parser.add_argument(
+        "--default", action="store_true", help="without the indicators beside the default, which take most of the time"
+    )
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
     device = torch.device(options.device)
     where = torch.cuda.get_device_name(device)
     rows: list[Row] = []
     wanted = options.only.split(",")
+    collectors = OBSERVED[:1] if options.default else OBSERVED
     for name, measure in (
-        ("I6", lambda: cost_rows(device, where)),
-        ("I7", lambda: agreement_rows(device, where, options.save, options.warmup)),
+        ("I6", lambda: cost_rows(device, where, collectors)),
+        ("I7", lambda: agreement_rows(device, where, options.save, options.warmup, collectors)),
     ):
         if name in wanted:
             for row in measure():
                 print(f"{row['id']}: {row['value']} {row['unit']} ({row['spread']}); target {row['target']}", flush=True)
                 rows.append(row)
     directory = {"directory": options.directory} if options.directory else {}
-    write_rows("indicator", rows, "python tests/benchmarks/indicator_gpu.py", **directory)
+    command = "python tests/benchmarks/indicator_gpu.py" + " --default" * options.default
+    for topic, of_topic in (("indicator", rows), ("robustness", beside_int8(rows))):
+        write_rows(topic, of_topic, command, **directory)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Rows I1 to I5 of ``docs/results/indicator.json``: indicators against the measured truth, on three small models and three seeds.
 
+Those that have a target, and bfloat16's, are also rows T6 of ``docs/results/robustness.json``.
+
     python tests/benchmarks/indicator_rows.py [--jobs 9] [--save FOLDER]
 
 Each model and seed is measured in a process of its own, on one core.  With ``--save`` the measurements are kept, and what is kept
@@ -25,7 +27,7 @@ import attrs
 from indicator.agreement import Judged
 from indicator.measuring import Effort, Kept, Task, measure
 from indicator.models import SUBJECTS
-from indicator.rows import Row, ladder_rows, variation_rows
+from indicator.rows import Row, beside_int8, ladder_rows, variation_rows
 from results import write_rows
 
 VARIATIONS_SEED = 0
@@ -62,7 +64,9 @@ def main() -> None:
         print(f"{row['id']}: {row['value']} {row['unit']} ({row['spread']}); target {row['target']}", flush=True)
     if not options.no_write:
         where = {"directory": options.directory} if options.directory else {}
-        write_rows("indicator", rows, _command(options, effort), **where)
+        for topic, of_topic in (("indicator", rows), ("robustness", beside_int8(rows))):
+            if of_topic:
+                write_rows(topic, of_topic, _command(options, effort), **where)
 
 
 def say(text: str) -> None:

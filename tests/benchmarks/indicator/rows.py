@@ -28,8 +28,21 @@ ByModel = Mapping[str, Sequence[Judged]]
 """Judged seeds of every model."""
 TARGETS = {"I1a": "≥ 0.90", "I1b": "≥ 0.90", "I2": "≥ 0.75", "I3": "≥ 0.75", "I4": "≤ 1.05", "I5": "≥ 0.90"}
 REPORTED = "reported"
+"""Of a row without a target."""
 MEAN = (statistics.fmean, min)
 """Over models, and what is worst."""
+
+
+def beside_int8(rows: Sequence[Row]) -> list[Row]:
+    """Rows T6 of ``docs/results/robustness.json``: those that have a target, and bfloat16's.
+
+    Each is the same measurement: every variant of a ladder is observed at once, which must not change what any of them is rated.
+    """
+    return [
+        row | {"id": f"T6-{row['id']}", "what": f"bfloat16 observed beside int8: {row['what']}"}
+        for row in rows
+        if row["target"] != REPORTED or row["id"].endswith("-bfloat16")
+    ]
 
 
 def ladder_rows(judged: ByModel) -> Iterator[Row]:
