@@ -71,7 +71,7 @@ def profile(
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
-    from qsync_torch.distributed.ranks import process_group_from_environment
+    from qsync_torch.distributed.ranks import process_group_from_environment, together
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.tracing.trace import trace
@@ -88,12 +88,13 @@ def profile(
         raise QSyncError(f"--memory-cap: {error}") from None
 
     partial = partial_file(output)
-    if fresh:
-        remove_partial(partial)
-    with job_code(job):
-        loaded = load_job(job, batch_size)
-        dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
-        with process_group_from_environment(target) as rank, progress_bar("profile") as update:
+    with process_group_from_environment(target) as rank:
+        with together("qsync profile", slow=True), job_code(job):
+            if fresh:
+                remove_partial(partial)
+            loaded = load_job(job, batch_size)
+            dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+        with job_code(job), progress_bar("profile") as update:
             found = run_profile(
                 loaded,
                 dag,

@@ -103,16 +103,18 @@ class Exchange:
         """
         came = time.monotonic()
         self._await_reports(came)
+        missing, reports = self._missing(), self._reports()
         self._store.set(f"heard/{self.rank}", "")
-        here = [rank for rank in self.ranks if not self._missing() or self._store.check([f"report/{rank}"])]
         until = max(came + self._timeout_s, time.monotonic() + _GRACE_S)
-        self._poll([f"heard/{rank}" for rank in here], until)
-        if missing := self._missing():  # now that all have heard, all see the same
+        with suppress(dist.DistError):  # all that matters is read: the rank that holds the store may have left
+            self._poll([f"heard/{rank}" for rank in (reports if missing else self.ranks)], until)
+            if self._store.check(["over"]):  # now that all have heard, all see the same
+                missing, reports = self._missing(), self._reports()
+            elif len(reports) == len(self.ranks):  # so all have left the round before
+                for key in (f"report/{self.rank}", f"heard/{self.rank}", f"alive/{self.rank}", "over"):
+                    self._previous.delete_key(key)
+        if missing:
             raise RankError(missing)
-        reports = self._reports()
-        if len(reports) == len(self.ranks):  # so all have left the round before
-            for key in (f"report/{self.rank}", f"heard/{self.rank}", f"alive/{self.rank}", "over"):
-                self._previous.delete_key(key)
         return reports
 
     def _await_reports(self, came: float) -> None:
@@ -143,8 +145,8 @@ class Exchange:
 
     def _late(self, silent: Sequence[int]) -> str:
         return (
-            f"{rank_list(silent)} did not reach {self._what} within {self._limit_s:g} s of rank {self.rank}: call it on every "
-            "rank, in the same order and with the same plan; where a rank takes longer to come there, set "
+            f"{rank_list(silent)} did not reach {self._what} within {self._limit_s:g} s of rank {self.rank}: see what was printed "
+            "there last, and call it on every rank, in the same order; where a rank takes longer to come there, set "
             f"{TIMEOUT_VARIABLE} to more seconds"
         )
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qsync_torch.distributed.ranks import together
+
 
 class InStepGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose ranks agree on what is skipped, and so on the scale after every update.
@@ -29,17 +31,27 @@ class InStepGradScaler(torch.amp.GradScaler):
         device: ``"cuda"`` or ``"cpu"``.
         process_group: the ranks that train together, all by default.
         kwargs: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled`` as in PyTorch; they must be
-            equal on all ranks.
+            equal on all ranks, which the first step checks.
+
+    Raises:
+        PlanError: in the first step, on every rank, when ranks scale differently.
+        RankError: in the first step, when another rank does not scale.
     """
 
     def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self._process_group = process_group
+        self._compared = False
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args, **kwargs)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._process_group) == 1:
             return found
+        if not self._compared:  # not through a collective, which would pair with another one of a rank that does not scale
+            scaling = f"scale {self.get_scale():g}, times {self.get_growth_factor():g} after {self.get_growth_interval()} steps"
+            facts = {"loss scaling": f"{scaling}, times {self.get_backoff_factor():g} after an overflow"}
+            with together("InStepGradScaler.step", facts, group=self._process_group):
+                self._compared = True
         if not found:  # a rank without gradients still takes part
             found = {torch.device(self._device): torch.zeros(1, device=self._device)}
         total = torch.stack([flag.to(next(iter(found))).reshape(()) for flag in found.values()]).amax()

@@ -159,7 +159,7 @@ def together(
                 mine = error
             except BaseException as error:
                 with suppress(dist.DistError):
-                    exchange.say(Report(what, agreed, type(error).__name__))
+                    exchange.say(_report(what, agreed, error))
                 raise
         exchange.say(_report(what, agreed, mine))
         wrong = _disagreement(exchange.hear(), dist.get_rank(), as_well=mine is not None)
@@ -211,11 +211,11 @@ def versions_text() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("qsync-core", "qsync-torch"))
 
 
-def _report(what: str, facts: Mapping[str, str], error: Exception | None) -> Report:
+def _report(what: str, facts: Mapping[str, str], error: BaseException | None) -> Report:
     if error is None:
         return Report(what, facts)
     if not isinstance(error, QSyncError):
-        return Report(what, facts, f"{type(error).__name__}: {_first_line(error)}")
+        return Report(what, facts, f"{type(error).__name__} in {what}: {_first_line(error)}")
     kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
     return Report(what, facts, str(error) or type(error).__name__, kind)
 
@@ -230,7 +230,7 @@ def _disagreement(reports: Mapping[int, Report], rank: int, *, as_well: bool) ->
         return None if as_well else _difference(reports)
     more = " as well" if as_well else ""
     sentences = [
-        f"{rank_list(who)} {'refuse' if kind else 'fail'}{'s' if len(who) == 1 else ''}{more}: {sentence}"
+        f"{rank_list(who)} {'refuse' if kind else 'fail'}{'s' if len(who) == 1 else ''}{more}{':' if kind else ' with'} {sentence}"
         for (kind, sentence), who in refused.items()
     ]
     kind, _ = next(iter(refused))
@@ -254,7 +254,7 @@ def _store_has_gone(what: str, error: Exception) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 

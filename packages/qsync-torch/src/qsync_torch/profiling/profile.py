@@ -10,6 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import active_autocast, device_type, memory_format, parse_device, software_versions
+from qsync_torch.distributed.ranks import together
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
@@ -120,7 +122,8 @@ def profile(
         operator_effort, cast_effort, step_effort: how long to repeat.
 
     Raises:
-        QSyncError: when the device is not there, the graph is of another model, or a kernel cannot run.
+        QSyncError: when the device is not there, the graph is of another model, a kernel cannot run, or, with all-reduces, when
+            that is so on another rank.
     """
     target = parse_device(str(device))
     check_same_model(job, dag)
@@ -169,7 +172,10 @@ def profile(
         progress(done, total, what)
         done += 1
 
-    try:
+    with ExitStack() as ending:
+        if with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
+            ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))
+        ending.callback(store.flush)
         costs: list[OpCost] = []
         index: dict[OpId, dict[Variant, int]] = {}
         for item in items:
@@ -195,9 +201,7 @@ def profile(
             runner.train_step(0)
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
         advance("all-reduce")
-        collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
-    finally:
-        store.flush()
+    collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
     progress(total, total, "")
     return Profile(
         device=type_,
