@@ -14,7 +14,7 @@ OTHER_VERSION = Path(__file__).with_name("other_version_on_rank1.py")
 
 
 def check_refused(ended: list[Ended], sentence: str, *, by: int | None = None) -> None:
-    """All ranks ended before the first step, with the sentence and without a traceback, which names the rank that refuses by itself."""
+    """All ranks ended before the first step with the sentence, which names the rank that refuses it, and without a traceback."""
     for rank, end in enumerate(ended):
         heard = sentence if by in (None, rank) else f"rank {by} refuses: {sentence}"
         assert end.status != 0, ended

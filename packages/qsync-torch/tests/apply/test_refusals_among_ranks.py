@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from qsync_core.errors import PlanError
 from qsync_torch.distributed.ranks import rank_timeout_s, together
@@ -20,6 +21,20 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 NO_SUCH_GROUP = "QSYNC_GROUP is 'inference', but the plan's groups are train, infer; set it to one of them"
 DID_NOT_REACH = "rank 1 did not reach {} within 6 s of rank "
+JOB = """
+import torch
+from qsync_torch.job import Batch, Job
+
+def tiny():
+    return Job(
+        "tiny",
+        torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)),
+        lambda step, size: Batch((torch.randn(size, 6),), target=torch.arange(size) % 3),
+        lambda output, batch: torch.nn.functional.cross_entropy(output, batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+"""
 LONGER = "where a rank takes longer to come there, set QSYNC_RANK_TIMEOUT_S to more seconds"
 
 
@@ -28,7 +43,9 @@ def run(script: str, arguments: Sequence[Sequence[str]], variables: Sequence[Map
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "QSYNC_RANK_TIMEOUT_S": "6", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen([sys.executable, str(HERE / script), *own], env=environment | added, **pipes)
+        subprocess.Popen(
+            [sys.executable, script if script[0] == "-" else str(HERE / script), *own], env=environment | added, **pipes
+        )
         for own, added in zip(arguments, variables, strict=True)
     ]
     try:
@@ -139,32 +156,63 @@ def test_only_the_ranks_of_a_group_compare_and_are_named_by_their_rank_in_the_jo
     assert " on rank 2); " in members[0][1]
 
 
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+
+def run_script(backend: str, who: int = -1, where: str = "") -> list[tuple[int, str, str]]:
+    """A script with two ranks, of which one is wrong somewhere."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL between two ranks needs two CUDA devices")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
+    arguments = [str(who), where, backend]
+    return run("script_of_two_ranks.py", [arguments] * 2, [{**rendezvous, "RANK": str(rank)} for rank in range(2)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "who, where, sentence",
     [
         (1, "before apply_", "rank 1 did not reach apply_ within 6 s of rank 0: see what was printed there last"),
-        (
-            1,
-            "in apply_",
-            "rank 1 gave no sign of life for 6 s while rank 0 waited for it in apply_, building kernels: its process ",
-        ),
-        (
-            0,
-            "in apply_",
-            "the process that holds the process group's store has ended while this rank was in apply_, building kernels: ",
-        ),
+        (1, "in apply_", "rank 1 gave no sign of life for 6 s while rank 0 waited for it in apply_, building kernels: "),
+        (0, "in apply_", "the process that holds the process group's store has ended while this rank was in apply_, building "),
     ],
 )
-def test_a_rank_that_died_is_named_by_the_one_that_lives(who, where, sentence):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
-    ended = run("dying_rank.py", [[str(who), where]] * 2, [{**rendezvous, "RANK": str(rank)} for rank in range(2)])
+def test_a_rank_that_died_is_named_by_the_one_that_lives(backend, who, where, sentence):
+    ended = run_script(backend, who, where)
     (dead, _, last_words), (living, out, error) = ended[who], ended[1 - who]
     assert dead == (1 if where == "before apply_" else -signal.SIGKILL)
     assert where == "in apply_" or "ValueError: the data are not there" in last_words
     assert (living, out) == (1, "")
-    assert f"qsync_core.errors.RankError: {sentence}" in error.splitlines()[-1], error
+    assert f"qsync_core.errors.RankError: {sentence}" in error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_script_ends_on_both_ranks_with_the_sentence_of_one(backend):
+    healthy, wrong = run_script(backend, 1, "in its group")
+    sentence = "the plan has no group 'inference'; its groups are train, infer"
+    assert (healthy[:2], wrong[:2]) == ((1, ""), (1, ""))
+    assert f"qsync_core.errors.PlanError: rank 1 refuses: {sentence}" in healthy[2]
+    assert f"qsync_core.errors.PlanError: {sentence}" in wrong[2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_script_with_nothing_wrong_trains(backend):
+    assert [ended[:2] for ended in run_script(backend)] == [(0, "trained\n")] * 2
+
+
+def test_profile_ends_on_all_ranks_when_one_cannot_read_its_graph(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = ["profile", f"{tmp_path / 'job.py'}:tiny", "--device", "cpu", "-o", str(tmp_path / "out.qsync")]
+    graph = ["--dag", str(tmp_path / "none.qsync")]
+    ended = run("-mqsync_core.cli", [command, command + graph], [{**rendezvous, "RANK": str(rank)} for rank in range(2)])
+    sentence = f"cannot read {tmp_path / 'none.qsync'}: No such file or directory"
+    assert [status for status, _, _ in ended] == [1, 1], ended
+    assert [" ".join(error.split()) for _, _, error in ended] == [f"error: rank 1 refuses: {sentence}", f"error: {sentence}"]
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
