@@ -12,7 +12,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
-from qsync_torch.apply.apply import AppliedPlan
+from qsync_torch.apply.applied_plan import AppliedPlan
 
 from .small_models import BFLOAT16, FLOAT32, INT8, Attention, ConvNet, Functional, images, named
 
@@ -79,7 +79,7 @@ def test_remove_restores_everything():
     model, x = ConvNet().eval(), images()
     expected = model(x)
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
-    applied = apply_(model, named(**EVERYTHING))
+    applied = apply_(model, named(**EVERYTHING), lower_eval=True)
     assert not torch.equal(model(x), expected)
     applied.remove()
     assert torch.equal(model(x), expected)
@@ -113,7 +113,7 @@ def test_random_numbers_follow_seed_and_step():
     def outputs(seed, first_step=0):
         model = ConvNet()
         model.load_state_dict(state)
-        applied = apply_(model.eval(), named(conv1=INT8, fc=INT8), seed=seed)
+        applied = apply_(model.eval(), named(conv1=INT8, fc=INT8), seed=seed, lower_eval=True)
         applied.step = first_step
         return model(x), model(x)
 
@@ -131,7 +131,7 @@ def test_ranks_draw_different_numbers_from_one_seed(monkeypatch):
         monkeypatch.setenv("RANK", rank)
         model = ConvNet()
         model.load_state_dict(state)
-        apply_(model.eval(), named(fc=INT8), seed=3)
+        apply_(model.eval(), named(fc=INT8), seed=3, lower_eval=True)
         found.append(model(x))
     assert not torch.equal(*found)
 
@@ -197,8 +197,8 @@ def test_gradient_checkpointing_rounds_the_same_way_again(use_reentrant):
                 return self.block(x)
             return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=use_reentrant)
 
-    variants = {f"block.{name}": INT8 for name in ("0.q", "0.k", "0.v", "0.out", "1.child", "1.linear", "1.attention.linear")}
-    both = {**named(**variants), OpId("block.1.linear", 1): INT8, OpId("block.1.attention.linear", 1): BFLOAT16}
+    names = ("0.q", "0.k", "0.v", "0.out", "1.child", "1.weight", "1.attention.in_proj_weight")
+    both = {**named(**{f"block.{name}": INT8 for name in names}), OpId("block.1.attention.out_proj"): BFLOAT16}
     model = Checkpointed(nn.Sequential(Attention(8), Functional()))
     x = torch.randn(2, 5, 8, requires_grad=True)
     applied = apply_(model, both, seed=4)
@@ -210,26 +210,13 @@ def test_gradient_checkpointing_rounds_the_same_way_again(use_reentrant):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_functional_calls_are_addressed_by_module_and_count():
+@pytest.mark.parametrize("name", ["weight", "kernel", "attention.in_proj_weight", "attention.out_proj"])
+def test_functional_calls_are_addressed_by_their_weight(name):
     model, x = Functional(), torch.randn(2, 5, 8)
     exact = model(x)
-    names = {
-        "linear": [OpId("linear", 0), OpId("linear", 1)],
-        "conv2d": [OpId("conv2d")],
-        "attention": [OpId("attention.linear", 0), OpId("attention.linear", 1)],
-    }
-    seen = []
-    for ids in names.values():
-        applied = apply_(model, dict.fromkeys(ids, INT8))
-        seen.append((model(x) - exact).norm() / exact.norm())
-        applied.remove()
-    assert all(0 < error < 0.05 for error in seen)
-    first = apply_(model, {OpId("linear", 0): BFLOAT16})
-    y_first = model(x)
-    first.remove()
-    second = apply_(model, {OpId("linear", 1): BFLOAT16})
-    assert not torch.equal(model(x), y_first)
-    second.remove()
+    applied = apply_(model, {OpId(name): INT8})
+    assert 0 < (model(x) - exact).norm() / exact.norm() < 0.05
+    applied.remove()
     assert torch.equal(model(x), exact)
 
 
@@ -237,7 +224,7 @@ def test_shared_modules_share_a_variant():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2] = model[0]
     apply_(model, {OpId("0", 0): INT8, OpId("0", 1): INT8}).remove()
-    with pytest.raises(PlanError, match="calls of 0 are to run as int8 and as bfloat16; calls that share a module share a variant"):
+    with pytest.raises(PlanError, match="calls of 0 are to run as int8 and as bfloat16; calls that share a weight share a variant"):
         apply_(model, {OpId("0", 0): INT8, OpId("0", 1): BFLOAT16})
 
 
@@ -247,23 +234,12 @@ def test_a_root_that_is_an_operator_itself():
         apply_(nn.Linear(4, 3), named(fc=INT8))
 
 
-def test_deepcopy_of_an_applied_model_runs_on_its_own_parameters():
-    model, x = ConvNet().eval(), images()
-    apply_(model, named(conv1=BFLOAT16, fc=BFLOAT16))
-    twin = copy.deepcopy(model)
-    expected = model(x)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(twin(x), expected)
-
-
 def test_a_plan_of_float32_only_changes_nothing():
     model, x = ConvNet().eval(), images()
     expected = model(x)
     apply_(model, plan_of(named(conv1=FLOAT32, conv2=FLOAT32, fc=FLOAT32)))
     assert torch.equal(model(x), expected)
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules() if module is not model)
 
 
 def test_a_plan_from_a_file(tmp_path):
@@ -372,7 +348,7 @@ def test_not_a_number_names_the_operator():
 
 
 def test_an_input_of_another_format_is_refused_by_name():
-    model = ConvNet().double()
+    model = ConvNet()
     apply_(model, named(conv1=INT8))
     with pytest.raises(NumericsError, match=r"operator conv1#0: .* takes float32 or a 16-bit float, got torch\.float64"):
         model(images().double())

@@ -100,7 +100,7 @@ def test_every_operator_against_gradients_taken_by_hand():
     base = gradients({})
     assert found[None, None, terms.GRADIENT_SQ_NORM] == pytest.approx(float(base.square().sum()))
     everything = {operator.op_id: BFLOAT16 for operator in step.dag.adjustable}
-    for key, names in ((OpId("conv"), ["conv#0"]), (OpId("linear"), ["linear#0"]), (None, everything)):
+    for key, names in ((OpId("conv"), ["conv#0"]), (OpId("weight"), ["weight#0"]), (None, everything)):
         expected = float((gradients(dict.fromkeys(names, BFLOAT16)) - base).square().sum())
         assert expected > 0
         assert found[key, BFLOAT16, terms.FIRST_HALF] == pytest.approx(expected, rel=1e-5)

@@ -146,8 +146,8 @@ def test_functional_calls_are_asked_for_too(install):
             return nn.functional.linear(x, self.weight)
 
     model = nn.Sequential(Functional())
-    with pytest.raises(BackendError, match=r"0\.linear#0: linear\.grad_weight as int8 \(one: no\)"):
-        apply_(model, {OpId("0.linear"): INT8}, backend="one")
+    with pytest.raises(BackendError, match=r"0\.weight#0: linear\.grad_weight as int8 \(one: no\)"):
+        apply_(model, {OpId("0.weight"): INT8}, backend="one")
 
 
 def test_another_backend_is_a_visible_choice(install):
@@ -231,7 +231,9 @@ def as_on_a_gpu(monkeypatch):
     """Kernels are built before the first step, as for a CUDA device."""
     prebuild = planned_kernels.prebuild
     monkeypatch.setattr(planned_kernels, "device_facts", lambda device: ("cpu", ""))
-    monkeypatch.setattr("qsync_torch.apply.apply.prebuild", lambda addressed, device: prebuild(addressed, torch.device("cuda")))
+    monkeypatch.setattr(
+        "qsync_torch.apply.applied_plan.prebuild", lambda addressed, device: prebuild(addressed, torch.device("cuda"))
+    )
 
 
 def refusing_to_build(error):

@@ -25,7 +25,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "Precis
 
 _ADDED: dict[str, dict[str, Any]] = {
     "PrecisionDag": {"base": "float32"},
-    "PrecisionPlan": {"base": "float32", "software": {}},
+    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}},
     "Timeline": {"software": {}},
 }
 """Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -96,6 +96,7 @@ class PrecisionPlan:
             (docs/design/precision-semantics.md#jobs-under-amp).
         software: per group the versions and settings of the process that measured its profile (:mod:`qsync_core.settings`): the
             prediction holds for a job that has the same.  Groups of which they are not known are absent.
+        weight_shapes: by the FQN of an operator the shape of its weight, which ``apply_`` compares with the model's.
     """
 
     model: str
@@ -117,6 +118,7 @@ class PrecisionPlan:
     unaddressed_ids: tuple[OpId, ...] = ()
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     software: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
+    weight_shapes: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]

@@ -6,9 +6,8 @@ and checked here; :mod:`qsync_torch.apply.installation` puts its operators into 
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,76 +22,11 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
-from qsync_torch.apply.installation import Installation
+from qsync_torch.apply.applied_plan import MARK, AppliedPlan, Planned
+from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.apply.kernel_check import check_backends, prebuild
-from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
-from qsync_torch.apply.plan_fit import Addressed, assignments_of, locate, unplanned_modules
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
-from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
-from qsync_torch.kernels.selection import default_backend
-
-_MARK = "_qsync_applied"
-
-
-class AppliedPlan(Installation):
-    """A plan in force on a model.  ``remove()`` restores the model exactly.
-
-    Attributes:
-        variants: what every named operator runs as.
-        group: the device group, where a plan was applied.
-        base: the format that the model trains in, float32 or that of its autocast.
-    """
-
-    def __init__(self, model: nn.Module, variants: Mapping[OpId, Variant], group: str | None, base: Precision) -> None:
-        super().__init__(model)
-        self.variants, self.group, self.base = dict(variants), group, base
-        self._steps = StepCounter()
-        self._weights = WeightBatch(())
-
-    @property
-    def step(self) -> int:
-        """How many forwards the model has run; it picks the random numbers.  Set it when training resumes from a checkpoint."""
-        return self._steps.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._steps.step = value
-
-    def start_forward(self) -> None:
-        """New random numbers, and the copies of this step's weights."""
-        self._steps.advance()
-        self._weights.prepare()
-
-    def end_forward(self) -> None:
-        """Free unused copies of weights."""
-        self._weights.release()
-
-    def lower(self, addressed: Addressed, seed: int) -> None:
-        """Install the operators in their variants; nothing changes where all of them are at the base."""
-        entries = addressed.entries
-        if all(entry.variant == Variant.plain(self.base) for entry in entries.values()):
-            return
-        planned = [op_id for op_id, _ in addressed.modules]
-        planned += [op_id for by_name in addressed.functional.values() for op_ids in by_name.values() for op_id in op_ids]
-        calls = {op_id: LoweredCall(op_id, entries[op_id], seed, self._steps, self.cache) for op_id in planned}
-        for op_id, module in addressed.modules:
-            if isinstance(module, nn.Conv2d):
-                calls[op_id].prepare_conv2d(module)
-        self._weights = WeightBatch([(calls[op_id], module) for op_id, module in addressed.modules])
-        # Where every operator gives float32, formats cannot mix.
-        sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
-        self.install(addressed, calls, intercept=sixteen_bit)
-
-    def remove(self) -> None:
-        """Take every change back, the mark of an applied plan included.
-
-        Raises:
-            PlanError: when a forward was replaced again since; take that replacement back first.
-        """
-        super().remove()
-        self.model.__dict__.pop(_MARK, None)
 
 
 def apply_(
@@ -104,6 +38,7 @@ def apply_(
     seed: int = 0,
     base: Precision = Precision.FLOAT32,
     allow_flags: Collection[str] = (),
+    lower_eval: bool = False,
 ) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
@@ -124,6 +59,8 @@ def apply_(
         base: format of the autocast that the model trains under, for variants by operator; a plan says that itself.
         allow_flags: settings in which this process may differ from the one that measured its group's profile although that changes
             numbers, as in ``["cudnn_tf32"]`` (docs/training.md#settings-that-a-plan-holds-for).
+        lower_eval: keep the plan in force in eval mode.  By default a model in eval mode runs in full precision, and draws no
+            random numbers.
 
     Returns:
         A handle with ``remove()``.
@@ -140,10 +77,8 @@ def apply_(
     """
     whole_plan = not isinstance(plan, Mapping)
     with _on_all_ranks("apply_", whole_plan) as facts:
-        if _MARK in model.__dict__:
-            raise PlanError("this model has a plan already; call remove() on what apply_ returned before applying another")
-        if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
+        forget_copied_forwards(model)
+        _check_model(model)
         if isinstance(plan, (str, os.PathLike)):
             plan = load(Path(plan), PrecisionPlan)
         if backend is not None:
@@ -153,31 +88,32 @@ def apply_(
             group = which_group(plan) if group is None else group
             check_rank0(plan, group)
             check_settings(plan, group, model, allow_flags)
-        device = _device_of(model)
-        entries = plan if isinstance(plan, PrecisionPlan) else _read(plan)
-        assigned = assignments_of(entries, group, backend, default_backend(device))
-        addressed = locate(model, assigned, plan.model if isinstance(plan, PrecisionPlan) else None)
-        check_backends(addressed, device)
-    if isinstance(plan, PrecisionPlan):
-        base = plan.base
-    variants = {op_id: entry.variant for op_id, entry in assigned.items()}
-    applied = AppliedPlan(model, variants, group if whole_plan else None, base)
+            planned = Planned(plan, group, backend, plan.base, tuple(allow_flags))
+        else:
+            planned = Planned(_read(plan), None, backend, base)
+        applied = AppliedPlan(model, planned, seed=_rank_seed(seed), lower_eval=lower_eval)
+        applied.check_kernels()
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):
-            prebuild(addressed, device)
-            applied.lower(addressed, _rank_seed(seed))
-            if isinstance(plan, PrecisionPlan):
-                for fqn, module in unplanned_modules(model, addressed, plan):
-                    applied.replace_forward(module, functools.partial(_refuse, fqn))
+            applied.lower()
         undo.pop_all()
-    model.__dict__[_MARK] = True
+    model.__dict__[MARK] = applied
     return applied
 
 
 def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> AbstractContextManager[dict[str, str]]:
     """Variants by operator are this rank's own affair: other ranks may run other ones, or none, and need not call ``apply_``."""
     return together(what, slow=slow) if whole_plan else nullcontext({})
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
+    for name, module in model.named_modules():
+        if module.__dict__.get(MARK) is not None or is_replaced(module):
+            which = f"module {name!r} of this model" if name else "this model"
+            raise PlanError(f"{which} has a plan already; call remove() on what apply_ returned before applying another")
 
 
 def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:
@@ -197,21 +133,7 @@ def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:
     return found
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
 def _rank_seed(seed: int) -> int:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
     return stream_key(seed, rank)
-
-
-def _refuse(fqn: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(
-            f"{fqn} runs but the plan does not name it, so the plan was made for another model; trace this model and plan again"
-        )
-
-    return forward

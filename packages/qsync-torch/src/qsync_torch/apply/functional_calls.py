@@ -1,16 +1,15 @@
-"""Functional calls: ``fqn.linear#k`` in a plan is the k-th call of ``F.linear`` that the module ``fqn`` makes (or ``F.conv2d``).
-
-While a module's forward runs it is the *site* of the functional calls it makes itself; those of its children are theirs.
-"""
+"""Calls of ``F.linear`` and ``F.conv2d`` in a model's own code, found by the identity of their weight."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import attrs
 import torch
 from torch import nn
 
+from qsync_core.errors import PlanError
 from qsync_core.geometry import Pair
 
 
@@ -35,56 +34,69 @@ class OperatorCall(Protocol):
         ...
 
 
-class CallSite:
-    """A module that makes functional calls a plan names: by operator name (``linear``, ``conv2d``) the calls by index."""
+@attrs.frozen
+class WeightPlace:
+    """A parameter's place in a model: parameters may be replaced by others (``load_state_dict(assign=True)``), places stay."""
 
-    def __init__(self, calls: Mapping[str, Mapping[int, OperatorCall]]) -> None:
-        self.calls = calls
-        self.counts: dict[str, int] = dict.fromkeys(calls, 0)
+    fqn: str
+    module: nn.Module
+    name: str
 
-
-class CallSites:
-    """The sites of a model, and which one is running."""
-
-    def __init__(self) -> None:
-        self._running: list[CallSite | None] = []
-        self.all: list[CallSite] = []
-
-    def enter(self, site: CallSite | None) -> None:
-        """A module's forward begins; None for one that makes no planned calls itself."""
-        if site is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            # Inside a backward pass this is gradient checkpointing, which runs the forward again: the calls are the same ones.
-            site.counts = dict.fromkeys(site.calls, 0)
-        self._running.append(site)
-
-    def leave(self) -> None:
-        """A module's forward ends."""
-        self._running.pop()
-
-    def start_step(self) -> None:
-        """The model's forward begins: calls are counted from 0."""
-        self._running.clear()
-        for site in self.all:
-            site.counts = dict.fromkeys(site.calls, 0)
-
-    def next_call(self, name: str) -> OperatorCall | None:
-        """What replaces the functional call that the model makes now; None where no plan names it."""
-        site = self._running[-1] if self._running else None
-        if site is None or name not in site.calls:
-            return None
-        index = site.counts[name]
-        site.counts[name] = index + 1
-        return site.calls[name].get(index)
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The parameter that is there now."""
+        return self.module._parameters.get(self.name)
 
 
-def places(model: nn.Module, sites: Mapping[str, CallSite]) -> list[tuple[nn.Module, CallSite | None]]:
-    """The modules whose forward enters a site, or None: the owners of the sites, by FQN, and all modules inside them.
+class WeightCalls:
+    """By weight: what replaces a functional call with it.
 
-    A module inside an owner makes no planned calls itself, and the owner may call it by itself (those of a ModuleList are).
+    Args:
+        planned: places of weights and the calls that run with them.
+        refused: places of weights with which a linear or convolution must not run, because a whole plan does not name it.
     """
-    owners: dict[nn.Module, CallSite | None] = {model.get_submodule(owner): site for owner, site in sites.items()}
-    inside = dict.fromkeys(module for owner in owners for module in owner.modules() if may_call_functions(module))
-    return list((inside | owners).items())
+
+    def __init__(self, planned: Sequence[tuple[WeightPlace, OperatorCall]], refused: Sequence[WeightPlace] = ()) -> None:
+        self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn)) for place in refused))
+        self._found: dict[int, tuple[torch.Tensor | None, OperatorCall]] = {}
+        self._is_current = False
+
+    def start_forward(self) -> None:
+        """A forward begins: parameters may have been replaced since the last one."""
+        self._is_current = False
+
+    def of(self, weight: object) -> OperatorCall | None:
+        """What replaces a call with this weight; None for one that no plan names."""
+        if torch.compiler.is_compiling():
+            return next((call for place, call in self._calls_by_place if place.weight is weight), None)
+        found = self._found.get(id(weight))
+        if found is not None and found[0] is weight:
+            return found[1]
+        if self._is_current:
+            return None
+        self._is_current = True
+        self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
+        return self.of(weight)
+
+
+class RefusedCall:
+    """Stands where a model calls an operator that its plan does not name."""
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+
+    def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuse.
+
+        Raises:
+            PlanError: naming the operator.
+        """
+        raise PlanError(
+            f"{self._fqn} runs but the plan does not name it, so the plan was made for another model or for another way through "
+            "this one; trace this model, called as it is in training, and plan again"
+        )
+
+    conv2d = linear
 
 
 def may_call_functions(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Replacing the calls that a model makes: one installation, which ``apply_`` and observing share.
 
-It finds each operator where the model calls it (a Linear or Conv2d module, or ``F.linear`` and ``F.conv2d`` inside another module's
-forward) and puts an :class:`OperatorCall` there.  Modules keep their identity; what changes is the ``forward`` that an instance
-has, and :meth:`Installation.remove` takes that away again.
+It finds each operator where the model calls it (a Linear or Conv2d module, or ``F.linear`` and ``F.conv2d`` with a weight of the
+model) and puts an :class:`OperatorCall` there.  Modules keep their identity; what changes is the ``forward`` that an instance has,
+and :meth:`Installation.remove` takes that away again.  A copy of such a module runs as the module was before.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import threading
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_torch.apply.functional_calls import CallSite, CallSites, OperatorCall, may_call_functions, places
+from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
-from qsync_torch.dtypes import LOW_FLOATS
+from qsync_torch.apply.recomputation import ACTIVE, next_replayed, record, wrap_checkpointing
 from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import in_float32, layer_norm
 
@@ -35,60 +36,77 @@ _ABSENT: Any = object()
 class Installation(abc.ABC):
     """Replaced forwards of a model and its modules.
 
+    A forward of the model, or of a part of it that is called by itself, is an *entry*: what it calls of the model runs inside it.
+
     Attributes:
         model: the model.
         cache: casts that consumers share within a forward.
-        running: whether the model's forward runs now, with interception active.
+        running: whether an entry runs now in which operators are replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.cache = CastCache()
         self.running = False
-        self._sites = CallSites()
+        self._suspended = False
+        self._thread = 0
+        self._calls = WeightCalls(())
+        self._around: AbstractContextManager[Any] = contextlib.nullcontext()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
     @abc.abstractmethod
-    def start_forward(self) -> None:
-        """The model's forward begins."""
+    def start_forward(self, whole: bool) -> None:
+        """An entry begins; ``whole`` where it is the model's forward and not that of a part."""
 
     @abc.abstractmethod
     def end_forward(self) -> None:
-        """The model's forward has ended, or failed."""
+        """The entry has ended, or failed."""
 
-    def install(self, addressed: Addressed, calls: Mapping[OpId, OperatorCall], *, intercept: bool) -> None:
+    def is_on(self) -> bool:
+        """Whether operators are replaced in the entry that begins now."""
+        return True
+
+    def finish(self, output: Any, whole: bool) -> Any:
+        """What an entry returns, from what the replaced operators made."""
+        return output
+
+    def position(self) -> int | None:
+        """The place of this entry in the sequence of random numbers; None where there are none."""
+        return None
+
+    def at_position(self, position: int) -> AbstractContextManager[None]:
+        """Have the random numbers of that place for a while."""
+        raise NotImplementedError
+
+    def install(
+        self, addressed: Addressed, calls: Mapping[OpId, OperatorCall], *, promote: bool, refused: Sequence[WeightPlace] = ()
+    ) -> None:
         """Put the calls in their places.
 
         Args:
             addressed: where the operators are.
-            calls: by operator; modules that are called several times have one, under their first call.
-            intercept: whether formats can mix, so that functions that refuse mixed ones need their operands promoted; functional
-                calls are intercepted in any case.
+            calls: by operator; operators of one weight have one, under their first call.
+            promote: whether formats can mix, so that functions that refuse mixed ones need their operands promoted.
+            refused: places of weights that must not be used in a linear or convolution.
         """
+        wrap_checkpointing()
+        self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused)
+        self._around = interception = Interception(self.cache, self._calls, promote=promote)
         for op_id, module in addressed.modules:
-            self.replace_forward(module, functools.partial(_operator_forward, calls[op_id]))
-        interception = Interception(self.cache, self._sites)
+            self.replace_forward(module, functools.partial(self._operator, calls[op_id]))
         indifferent = {id(module): module for module in self.model.modules() if is_indifferent(module)}
         for module in indifferent.values():
-            self.replace_forward(module, functools.partial(_aside, interception))
-        sites = {
-            owner: CallSite({name: {o.call: calls[o] for o in op_ids} for name, op_ids in by_name.items()})
-            for owner, by_name in addressed.functional.items()
-        }
-        self._sites.all.extend(sites.values())
-        for module, site in places(self.model, sites):
-            self.replace_forward(module, functools.partial(_call_site, self._sites, site))
-        around = interception if addressed.functional or intercept else contextlib.nullcontext()
+            self.replace_forward(module, functools.partial(self._aside, interception))
         elsewhere = {id(self.model), *(id(module) for _, module in addressed.modules), *indifferent}
         for module in self.model.modules():
-            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-                self.replace_forward(module, _recurrent)
+            if promote and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                self.replace_forward(module, self._recurrent)
             if id(module) not in elsewhere and may_call_functions(module):
-                self.replace_forward(module, functools.partial(self._part_of_model, around))
-        self.replace_forward(self.model, functools.partial(self._whole_model, around))
+                self.replace_forward(module, functools.partial(self._entry, False))
+        self.replace_forward(self.model, functools.partial(self._entry, True))
 
-    def replace_forward(self, module: nn.Module, make: Callable[[Forward], Forward]) -> None:
-        """Give an instance a forward; ``make`` gets the present one as a function of (module, ...)."""
+    def replace_forward(self, module: nn.Module, make: Callable[[nn.Module, Forward], Forward]) -> None:
+        """Give an instance a forward; ``make`` gets the module, and its present forward as a function of (module, ...)."""
         earlier = module.__dict__.get("forward", _ABSENT)
         if earlier is _ABSENT:
             inner: Forward = type(module).forward
@@ -96,7 +114,9 @@ class Installation(abc.ABC):
             inner = earlier.__func__
         else:
             inner = lambda _, *args, **kwargs: earlier(*args, **kwargs)  # noqa: E731
-        forward = types.MethodType(functools.wraps(inner)(make(inner)), module)
+        function = functools.wraps(inner)(make(module, inner))
+        function.qsync_replaced = (weakref.ref(module), None if earlier is _ABSENT else inner)  # type: ignore[attr-defined]
+        forward = types.MethodType(function, module)
         self._replaced.append((module, earlier, forward))
         module.__dict__["forward"] = forward
 
@@ -119,78 +139,142 @@ class Installation(abc.ABC):
         self._replaced.clear()
         self.cache.clear()
 
-    def _part_of_model(self, around: AbstractContextManager[Any], inner: Forward) -> Forward:
-        """A module that gradient checkpointing or a user may run outside the model's forward, with the same interception."""
+    @contextlib.contextmanager
+    def again(self, position: int | None) -> Iterator[None]:
+        """Run a piece of an earlier entry again, as gradient checkpointing does in a backward pass."""
+        if position is None:
+            yield
+            return
+        was_running, self.running = self.running, True
+        try:
+            with self.at_position(position), self._around:
+                yield
+        finally:
+            self.running = was_running
+            if not was_running:
+                self.cache.end_forward()
+
+    def _operator(self, call: OperatorCall, owner: nn.Module, inner: Forward) -> Forward:
+        """An operator that is a module's forward."""
+        if isinstance(owner, nn.Linear):
+
+            def run(module: Any, input: torch.Tensor) -> torch.Tensor:
+                return call.linear(input, module.weight, module.bias)
+        else:
+
+            def run(module: Any, input: torch.Tensor) -> torch.Tensor:
+                return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+
+        def forward(module: nn.Module, input: torch.Tensor) -> Any:
+            if self.running and module is owner:
+                return run(module, input)
+            if self._suspended or module is not owner:
+                return inner(module, input)
+            return self._enter(module is self.model, run, inner, module, (input,), {})
+
+        return forward
+
+    def _entry(self, whole: bool, owner: nn.Module, inner: Forward) -> Forward:
+        """The model, or a part of it that gradient checkpointing or a user may run by itself."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.running:
+            if self.running or self._suspended or module is not owner:
+                if whole and self.running and not torch.compiler.is_compiling() and self._thread != threading.get_ident():
+                    raise PlanError(
+                        "an applied model runs in two threads at once (nn.DataParallel does that); use DistributedDataParallel, "
+                        "with a process for each device"
+                    )
                 return inner(module, *args, **kwargs)
-            self.running = True
-            try:
-                with around:
-                    return inner(module, *args, **kwargs)
-            finally:
-                self.running = False
-                self.cache.end_forward()
+            return self._enter(whole, inner, inner, module, args, kwargs)
 
         return forward
 
-    def _whole_model(self, around: AbstractContextManager[Any], inner: Forward) -> Forward:
-        """A step, with counts and casts of its own; outputs leave in float32, because the loss reads float32."""
+    def _enter(
+        self, whole: bool, replaced: Forward, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an entry, from its beginning to what it returns."""
+        if not self.is_on():
+            self._suspended = True
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._suspended = False
+        if torch.compiler.is_compiling():
+            return self._run(whole, replaced, module, args, kwargs)
+        if (position := next_replayed(self)) is not None:
+            with self.again(position):
+                return self.finish(replaced(module, *args, **kwargs), whole)
+        if torch._C._current_graph_task_id() != -1 and (position := self.position()) is not None:
+            # Inside a backward pass this is a checkpointing that is not PyTorch's: it runs a part of the last forward again.
+            with self.again(position):
+                return replaced(module, *args, **kwargs)
+        self._thread = threading.get_ident()
+        self._calls.start_forward()
+        ACTIVE.append(self)
+        try:
+            return self._run(whole, replaced, module, args, kwargs)
+        finally:
+            ACTIVE.pop()
+
+    def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.start_forward(whole)
+        record(self)
+        self.running = True
+        try:
+            with self._around:
+                output = replaced(module, *args, **kwargs)
+        finally:
+            self.running = False
+            self.cache.end_forward()
+            self.end_forward()
+        return self.finish(output, whole)
+
+    def _recurrent(self, owner: nn.Module, inner: Forward) -> Forward:
+        """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.start_forward()
-            self._sites.start_step()
-            self.running = True
+            if not self.running or module is not owner:
+                return inner(module, *args, **kwargs)
+            return inner(module, *in_float32(args), **in_float32(kwargs))
+
+        return forward
+
+    def _aside(self, interception: Interception, owner: nn.Module, inner: Forward) -> Forward:
+        """A module whose functions are not intercepted runs without the mode, which takes longer than most functions do."""
+        run: Forward = layer_norm if inner is nn.LayerNorm.forward and interception.promotes else inner
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self.running or module is not owner:
+                return inner(module, *args, **kwargs)
+            if torch.compiler.is_compiling() or not interception.step_out():
+                return run(module, *args, **kwargs)
             try:
-                with around:
-                    output = inner(module, *args, **kwargs)
+                return run(module, *args, **kwargs)
             finally:
-                self.running = False
-                self.cache.end_forward()
-                self.end_forward()
-            return tree_map_only(torch.Tensor, lambda y: y.to(torch.float32) if y.dtype in LOW_FLOATS else y, output)
+                interception.step_in()
 
         return forward
 
 
-def _operator_forward(call: OperatorCall, inner: Forward) -> Forward:
-    if inner is nn.Linear.forward:
-        return lambda self, input: call.linear(input, self.weight, self.bias)
-    return lambda self, input: call.conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+def is_replaced(module: nn.Module) -> bool:
+    """Whether an installation has replaced this module's forward (and not that of a module of which this is a copy)."""
+    origin, _ = getattr(module.__dict__.get("forward"), "qsync_replaced", (None, None))
+    return origin is not None and origin() is module
 
 
-def _call_site(sites: CallSites, site: CallSite | None, inner: Forward) -> Forward:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sites.enter(site)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            sites.leave()
-
-    return forward
-
-
-def _recurrent(inner: Forward) -> Forward:
-    """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return inner(self, *in_float32(args), **in_float32(kwargs))
-
-    return forward
-
-
-def _aside(interception: Interception, inner: Forward) -> Forward:
-    """A module whose functions are not intercepted runs without the mode, which takes longer than most functions do."""
-    if inner is nn.LayerNorm.forward:
-        inner = layer_norm
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not interception.step_out():
-            return inner(self, *args, **kwargs)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            interception.step_in()
-
-    return forward
+def forget_copied_forwards(model: nn.Module) -> None:
+    """Give a copy of an applied model the forwards that the original had before; modules that are no copies stay as they are."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]  # what pickle makes of a replaced one
+            continue
+        origin, earlier = getattr(forward, "qsync_replaced", (None, None))
+        if origin is None or origin() is module:
+            continue
+        while earlier is not None and hasattr(earlier, "qsync_replaced"):
+            earlier = earlier.qsync_replaced[1]
+        if earlier is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = types.MethodType(earlier, module)

@@ -2,7 +2,7 @@
 
 Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
 Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward
-promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls that a plan names by the calling module
+promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls with a weight that a plan names
 (:mod:`qsync_torch.apply.functional_calls`).
 """
 
@@ -18,8 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_core.ir.precision import promote
-from qsync_torch.apply.functional_calls import CallSites
+from qsync_torch.apply.functional_calls import WeightCalls
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
+from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
 from qsync_torch.operators.norms import FLOAT32_FUNCTIONS, LOSSES, NORMS, call_in_float32, call_norm
 
@@ -81,7 +82,7 @@ INDIFFERENT: frozenset[type[nn.Module]] = frozenset(
 
 def is_indifferent(module: nn.Module) -> bool:
     """Whether the module's forward runs the same without :class:`Interception`."""
-    return type(module) in INDIFFERENT and "forward" not in module.__dict__
+    return type(module) in INDIFFERENT and has_class_forward(module)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -115,22 +116,33 @@ _MULTI_HEAD_ATTENTION = _never_overridden(F.multi_head_attention_forward)
 
 
 class Interception(TorchFunctionMode):
-    """The mode that is active while an applied model's forward runs."""
+    """The mode that is active while an applied model's forward runs.
 
-    def __init__(self, cache: CastCache, sites: CallSites) -> None:
+    Args:
+        cache: where casts of promoted operands are shared.
+        calls: what replaces functional calls.
+        promote: whether formats can mix, so that functions that refuse mixed ones need their operands promoted.
+    """
+
+    def __init__(self, cache: CastCache, calls: WeightCalls, *, promote: bool) -> None:
         super().__init__()
+        self.promotes = promote
         self._cache = cache
-        self._sites = sites
+        self._calls = calls
         self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {
-            **dict.fromkeys(PROMOTED, self._promoted),
-            **dict.fromkeys(WRITES, self._written),
-            **dict.fromkeys(IN_PLACE, self._in_place),
-            **dict.fromkeys(NORMS, call_norm),
-            **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS), call_in_float32),
             F.linear: self._functional_linear,
             torch.conv2d: self._functional_conv2d,
             F.multi_head_attention_forward: self._open,
         }
+        if promote:
+            self._handlers = {
+                **dict.fromkeys(PROMOTED, self._promoted),
+                **dict.fromkeys(WRITES, self._written),
+                **dict.fromkeys(IN_PLACE, self._in_place),
+                **dict.fromkeys(NORMS, call_norm),
+                **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS), call_in_float32),
+                **self._handlers,
+            }
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,16 +202,12 @@ class Interception(TorchFunctionMode):
         return result
 
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._sites.next_call("linear")
-        if planned is None:
-            return self._promoted(func, args, kwargs)
-        return planned.linear(*args, **kwargs)
+        planned = self._calls.of(args[1] if len(args) > 1 else kwargs.get("weight"))
+        return self._promoted(func, args, kwargs) if planned is None else planned.linear(*args, **kwargs)
 
     def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._sites.next_call("conv2d")
-        if planned is None:
-            return self._promoted(func, args, kwargs)
-        return planned.conv2d(*args, **kwargs)
+        planned = self._calls.of(args[1] if len(args) > 1 else kwargs.get("weight"))
+        return self._promoted(func, args, kwargs) if planned is None else planned.conv2d(*args, **kwargs)
 
     def _open(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python function of PyTorch with this mode still active inside it.

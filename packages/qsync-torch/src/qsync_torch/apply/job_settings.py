@@ -18,7 +18,7 @@ from qsync_core.settings import SETTINGS, Difference, differences
 from qsync_torch.devices import job_software
 
 
-def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str]) -> None:
+def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
     """Compare this process with the profile behind its group's part of a plan.
 
     A group that the plan does not have is left to whoever looks up its operators.
@@ -28,6 +28,7 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
         group: of this process.
         model: where it is to run, or will be moved to the group's device later.
         allowed: names of settings that may differ although that changes numbers.
+        warn: whether to name those that change times alone.
 
     Raises:
         PlanError: when it computes otherwise than its profile, or ``allowed`` has an unknown name.
@@ -38,7 +39,7 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
     if problem := _unknown(allowed) or _refusal(refused, group):
         raise PlanError(problem)
     for difference in found:
-        if not difference.changes_numbers:
+        if warn and not difference.changes_numbers:
             warnings.warn(f"the plan's times may not hold: {difference.sentence(group)}", stacklevel=3)
 
 

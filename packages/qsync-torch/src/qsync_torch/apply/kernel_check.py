@@ -22,12 +22,6 @@ from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reaso
 
 _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
-_SQUARE, _IMAGE = (_NOMINAL_ROWS,) * 2, (1, *(_NOMINAL_ROWS,) * 3)
-_NOMINAL = {
-    "linear": CallShapes("linear", _SQUARE, _SQUARE, _SQUARE),
-    "conv2d": CallShapes("conv2d", _IMAGE, (*_SQUARE, 1, 1), _IMAGE),
-}
-"""Of functional calls, whose weights are not known either."""
 _COMPILERS = 8
 _NAMED = 3
 _WAY_OUT = (
@@ -79,8 +73,7 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
 def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
     """Every planned operator, with nominal shapes in place of those of its calls, which no plan stores."""
     calls = [(op_id, _nominal(module)) for op_id, module in addressed.modules]
-    for by_name in addressed.functional.values():
-        calls += [(op_id, _NOMINAL[name]) for name, op_ids in by_name.items() for op_id in op_ids]
+    calls += [(op_id, _nominal_call(place.weight)) for op_id, place in addressed.functional]
     for op_id, call in calls:
         entry = addressed.entries[op_id]
         yield op_id, entry, _as_chosen(call, entry)
@@ -97,6 +90,7 @@ def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
 
 
 def _nominal(module: nn.Module) -> CallShapes:
+    """Of a module's own call."""
     if isinstance(module, nn.Conv2d):
         kernel, dilation = pair(module.kernel_size), pair(module.dilation)
         # Large enough for every filter to fit.
@@ -107,6 +101,18 @@ def _nominal(module: nn.Module) -> CallShapes:
     assert isinstance(module, nn.Linear)
     n, k = module.weight.shape
     return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+
+
+def _nominal_call(weight: torch.Tensor | None) -> CallShapes:
+    """Of a functional call; a convolution's is taken to be a plain one."""
+    assert weight is not None
+    if weight.dim() == 2:
+        n, k = weight.shape
+        return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+    geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
+    side, kernel = [max(_NOMINAL_ROWS, int(k)) for k in weight.shape[2:]], (int(weight.shape[2]), int(weight.shape[3]))
+    y = (1, weight.shape[0], *geometry.output_size(side, kernel))
+    return CallShapes("conv2d", (1, weight.shape[1], *side), tuple(weight.shape), y, geometry)
 
 
 def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:

@@ -15,7 +15,8 @@ same.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,8 +24,11 @@ from torch import nn
 from qsync_core.errors import NumericsError
 from qsync_core.geometry import Geometry, Pair, pair
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
-from qsync_torch.apply.plan_fit import Assigned
+from qsync_torch.apply.first_step import check_autocast
+from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
 from qsync_torch.kernels.library_ops import quantize_many
@@ -71,6 +75,15 @@ class StepCounter:
     def step(self, value: int) -> None:
         self._memory[0] = value * STEP_STRIDE
 
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Have another step's random numbers for a while."""
+        now, self.step = self.step, step
+        try:
+            yield
+        finally:
+            self.step = now
+
     def advance(self) -> None:
         """A forward begins."""
         if torch.compiler.is_compiling():
@@ -90,23 +103,53 @@ _NO_SEEDS = Seeds()
 class LoweredCall:
     """An operator as a plan wants it; stands where the model calls ``F.linear`` or ``F.conv2d``.
 
+    ``has_run`` says whether it was called outside compiled code.
+
     Calls that share a module share a variant and, within a step, the stream of their random numbers: gradient checkpointing runs
     calls again in another order, and they must round as they did before.
     """
 
-    def __init__(self, op_id: OpId, assigned: Assigned, seed: int, steps: StepCounter, cache: CastCache) -> None:
-        self.op_id, self.assigned = op_id, assigned
+    def __init__(
+        self,
+        op_id: OpId,
+        assigned: Assigned,
+        seed: int,
+        steps: StepCounter,
+        cache: CastCache,
+        module: nn.Module | None = None,
+        base: Precision = Precision.FLOAT32,
+    ) -> None:
+        self.op_id = op_id
         self._x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
-        self._steps, self._cache = steps, cache
+        self._steps, self._cache, self._module, self._base = steps, cache, module, base
+        self.prepared_weight: PreparedWeight | None = None
+        self.has_run = False
+        self.assign(assigned)
+
+    def assign(self, assigned: Assigned) -> None:
+        """Take a variant and its kernels.
+
+        The binding of a convolution module's geometry is worked out here, which ``torch.compile`` cannot follow.
+        """
+        self.assigned = assigned
         self._linear = operator_binding(assigned.variant, assigned.choice)
         self.weight_quantization = self._linear.w
-        self.prepared_weight: PreparedWeight | None = None
         self._prepared: tuple[tuple[object, ...], OperatorBinding] = ((), self._linear)
+        module = self._module
+        if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
+            geometry = Geometry(pair(module.stride), pair(module.padding), pair(module.dilation), module.groups)
+            binding = operator_binding(assigned.variant, assigned.choice, geometry)
+            self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
 
     @property
     def is_quantized(self) -> bool:
         """Whether the operands are 8-bit."""
         return self._linear.is_quantized
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it runs in another variant than the job does by itself."""
+        return self.assigned.variant != Variant.plain(self._base)
 
     @property
     def seeds(self) -> Seeds:
@@ -127,6 +170,10 @@ class LoweredCall:
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
+                self._check(weight)
+                if self._base is not Precision.FLOAT32:
+                    with torch.autocast(weight.device.type, enabled=False):
+                        return run_linear(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
                 return run_linear(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
@@ -150,16 +197,25 @@ class LoweredCall:
             return run_conv2d(input, weight, bias, binding, self.seeds, self._cache)
         try:
             with torch._C.DisableTorchFunction():
+                self._check(weight)
+                if self._base is not Precision.FLOAT32:
+                    with torch.autocast(weight.device.type, enabled=False):
+                        return run_conv2d(input, weight, bias, binding, self.seeds, self._cache, self._weight_copy(weight))
                 return run_conv2d(input, weight, bias, binding, self.seeds, self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
-    def prepare_conv2d(self, module: nn.Conv2d) -> None:
-        """Work out the binding of a module's geometry beforehand, which ``torch.compile`` cannot follow."""
-        if not isinstance(module.padding, str):
-            geometry = Geometry(pair(module.stride), pair(module.padding), pair(module.dilation), module.groups)
-            binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
-            self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
+    def _check(self, weight: torch.Tensor) -> None:
+        """Whether this call is the one that was planned.
+
+        Raises:
+            PlanError: when the weight is not float32 any more, or autocast is not what the plan was made for.
+        """
+        self.has_run = True
+        if weight.dtype is not torch.float32:
+            check_weight_dtype(self.op_id.fqn, weight)
+        if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
+            check_autocast(self._base, weight.device, f"operator {self.op_id}")
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"operator {self.op_id}: {error}")
@@ -201,8 +257,8 @@ class WeightBatch:
             return
         groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
         for call, module in self._members:
-            weight = module.weight
-            if weight.device.type in DEVICE_KINDS:
+            weight = module._parameters.get("weight")  # none where it is computed in every forward
+            if weight is not None and weight.device.type in DEVICE_KINDS:
                 groups.setdefault((call.weight_quantization, weight.device), []).append((call, weight))
         for (quantization, device), members in groups.items():
             if len(members) > 1 and self._is_offered(quantization, device, tuple(weight.shape for _, weight in members)):

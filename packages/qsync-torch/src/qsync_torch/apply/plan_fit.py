@@ -1,10 +1,12 @@
-"""Whether a plan fits a model: each operator that it names is a module of the model, or a functional call of one."""
+"""Whether a plan fits a model: each operator that it names is a module of the model, or a weight that functional calls use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 
 import attrs
+import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
@@ -12,7 +14,9 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
+from qsync_torch.apply.functional_calls import WeightPlace
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
+from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
 
 _NAMED = 3
 """How many FQNs an error names."""
@@ -28,11 +32,28 @@ class Assigned:
 
 @attrs.frozen
 class Addressed:
-    """Operators found in a model: modules by their first call, and functional calls by owner and operator name."""
+    """Operators found in a model, each by its first call.
+
+    Attributes:
+        entries: what every operator runs as, all calls included.
+        modules: operators that are the forward of a module.
+        weights: the weights of all operators that are parameters, which functional calls use.
+    """
 
     entries: Mapping[OpId, Assigned]
     modules: tuple[tuple[OpId, nn.Module], ...]
-    functional: Mapping[str, Mapping[str, tuple[OpId, ...]]]
+    weights: tuple[tuple[OpId, WeightPlace], ...]
+
+    @property
+    def planned(self) -> tuple[OpId, ...]:
+        """The first call of each module and each weight."""
+        return tuple(dict.fromkeys(op_id for op_id, _ in (*self.modules, *self.weights)))
+
+    @property
+    def functional(self) -> tuple[tuple[OpId, WeightPlace], ...]:
+        """The weights that are not those of a module's own forward."""
+        modules = {op_id for op_id, _ in self.modules}
+        return tuple((op_id, place) for op_id, place in self.weights if op_id not in modules)
 
 
 def assignments_of(
@@ -71,66 +92,146 @@ def assignments_of(
 
 
 def is_own_forward(module: nn.Module) -> bool:
-    """True for an ``nn.Linear`` or ``nn.Conv2d`` that runs its own forward: an operator is named after it."""
-    if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
-    return (
-        isinstance(module, nn.Conv2d)
-        and type(module).forward is nn.Conv2d.forward
-        and type(module)._conv_forward is nn.Conv2d._conv_forward
-        and module.padding_mode == "zeros"
-    )
+    """True for an ``nn.Linear`` or ``nn.Conv2d`` that runs its own forward, and whose forward a plan can replace."""
+    kind = kind_of_forward(module)
+    return kind == LINEAR or (kind == CONV2D and getattr(module, "padding_mode", "") == "zeros")
 
 
-def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan_model: str | None) -> Addressed:
+def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan: PrecisionPlan | None = None) -> Addressed:
     """Find every operator in the model.
 
+    Args:
+        model: the model.
+        assigned: what its operators run as.
+        plan: the plan that says so, where one does.
+
     Raises:
-        PlanError: naming the first FQNs that the model does not have, or calls of one module with different variants.
+        PlanError: naming the first FQNs that the model does not have, or calls of one weight with different variants.
     """
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     missing: list[str] = []
-    found: dict[str, OpId] = {}
-    by_owner: dict[str, dict[str, list[OpId]]] = {}
+    first: dict[str, OpId] = {}
     for op_id, entry in assigned.items():
-        module = modules.get(op_id.fqn)
-        owner, _, name = op_id.fqn.rpartition(".")
-        if module is None and owner in modules and name in ("linear", "conv2d"):  # a functional call
-            by_owner.setdefault(owner, {}).setdefault(name, []).append(op_id)
-        elif module is None or not is_own_forward(module):
-            missing.append(op_id.fqn)
-        elif op_id.fqn in found and assigned[found[op_id.fqn]].variant != entry.variant:
+        earlier = first.setdefault(op_id.fqn, op_id)
+        if assigned[earlier].variant != entry.variant:
             raise PlanError(
-                f"calls of {op_id.fqn} are to run as {assigned[found[op_id.fqn]].variant.label} and as {entry.variant.label}; "
-                "calls that share a module share a variant"
+                f"calls of {op_id.fqn} are to run as {assigned[earlier].variant.label} and as {entry.variant.label}; "
+                "calls that share a weight share a variant"
             )
-        else:
-            found.setdefault(op_id.fqn, op_id)
+    found_modules: list[tuple[OpId, nn.Module]] = []
+    found_weights: list[tuple[OpId, WeightPlace]] = []
+    for fqn, op_id in first.items():
+        module = modules.get(fqn)
+        name = fqn if module is None else f"{fqn}.weight"
+        owner, _, leaf = name.rpartition(".")
+        if module is not None and is_own_forward(module):
+            found_modules.append((op_id, module))
+        elif not _calls_functions(module) or name not in parameters or parameters[name].dim() not in _WEIGHT_DIMENSIONS:
+            missing.append(fqn)
+            continue
+        if name in parameters:
+            found_weights.append((op_id, WeightPlace(fqn, modules[owner], leaf)))
     if missing:
-        raise PlanError(_other_model(model, missing, set(found), plan_model))
-    return Addressed(
-        dict(assigned),
-        tuple((op_id, modules[fqn]) for fqn, op_id in found.items()),
-        {owner: {name: tuple(sorted(ids)) for name, ids in names.items()} for owner, names in by_owner.items()},
-    )
+        found = {op_id.fqn for op_id, _ in found_weights} | {op_id.fqn for op_id, _ in found_modules}
+        raise PlanError(_other_model(model, missing, found, plan))
+    return Addressed(dict(assigned), tuple(found_modules), tuple(found_weights))
 
 
-def _other_model(model: nn.Module, missing: list[str], found: set[str], plan_model: str | None) -> str:
+def _calls_functions(module: nn.Module | None) -> bool:
+    """True for no module (a weight was named), and for a Linear or Conv2d with a forward of its own or a patched one."""
+    return module is None or (isinstance(module, (nn.Linear, nn.Conv2d)) and not kind_of_forward(module))
+
+
+_WEIGHT_DIMENSIONS = (2, 4)
+"""Of a linear and of a two-dimensional convolution."""
+
+
+def check_weight_dtype(fqn: str, weight: torch.Tensor) -> None:
+    """Plans are for parameters in float32, whose gradients are float32.
+
+    Raises:
+        PlanError: with the format that the weight has.
+    """
+    if weight.dtype is not torch.float32:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise PlanError(
+            f"the weight of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before apply_; a job that "
+            "computes in 16 bit keeps float32 parameters under torch.autocast, with Job(..., amp='bfloat16')"
+        )
+
+
+def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | None) -> None:
+    """Compare the weights of a model with those that a plan was made for.
+
+    Raises:
+        PlanError: naming a weight of another shape or format.
+    """
+    for op_id, place in addressed.weights:
+        weight = place.weight
+        assert weight is not None
+        check_weight_dtype(op_id.fqn, weight)
+        if plan is None or op_id.fqn not in plan.weight_shapes:
+            continue
+        found, planned = list(weight.shape), list(plan.weight_shapes[op_id.fqn])
+        if found != planned:
+            raise PlanError(
+                f"the plan was made for another model ({plan.model}): the weight of {op_id.fqn} has shape {found} in this "
+                f"{type(model).__name__} and {planned} in the plan; trace this model and plan again"
+            )
+
+
+def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: PrecisionPlan | None) -> str:
     unknown = list(dict.fromkeys(missing))
-    source = f"the plan was made for another model ({plan_model})" if plan_model else "the variants are for another model"
+    source = f"the plan was made for another model ({plan.model})" if plan else "the variants are for another model"
     text = f"{source}: {type(model).__name__} has no linear or convolution {', '.join(unknown[:_NAMED])}"
     if len(unknown) > _NAMED:
         text += f" (and {len(unknown) - _NAMED} more)"
     extra = [name for name, module in model.named_modules() if is_own_forward(module) and name not in found]
     if extra:
         text += f", and the plan does not know {', '.join(extra[:_NAMED])}"
-    return text + "; trace this model and plan again"
+    wanted = {*missing, *found}
+    if inner := next((name for name, module in model.named_modules() if name and wanted <= _names(module)), ""):
+        return f"{text}; it fits the module {inner!r} inside this one: call apply_(model.{inner}, plan)"
+    outer = _common_prefix(wanted)
+    if outer and {fqn.removeprefix(f"{outer}.") for fqn in wanted} <= _names(model):
+        return f"{text}; it was traced on a module that holds this one as {outer!r}: call apply_ on that one"
+    return f"{text}; trace this model and plan again"
 
 
-def unplanned_modules(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> Iterator[tuple[str, nn.Module]]:
-    """Linear and convolution modules that a whole plan does not name; they must not run (an unused auxiliary head does not)."""
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_modules()} | {name for name, _ in module.named_parameters()}
+
+
+def _common_prefix(names: set[str]) -> str:
+    """The longest FQN of a module that holds all the names."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tuple[list[tuple[str, nn.Module]], list[WeightPlace]]:
+    """What a whole plan does not name and must not run (an unused auxiliary head does not): modules, and weights of linear and
+    convolution operators.
+
+    Args:
+        model: the model.
+        addressed: what the plan names of it.
+        plan: a whole plan; operators that it lists as unaddressed run as they are.
+
+    Returns:
+        Linear and convolution modules by FQN, and the places of matrices and filters among the other parameters.
+    """
     planned = {id(module) for _, module in addressed.modules}
-    unaddressed = {op_id.fqn for op_id in plan.unaddressed_ids}
-    for name, module in model.named_modules():
-        if is_own_forward(module) and id(module) not in planned and name not in unaddressed:
-            yield name, module
+    known = {op_id.fqn for op_id in (*plan.operator_ids, *plan.unaddressed_ids)}
+    modules = [
+        (name, module)
+        for name, module in model.named_modules()
+        if is_own_forward(module) and id(module) not in planned and name not in known
+    ]
+    weights = {id(place.weight) for _, place in addressed.weights}
+    places = []
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if id(parameter) in weights or parameter.dim() not in _WEIGHT_DIMENSIONS or name in known or owner in known:
+            continue
+        places.append(WeightPlace(name, model.get_submodule(owner), leaf))
+    return modules, places

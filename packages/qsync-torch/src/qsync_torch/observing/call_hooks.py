@@ -42,14 +42,14 @@ class CallHook(Protocol):
 
 
 class _HookedModel(Installation):
-    """Sends the calls of operators to a hook; counts the calls of modules, to know which operator runs."""
+    """Sends the calls of operators to a hook; counts the calls of weights, to know which operator runs."""
 
     def __init__(self, model: torch.nn.Module, operators: Mapping[OpId, Operator], hook: CallHook) -> None:
         super().__init__(model)
         self._operators, self._hook = operators, hook
         self._counts: Counter[str] = Counter()
 
-    def start_forward(self) -> None:
+    def start_forward(self, whole: bool) -> None:
         """The model's forward begins."""
         self._counts.clear()
         self._hook.start_forward()
@@ -58,7 +58,7 @@ class _HookedModel(Installation):
         """Nothing to do."""
 
     def next_of(self, fqn: str) -> OpId:
-        """The call of a module that begins now."""
+        """The call of a module or weight that begins now."""
         self._counts[fqn] += 1
         return OpId(fqn, self._counts[fqn] - 1)
 
@@ -106,18 +106,11 @@ def hooked_calls(model: torch.nn.Module, operators: Sequence[Operator], hook: Ca
         PlanError: when the model does not have one of the operators.
     """
     by_id = {operator.op_id: operator for operator in operators}
-    addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED), None)
+    addressed = locate(model, dict.fromkeys(by_id, _ASSIGNED))
     hooked = _HookedModel(model, by_id, hook)
-    calls = {op_id: _HookedCall(hooked, functools.partial(hooked.next_of, op_id.fqn)) for op_id, _ in addressed.modules}
-    for by_name in addressed.functional.values():
-        # Sites also count the calls that no hook sees.
-        calls |= {
-            op_id: _HookedCall(hooked, functools.partial(OpId, op_id.fqn, op_id.call))
-            for op_ids in by_name.values()
-            for op_id in op_ids
-        }
+    calls = {op_id: _HookedCall(hooked, functools.partial(hooked.next_of, op_id.fqn)) for op_id in addressed.planned}
     try:
-        hooked.install(addressed, calls, intercept=False)
+        hooked.install(addressed, calls, promote=False)
         yield
     finally:
         hooked.remove()

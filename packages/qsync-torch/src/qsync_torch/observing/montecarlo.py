@@ -20,7 +20,8 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
-from qsync_torch.apply.apply import AppliedPlan, apply_
+from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
 from qsync_torch.observing.replaced_functions import PairedDropout

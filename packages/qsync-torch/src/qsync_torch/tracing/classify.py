@@ -5,7 +5,7 @@ See docs/design/precision-semantics.md#operator-classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from torch import nn
 
 from qsync_core.geometry import Geometry, pair
 from qsync_core.ir.dag import OpClass
+from qsync_torch.operators.addresses import kind_of_forward
 from qsync_torch.operators.norms import FLOAT32_ONLY
 from qsync_torch.tracing.graph_values import Draft, Read
-
-LINEAR = "linear"
-CONV2D = "conv2d"
 
 LOSSES = {
     "cross_entropy_loss": "cross_entropy",
@@ -119,30 +117,35 @@ def class_of(name: str, *, has_activation: bool, mixes_float32: bool) -> OpClass
     return OpClass.FIXED if mixes_float32 else OpClass.DEPENDENT
 
 
-def is_own_call(module: nn.Module | None, kind: str, weight: Read | None, parameter_names: dict[int, str]) -> bool:
-    """True where the call is the forward of that very ``nn.Linear`` or ``nn.Conv2d``: the operator is named after the module.
+def address_of(module: nn.Module | None, scope: str, kind: str, weight: Read | None, addresses: Mapping[str, str]) -> str:
+    """The FQN that names a linear or convolution and its weight; empty where it has the name of its caller.
 
-    A subclass that keeps the forward counts; one that overrides it makes functional calls.
+    Args:
+        module: the module whose forward makes the call; ``scope``: its FQN.
+        kind: ``linear`` or ``conv2d``.
+        weight: the weight.
+        addresses: by the name of a parameter, what operators of the kind that run with it are called.
     """
-    if module is None or weight is None or "forward" in vars(module):
-        return False
-    if kind == LINEAR:
-        is_own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    else:
-        is_own = (
-            isinstance(module, nn.Conv2d)
-            and type(module).forward is nn.Conv2d.forward
-            and type(module)._conv_forward is nn.Conv2d._conv_forward
-        )
-    return is_own and parameter_names.get(id(module._parameters.get("weight"))) == weight.value.storage.name
+    if weight is None:
+        return ""
+    storage = weight.value.storage
+    own = module is not None and scope and kind_of_forward(module) == kind
+    if own and (storage.writer is None or storage.weight_only):
+        return scope
+    return addresses.get(storage.name, "") if weight.is_parameter and not weight.value.is_view else ""
 
 
-def weight_reason(weight: Read | None, bias: Read | None) -> str:
-    """Why the weight or bias of a call rules it out; empty where they do not."""
+def weight_reason(weight: Read | None, bias: Read | None, is_own_call: bool) -> str:
+    """Why the weight or bias of a call rules it out; empty where they do not.
+
+    A module's own forward may compute its weight (weight_norm, a parametrization): the call is replaced, not the weight.
+    """
     if weight is None:
         return "its weight is not a floating-point tensor"
     storage = weight.value.storage
     if storage.writer is not None and storage.weight_only:
+        if is_own_call:
+            return ""
         return "its weight is computed from parameters in every step (weight_norm, a parametrization or the like), not a parameter"
     if storage.writer is not None:
         return "its weight is an activation, not a parameter"

@@ -74,8 +74,8 @@ class Read:
 class Draft:
     """An operator before it has a name.
 
-    ``inputs`` are positions of other drafts; ``weight_name`` is the parameter that is the weight of a linear or convolution,
-    empty where the weight is something else; the other fields are as in :class:`~qsync_core.ir.dag.Operator`.
+    ``inputs`` are positions of other drafts; ``address`` is the FQN of the module or the weight that a linear or convolution is
+    called by, empty where it is called by its caller; the other fields are as in :class:`~qsync_core.ir.dag.Operator`.
     """
 
     name: str
@@ -88,13 +88,12 @@ class Draft:
     output_shape: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
     weight_shape: tuple[int, ...] = ()
-    weight_name: str = ""
+    address: str = ""
     attributes: dict[str, str] = attrs.field(factory=dict)
     call: str = ""
     flops: int = 0
     not_applicable: str = ""
     no_grad_inputs: tuple[int, ...] = ()
-    is_own_call: bool = False
     in_loss: bool = False
     reduction: str = ""
 

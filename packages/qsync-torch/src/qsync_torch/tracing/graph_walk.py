@@ -15,6 +15,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from qsync_core.ir.dag import OpClass
+from qsync_torch.operators.addresses import CONV2D, LINEAR, Addresses
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
 from qsync_torch.tracing.export import ExportedStep
@@ -70,8 +71,12 @@ class GraphWalk:
         self._step = step
         self._run = run
         self._scopes = Scopes(model)
-        self._parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self._modules = dict(model.named_modules())
+        addresses = Addresses(model)
+        self._addresses = {
+            kind: {name: addresses.of(parameter, kind) for name, parameter in model.named_parameters()} for kind in (LINEAR, CONV2D)
+        }
         self._entries: dict[torch.fx.Node, Entry] = {}
         self._flops: dict[tuple[object, ...], int] = {}  # counting takes a millisecond; layers repeat their calls
         self._vmap_depth = 0
@@ -203,7 +208,7 @@ class GraphWalk:
         draft.in_loss = (
             is_loss or scope == LOSS_SCOPE or any(self.drafts[read.producer].in_loss for read in reads if read.is_activation)
         )
-        if name in (classify.LINEAR, classify.CONV2D) and not draft.in_loss:
+        if name in (LINEAR, CONV2D) and not draft.in_loss:
             self._adjustable(draft, node, reads)
         else:
             _other(draft, reads, activations, output)
@@ -231,18 +236,20 @@ class GraphWalk:
             draft.op_class = OpClass.FIXED  # a product of parameters alone
             return
         nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
-        draft.not_applicable = classify.weight_reason(weight, bias) or nested
+        draft.address = classify.address_of(draft.module, draft.scope, draft.kind, weight, self._addresses[draft.kind])
+        is_own_call = bool(draft.address) and draft.address == draft.scope
+        draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested
         if weight.is_activation and not weight.value.storage.weight_only:
             draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
         draft.weight_shape = static_shape(weight.tensor)
-        draft.weight_name = weight.value.storage.name if weight.is_parameter and not weight.value.is_view else ""
-        draft.is_own_call = classify.is_own_call(draft.module, draft.kind, weight, self._parameter_names)
         draft.flops = product_flops(draft.output_shape, draft.weight_shape)
-        if draft.kind == classify.CONV2D:
+        if draft.kind == CONV2D:
             draft.attributes, reason = classify.conv2d_attributes(x, weight, _arguments(node))
-            draft.not_applicable = draft.not_applicable or classify.padding_reason(draft.module) or reason
+            draft.not_applicable = (
+                draft.not_applicable or classify.padding_reason(self._modules.get(draft.address, draft.module)) or reason
+            )
 
 
 def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Names of operators: from the module that made a call to its ``OpId`` (docs/artifacts.md#names-of-operators).
 
-A call that *is* the module's work (``nn.Linear``, ``nn.ReLU``) has the module's FQN; a functional call has the FQN of the
-module whose forward made it, followed by the operator's name.
+A call that *is* the module's work (``nn.Linear``, ``nn.ReLU``) has the module's FQN.  A functional call of a linear or
+convolution with a parameter has the FQN of that weight, or of the Linear or Conv2d whose weight it is; any other has the FQN of
+the module whose forward made it, followed by the operator's name.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
     op_ids = []
     for draft in drafts:
         is_only_operator = len(operators_of[draft.scope]) == 1 and _is_torch_leaf(draft.module)
-        is_module_work = draft.kind == "input" or draft.is_own_call or (is_only_operator and not draft.weight_shape)
+        is_module_work = draft.kind == "input" or (is_only_operator and not draft.weight_shape)
         name = "" if is_module_work and draft.scope else draft.name
-        fqn = ".".join(filter(None, (draft.scope, name)))
+        fqn = draft.address or ".".join(filter(None, (draft.scope, name)))
         op_ids.append(OpId(fqn, calls[fqn]))
         calls[fqn] += 1
     return op_ids

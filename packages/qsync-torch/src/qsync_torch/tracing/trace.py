@@ -99,7 +99,7 @@ def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
             weight_shape=draft.weight_shape,
             attributes=_attributes(draft),
             flops=draft.flops,
-            variant_group=_variant_group(draft, op_id),
+            variant_group=op_id.fqn,
             depth=depth,
             not_applicable=draft.not_applicable,
             no_grad_inputs=draft.no_grad_inputs,
@@ -115,18 +115,13 @@ def _attributes(draft: Draft) -> dict[str, str]:
     return {**draft.attributes, CALL_ATTRIBUTE: draft.call}
 
 
-def _variant_group(draft: Draft, op_id: OpId) -> str:
-    """Calls of one module share a variant; functional calls of one module do when they share the weight."""
-    return op_id.fqn if draft.is_own_call or not draft.weight_name else f"{op_id.fqn}({draft.weight_name})"
-
-
 def _share_reasons(drafts: list[Draft], op_ids: list[OpId]) -> None:
-    """A module's forward is replaced for all its calls: where one of them cannot be addressed, none can."""
+    """All calls with one weight are replaced alike: where one of them cannot be addressed, none can."""
     refused: dict[str, tuple[OpId, str]] = {}
     for draft, op_id in zip(drafts, op_ids, strict=True):
-        if draft.is_own_call and draft.not_applicable:
+        if draft.address and draft.not_applicable:
             refused.setdefault(op_id.fqn, (op_id, draft.not_applicable))
     for draft, op_id in zip(drafts, op_ids, strict=True):
-        if draft.is_own_call and not draft.not_applicable and op_id.fqn in refused:
+        if draft.address and not draft.not_applicable and op_id.fqn in refused:
             other, reason = refused[op_id.fqn]
-            draft.not_applicable = f"the same module is called as {other}, of which: {reason}"
+            draft.not_applicable = f"the same weight is used by {other}, of which: {reason}"

@@ -1,0 +1,271 @@
+"""A plan in force on a model: its operators, what every forward checks, and what becomes of copies of the model."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from qsync_core.errors import BackendError, PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, PrecisionPlan
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
+from qsync_torch.apply.functional_calls import RefusedCall
+from qsync_torch.apply.installation import Installation
+from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.kernel_check import check_backends, prebuild
+from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
+from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.distributed.ranks import together
+from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
+from qsync_torch.kernels.selection import default_backend
+
+MARK = "_qsync_applied"
+"""Attribute of a model that has a plan: its :class:`AppliedPlan`."""
+
+
+@attrs.frozen
+class Planned:
+    """What a caller of ``apply_`` wants every operator to run as.
+
+    Attributes:
+        entries: a plan, or variants or assignments by operator.
+        group: which group of a plan.
+        backend: instead of every planned backend.
+        base: the format of the job: float32, or what it trains under autocast to.
+        allow_flags: settings that may differ from those of a plan.
+    """
+
+    entries: PrecisionPlan | Mapping[OpId, Variant | Assignment]
+    group: str | None = None
+    backend: str | None = None
+    base: Precision = Precision.FLOAT32
+    allow_flags: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, where there is one."""
+        return self.entries if isinstance(self.entries, PrecisionPlan) else None
+
+    def on(self, device: torch.device) -> dict[OpId, Assigned]:
+        """Variant and kernels of every operator on a device."""
+        return assignments_of(self.entries, self.group, self.backend, default_backend(device))
+
+
+class AppliedPlan(Installation):
+    """A plan in force on a model.  ``remove()`` restores the model exactly.
+
+    Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save``) are plain models without a plan, and say so.
+
+    Attributes:
+        variants: what every named operator runs as.
+        group: the device group, where a plan was applied.
+        lower_eval: whether the plan is in force in eval mode too.
+        base: the format of the job: where it has 16 bits, the model runs under autocast to it.
+    """
+
+    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
+        super().__init__(model)
+        self._planned = planned
+        self._addressed = locate(model, planned.on(device_of(model)), planned.plan)
+        check_weights(model, self._addressed, planned.plan)
+        self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
+        self.group, self.lower_eval, self.base = planned.group, lower_eval, planned.base
+        self._seed = seed
+        self._steps = StepCounter()
+        self._weights = WeightBatch(())
+        self._lowered: dict[OpId, LoweredCall] = {}
+        self._placed_on: torch.device | None = None
+        self._has_met = planned.plan is None
+        self._awaits_calls = True
+
+    @property
+    def step(self) -> int:
+        """How many forwards the model has run under the plan; it picks the random numbers.
+
+        Set it when training resumes from a checkpoint.
+        """
+        return self._steps.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._steps.step = value
+
+    @property
+    def _changes_nothing(self) -> bool:
+        return all(variant == Variant.plain(self.base) for variant in self.variants.values())
+
+    def check_kernels(self) -> None:
+        """Ask the backends for every kernel, unless the model is still to be moved to where they run.
+
+        Raises:
+            BackendError: when a planned backend is missing, or refuses a kernel that an operator needs.
+        """
+        device = device_of(self.model)
+        if self._changes_nothing or device.type == "meta":
+            return
+        try:
+            check_backends(self._addressed, device)
+        except BackendError:
+            if not _may_move_from(device):
+                raise
+        else:
+            self._placed_on = device
+
+    def lower(self) -> None:
+        """Install the operators in their variants; where all run in the base, only what a forward meets is checked.
+
+        Raises:
+            BackendError: when a kernel cannot be built.
+        """
+        if self._changes_nothing:
+            self._placed_on = device_of(self.model)
+            self.replace_forward(self.model, functools.partial(self._entry, True))
+            return
+        addressed, plan = self._addressed, self._planned.plan
+        if self._placed_on is not None:
+            prebuild(addressed, self._placed_on)
+        modules, entries = dict(addressed.modules), addressed.entries
+        self._lowered = {
+            op_id: LoweredCall(op_id, entries[op_id], self._seed, self._steps, self.cache, modules.get(op_id), self.base)
+            for op_id in addressed.planned
+        }
+        self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
+        # Where every operator gives float32, formats cannot mix; under autocast it is autocast that mends them.
+        sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
+        unnamed, weights = ([], []) if plan is None else unplanned(self.model, addressed, plan)
+        self.install(addressed, self._lowered, promote=sixteen_bit and self.base not in LOW_BASES, refused=weights)
+        for fqn, module in unnamed:
+            self.replace_forward(module, functools.partial(self._refuse, RefusedCall(fqn)))
+
+    def is_on(self) -> bool:
+        """In training, and in eval mode where that was asked for."""
+        return self.lower_eval or self.model.training
+
+    def start_forward(self, whole: bool) -> None:
+        """Checks, new random numbers, and the copies of this step's weights."""
+        device = device_of(self.model)
+        if torch.compiler.is_compiling():
+            check_autocast(self.base, device)
+        elif self._has_met:
+            self._meet(device)
+        else:
+            self._has_met = True
+            with together("the first step under a plan"):
+                plan, group = self._planned.plan, self._planned.group
+                if plan is not None and group is not None:  # settings may have changed since apply_
+                    check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
+                self._meet(device)
+        self._steps.advance()
+        if whole:
+            self._weights.prepare()
+
+    def _meet(self, device: torch.device) -> None:
+        """What every forward meets must be what the plan was made for.
+
+        Raises:
+            PlanError: when autocast is not the plan's.
+            BackendError: when the model has been moved to a device that does not run the planned kernels.
+        """
+        check_autocast(self.base, device)
+        if device == self._placed_on:
+            return
+        self._addressed = locate(self.model, self._planned.on(device), self._planned.plan)
+        check_backends(self._addressed, device)
+        prebuild(self._addressed, device)
+        for op_id, call in self._lowered.items():
+            call.assign(self._addressed.entries[op_id])
+        self._placed_on = device
+
+    def end_forward(self) -> None:
+        """Free unused copies of weights."""
+        self._weights.release()
+
+    def finish(self, output: Any, whole: bool) -> Any:
+        """The loss reads float32; under autocast it takes what autocast gives."""
+        if whole and self._awaits_calls:
+            self._name_missing_calls()
+        return output if self.base in LOW_BASES else float32_outputs(output)
+
+    def _name_missing_calls(self) -> None:
+        """Say after the first step which lowered operators it did not run; compiled code does not tell."""
+        self._awaits_calls = False
+        if torch.compiler.is_compiling() or any(is_compiled(module) for module in self.model.modules()):
+            return
+        missing = [str(op_id) for op_id, call in self._lowered.items() if not call.has_run and call.is_lowered]
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            warnings.warn(
+                f"the plan lowers {', '.join(missing[:_NAMED])}{more}, which the first step did not run as a linear or "
+                "convolution: they keep their precision; trace the model as it runs in training if that is not meant",
+                stacklevel=6,
+            )
+
+    def position(self) -> int | None:
+        """The step."""
+        return self._steps.step
+
+    def at_position(self, position: int) -> AbstractContextManager[None]:
+        """Round as in that step."""
+        return self._steps.at(position)
+
+    def _refuse(self, call: RefusedCall, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call.linear() if self.running and module is owner else inner(module, *args, **kwargs)
+
+        return forward
+
+    def remove(self) -> None:
+        """Take every change back, the mark of an applied plan included.
+
+        Raises:
+            PlanError: when a forward was replaced again since; take that replacement back first.
+        """
+        super().remove()
+        self.model.__dict__.pop(MARK, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no plan."""
+        _say_plain("the copy of a model that runs under a plan")
+
+    def __reduce__(self) -> Any:
+        """A saved model has no plan, and needs no QSync to be loaded."""
+        _say_plain("the saved form of a model that runs under a plan, once loaded,")
+        return type(None), ()
+
+
+_NAMED = 3
+"""How many operators a warning names."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _may_move_from(device: torch.device) -> bool:
+    """Trainers move a model to its GPU after they have made it."""
+    return device.type == "cpu" and torch.cuda.is_available()
+
+
+def _say_plain(what: str) -> None:
+    warnings.warn(f"{what} runs in full precision; call qsync_torch.apply_ on it to train it under a plan", stacklevel=4)
+
+
+def _refuse_to_send(applied: AppliedPlan) -> Any:
+    raise PlanError(
+        "a model that runs under a plan cannot be sent to another process, where it would run in full precision: send the model "
+        "without a plan, and call apply_ in the process that trains it"
+    )
+
+
+ForkingPickler.register(AppliedPlan, _refuse_to_send)

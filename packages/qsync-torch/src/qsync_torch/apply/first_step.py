@@ -1,0 +1,94 @@
+"""What a forward meets: the device of the parameters, autocast; and what it hands to the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.precision import Precision
+from qsync_torch.dtypes import LOW_FLOATS, PRECISION
+
+LOW_BASES = frozenset(PRECISION[dtype] for dtype in LOW_FLOATS)
+"""Bases of jobs that run under autocast."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first parameter is; the CPU for a model without parameters."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def autocast_now(device_type: str) -> Precision:
+    """What ``torch.autocast`` makes of operators on a device now: float32 where it is not active."""
+    if not torch.is_autocast_enabled(device_type):
+        return Precision.FLOAT32
+    return PRECISION.get(torch.get_autocast_dtype(device_type), Precision.FLOAT32)
+
+
+def check_autocast(base: Precision, device: torch.device, where: str = "the model") -> None:
+    """Compare what autocast does with what a plan was made for.
+
+    Raises:
+        PlanError: with both, and what to do.
+    """
+    found = autocast_now(device.type)
+    if found is base:
+        return
+    if base is Precision.FLOAT32:
+        raise PlanError(
+            f"{where} runs under torch.autocast to {found}, but its plan is for a job in float32: leave autocast out, or plan "
+            f"again for a job under autocast (Job(..., amp={str(found)!r}))"
+        )
+    active = "without torch.autocast" if found is Precision.FLOAT32 else f"under torch.autocast to {found}"
+    raise PlanError(
+        f"{where} runs {active}, but its plan is for a job under autocast to {base}: run forward and loss under "
+        f"torch.autocast({device.type!r}, torch.{base}), or plan again for a job without amp"
+    )
+
+
+def float32_outputs(output: Any) -> Any:
+    """An output whose 16-bit tensors are float32: in containers that PyTorch knows, dataclasses and objects of other classes.
+
+    Containers are made anew; objects keep their identity and get new attributes.
+    """
+    return pytree.tree_map(_float32, output)
+
+
+def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(torch.float32) if leaf.dtype in LOW_FLOATS else leaf
+    if id(leaf) in seen or not _holds_attributes(leaf):
+        return leaf
+    inside = seen | {id(leaf)}
+    for name in _attribute_names(leaf):
+        value = getattr(leaf, name, None)
+        if any(_is_low(part, inside) for part in pytree.tree_leaves(value)):
+            # Also in frozen dataclasses.
+            object.__setattr__(leaf, name, pytree.tree_map(lambda part: _float32(part, inside), value))
+    return leaf
+
+
+def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype in LOW_FLOATS
+    if id(leaf) in seen or not _holds_attributes(leaf):
+        return False
+    values = (getattr(leaf, name, None) for name in _attribute_names(leaf))
+    return any(_is_low(part, seen | {id(leaf)}) for value in values for part in pytree.tree_leaves(value))
+
+
+def _holds_attributes(leaf: Any) -> bool:
+    """True for objects that a model may put its outputs into; modules, classes and functions are not."""
+    if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module, torch.dtype, torch.device)):
+        return False
+    return dataclasses.is_dataclass(leaf) or not callable(leaf)
+
+
+def _attribute_names(leaf: Any) -> list[str]:
+    slots = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
+    return [*getattr(leaf, "__dict__", ()), *slots]
