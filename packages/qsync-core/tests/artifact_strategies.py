@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from qsync_core.ir.checks import MAX_INT
+from qsync_core.ir.checks import MAX_INT, MAX_MEASURED
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
@@ -32,6 +32,8 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12)
 names = st.text("abcdefghij", min_size=1, max_size=6)
 counts = st.one_of(st.integers(0, 300), st.integers(0, MAX_INT))
 positive = st.integers(1, MAX_INT)
+measured = st.one_of(st.integers(0, 300), st.integers(0, MAX_MEASURED))
+rates = st.floats(-float(MAX_MEASURED), float(MAX_MEASURED))
 finite = st.floats(allow_nan=False, allow_infinity=False)
 fractions = st.floats(0, 1, exclude_min=True)
 string_maps = st.dictionaries(texts, texts, max_size=3)
@@ -57,7 +59,7 @@ fqns = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_characters="#"), min_size=1, max_size=8).filter(str.isprintable),
 )
 op_ids = st.builds(OpId, fqns, st.one_of(st.integers(0, 3), st.integers(0, 10**18 - 1)))
-shapes = st.one_of(st.just(()), st.lists(st.integers(0, 4096), max_size=4).map(tuple))
+shapes = st.one_of(st.just(()), st.lists(st.integers(0, 2048), max_size=4).map(tuple))
 
 
 def tuples(items: st.SearchStrategy[Any], max_size: int = 4, **more: Any) -> st.SearchStrategy[Any]:
@@ -93,19 +95,30 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     found = draw(tuples(parameters, unique_by=lambda parameter: parameter.fqn))
     order = draw(st.permutations([parameter.fqn for parameter in found]))
     cut = draw(st.integers(0, len(order)))
-    buckets = tuple(Bucket(tuple(part), draw(counts)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
+    buckets = tuple(Bucket(tuple(part), draw(measured)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
     return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(counts), draw(bases))
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
 op_costs = st.builds(
-    OpCost, counts, counts, counts, counts, tuples(st.integers(0, 5)), st.booleans(), counts, counts, texts, texts, finite
+    OpCost,
+    measured,
+    measured,
+    measured,
+    measured,
+    tuples(st.integers(0, 5)),
+    st.booleans(),
+    measured,
+    measured,
+    texts,
+    texts,
+    finite,
 )
 cast_keys = st.builds(CastKey, precisions, precisions, st.sampled_from(Granularity), st.sampled_from(Rounding))
-pairs = tuples(st.tuples(counts, counts))
-cast_models = st.builds(CastModel, cast_keys, counts, finite, finite, finite, pairs)
-collectives = st.builds(CollectiveModel, counts, texts, finite, finite, pairs, tuples(st.integers(-(2**60), 2**60)), finite)
-steps = st.builds(StepMeasurement, variants, *[counts] * 8, finite)
+pairs = tuples(st.tuples(measured, measured))
+cast_models = st.builds(CastModel, cast_keys, measured, rates, rates, finite, pairs)
+collectives = st.builds(CollectiveModel, counts, texts, rates, rates, pairs, tuples(st.integers(-(2**60), 2**60)), finite)
+steps = st.builds(StepMeasurement, variants, *[measured] * 8, finite)
 
 
 @st.composite
@@ -120,10 +133,10 @@ def profiles(draw: st.DrawFn) -> Profile:
         costs=costs,
         cost_index=draw(st.dictionaries(op_ids, by_variant, max_size=4)),
         casts=draw(tuples(cast_models, unique_by=lambda model: model.key)),
-        optimizer_dispatch_ns=draw(counts),
-        optimizer_compute_ns=draw(counts),
-        optimizer_state_bytes=draw(counts),
-        input_bytes=draw(counts),
+        optimizer_dispatch_ns=draw(measured),
+        optimizer_compute_ns=draw(measured),
+        optimizer_state_bytes=draw(measured),
+        input_bytes=draw(measured),
         collective=draw(st.none() | collectives),
         steps=draw(tuples(steps, unique_by=lambda step: step.variant)),
     )

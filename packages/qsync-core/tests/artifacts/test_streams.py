@@ -198,8 +198,11 @@ def test_a_tuning_store_is_a_regular_file(fifo: Path, tmp_path: Path) -> None:
 
 def test_damaged_tuning_lines_are_counted_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(HEADER + "12\n" * 5_000 + "[" * 100_000 + "\n")
-    with pytest.warns(UserWarning, match=r"5001 of the lines of .* the first of them line 2: expected an object"):
+    path.write_text(HEADER + "12\n" * 500 + "[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match=r"501 of the lines of .* the first of them line 2: expected an object"):
+        read_contents(path)
+    path.write_text(HEADER + "12\n" * 5_000)
+    with pytest.raises(ArtifactError, match=r"is not a store of tuning records: more than 1000 of its lines cannot be read"):
         read_contents(path)
     path.write_text(HEADER + '"' + "x" * 70_000 + '"\n')
     with pytest.warns(UserWarning, match="line 2: it has 70002 bytes; a record has at most 65536"):

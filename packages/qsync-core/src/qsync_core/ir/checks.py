@@ -13,6 +13,12 @@ from qsync_core.ir.precision import Precision
 MAX_INT = 2**62
 """Upper bound of every stored count, so that sums of thousands of them stay inside 64 bits elsewhere."""
 
+MAX_MEASURED = 2**48
+"""Upper bound of what is measured of one operator, cast, bucket or step: 3 days in nanoseconds, 256 TiB in bytes.  The sums of ten
+thousand of them stay below :data:`MAX_INT`."""
+MAX_ELEMENTS = 2**44
+"""Of one tensor; its bytes, several times over, stay below :data:`MAX_MEASURED`."""
+
 H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
@@ -21,6 +27,19 @@ def non_negative_int(instance: Any, attribute: attrs.Attribute[Any], value: Any)
     """An integer in 0..2**62 (nanoseconds, bytes, counts)."""
     if type(value) is not int or not 0 <= value <= MAX_INT:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**62, got {value!r}")
+
+
+def measured_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An integer in 0..2**48 (nanoseconds or bytes of one operator, cast, bucket or step)."""
+    if type(value) is not int or not 0 <= value <= MAX_MEASURED:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**48, got {value!r}")
+
+
+def measured_rate(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A float in -2**48..2**48 (nanoseconds, or nanoseconds per byte or element, of a fitted line)."""
+    finite(instance, attribute, value)
+    if abs(value) > MAX_MEASURED:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be a number of at most 2**48, got {value!r}")
 
 
 def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -74,13 +93,13 @@ def fraction(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None
 
 
 def shape(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A tuple of dimensions, each in 0..2**62, whose product is too."""
+    """A tuple of dimensions, each in 0..2**62, whose product is in 0..2**44."""
     product = 1
     for size in value:
         non_negative_int(instance, attribute, size)
         product *= size
-        if product > MAX_INT:
-            raise ValueError(f"{type(instance).__name__}.{attribute.name} has more than 2**62 elements: {value!r}")
+        if product > MAX_ELEMENTS:
+            raise ValueError(f"{type(instance).__name__}.{attribute.name} has more than 2**44 elements: {value!r}")
 
 
 def base_precision(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

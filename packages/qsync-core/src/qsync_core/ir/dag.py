@@ -53,7 +53,7 @@ class Bucket:
     """One gradient bucket of DistributedDataParallel: its parameters in the order DDP packs them, and its size in bytes."""
 
     parameters: tuple[str, ...]
-    nbytes: int = attrs.field(validator=checks.non_negative_int)
+    nbytes: int = attrs.field(validator=checks.measured_int)
 
 
 @attrs.frozen

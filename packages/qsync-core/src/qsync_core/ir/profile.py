@@ -59,14 +59,14 @@ class OpCost:
         spread: interquartile range of the measured total over its median.
     """
 
-    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
+    forward_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    forward_compute_ns: int = attrs.field(validator=checks.measured_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    backward_compute_ns: int = attrs.field(validator=checks.measured_int)
     saves_inputs: tuple[int, ...] = attrs.field(default=(), validator=checks.each(checks.non_negative_int))
     saves_output: bool = False
-    saved_own_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
-    workspace_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    saved_own_bytes: int = attrs.field(default=0, validator=checks.measured_int)
+    workspace_bytes: int = attrs.field(default=0, validator=checks.measured_int)
     backend: str = "aten"
     config: str = ""
     spread: float = attrs.field(default=0.0, validator=checks.finite)
@@ -93,15 +93,15 @@ class CastModel:
     """
 
     key: CastKey
-    dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    intercept_ns: float = attrs.field(validator=checks.finite)
-    ns_per_element: float = attrs.field(validator=checks.finite)
+    dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    intercept_ns: float = attrs.field(validator=checks.measured_rate)
+    ns_per_element: float = attrs.field(validator=checks.measured_rate)
     r2: float = attrs.field(validator=checks.finite)
-    samples: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
+    samples: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.measured_int)))
 
     def cost_ns(self, numel: int) -> int:
         """Device time of casting a tensor of ``numel`` elements, in nanoseconds."""
-        return max(0, round(self.intercept_ns + self.ns_per_element * numel))
+        return min(checks.MAX_MEASURED, max(0, round(self.intercept_ns + self.ns_per_element * numel)))
 
 
 @attrs.frozen
@@ -115,9 +115,9 @@ class CollectiveModel:
 
     world_size: int = attrs.field(validator=checks.non_negative_int)
     backend: str
-    alpha_ns: float = attrs.field(validator=checks.finite)
-    beta_ns_per_byte: float = attrs.field(validator=checks.finite)
-    measured: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.non_negative_int)))
+    alpha_ns: float = attrs.field(validator=checks.measured_rate)
+    beta_ns_per_byte: float = attrs.field(validator=checks.measured_rate)
+    measured: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.measured_int)))
     residuals_ns: tuple[int, ...] = ()
     compute_share: float = attrs.field(default=0.0, validator=checks.finite)
 
@@ -126,7 +126,7 @@ class CollectiveModel:
         for size, duration in self.measured:
             if size == nbytes:
                 return duration
-        return max(0, round(self.alpha_ns + self.beta_ns_per_byte * nbytes))
+        return min(checks.MAX_MEASURED, max(0, round(self.alpha_ns + self.beta_ns_per_byte * nbytes)))
 
 
 @attrs.frozen
@@ -138,14 +138,14 @@ class StepMeasurement:
     """
 
     variant: Variant
-    iteration_ns: int = attrs.field(validator=checks.non_negative_int)
-    forward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    forward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    backward_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    backward_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    peak_bytes: int = attrs.field(validator=checks.non_negative_int)
+    iteration_ns: int = attrs.field(validator=checks.measured_int)
+    forward_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    forward_compute_ns: int = attrs.field(validator=checks.measured_int)
+    backward_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    backward_compute_ns: int = attrs.field(validator=checks.measured_int)
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.measured_int)
+    peak_bytes: int = attrs.field(validator=checks.measured_int)
     spread: float = attrs.field(default=0.0, validator=checks.finite)
 
 
@@ -174,10 +174,10 @@ class Profile:
     costs: tuple[OpCost, ...]
     cost_index: Mapping[OpId, Mapping[Variant, int]]
     casts: tuple[CastModel, ...]
-    optimizer_dispatch_ns: int = attrs.field(validator=checks.non_negative_int)
-    optimizer_compute_ns: int = attrs.field(validator=checks.non_negative_int)
-    optimizer_state_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
-    input_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
+    optimizer_dispatch_ns: int = attrs.field(validator=checks.measured_int)
+    optimizer_compute_ns: int = attrs.field(validator=checks.measured_int)
+    optimizer_state_bytes: int = attrs.field(default=0, validator=checks.measured_int)
+    input_bytes: int = attrs.field(default=0, validator=checks.measured_int)
     collective: CollectiveModel | None = None
     steps: tuple[StepMeasurement, ...] = ()
 

@@ -33,6 +33,8 @@ _MAX_FILE_BYTES = 256 << 20
 _MAX_LINE_BYTES = 64 << 10
 """A line holds one measurement: a few hundred bytes, and more where the reason of a failure is long."""
 _MAX_PROBLEM = 300
+_MAX_UNREADABLE = 1_000
+"""Lines; interrupted runs leave half a line each."""
 MAX_DISTANCE = 2.0
 """A record of other shapes is of use up to this :func:`shape_distance`: dimensions that differ by a factor of 4 together."""
 
@@ -311,6 +313,11 @@ def read_contents(path: Path) -> _Contents:
             found = read_line(line.decode())
         except (ValueError, RecursionError) as error:
             unreadable += 1
+            if unreadable > _MAX_UNREADABLE:
+                raise ArtifactError(
+                    f"{path} is not a store of tuning records: more than {_MAX_UNREADABLE} of its lines cannot be read, the first "
+                    f"of them {first_problem}; delete it, and tune again"
+                ) from None
             first_problem = first_problem or f"line {number}: {str(error)[:_MAX_PROBLEM]}"
             continue
         if isinstance(found, TuningRecord):
