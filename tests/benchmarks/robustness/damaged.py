@@ -33,17 +33,19 @@ from click.testing import CliRunner
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parents[3] / "packages/qsync-core/tests"))
 sys.path.append(str(Path(__file__).resolve().parents[3] / "packages/qsync-planner/tests"))
 
 from artifact_mutations import HEADER_BYTES, MUTATIONS, mutate, reseal
+from inconsistent import MUTATIONS as INCONSISTENT
+from inconsistent import content, relinked, sealed
 from results import write_rows
 from synthetic import BFLOAT16, INT8, hybrid_profiles, transformer
 
 from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.ir import observations as terms
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -169,11 +171,15 @@ _EXTREMES: dict[type, tuple[Any, ...]] = {
 
 def change_values(rng: random.Random, data: bytes) -> bytes:
     """Change values and keep their types: what is left decodes, has a matching digest, and does not fit the rest."""
-    tree = msgpack.unpackb(data[HEADER_BYTES:])
+    tree = content(data)
+    if rng.random() < 0.5:
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            rng.choice(INCONSISTENT)(rng, tree)
+        return sealed(data, tree)
     names = [name for name in _strings(tree) if "#" in name] or [""]
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         _change_value(rng, tree, names)
-    return data[:HEADER_BYTES] + msgpack.packb(tree)
+    return sealed(data, tree)
 
 
 def _strings(tree: Any) -> Iterator[str]:
@@ -314,7 +320,7 @@ def damage(rng: random.Random, name: str, data: bytes) -> tuple[str, bytes]:
     if drawn < 0.01:
         return "bomb", bomb(rng, data)
     if drawn < 0.45:
-        return "inconsistent", reseal(change_values(rng, data))
+        return "inconsistent", change_values(rng, data)
     return "damaged", rng.choice(_STRUCTURAL)(rng, data)
 
 
@@ -367,6 +373,7 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
     """Damage the files of these numbers and run a command on each; returns what happened."""
     signal.signal(signal.SIGALRM, _too_slow)
     names = list(COMMANDS)
+    linked = {name: originals[name] for name in originals if name.endswith(".qsync") and name != "dag.qsync"}
     outcomes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     failures: list[str] = []
@@ -374,8 +381,9 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         for name, data in originals.items():
             Path(name).write_bytes(data)
-        for arguments in GREEDY, REPLAY, INDICATE:  # so that imports count for no file
+        for arguments in (command for commands in COMMANDS.values() for command in commands):  # so that imports count for no file
             run_command(arguments)
+            Path("out").unlink(missing_ok=True)
         for number in numbers:
             rng = random.Random(f"{seed} {number}")
             name = rng.choice(names)
@@ -383,9 +391,9 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
             done, changed = damage(rng, name, originals[name])
             kinds[done] += 1
             Path(name).write_bytes(changed)
-            relinked = _relink(changed) if name == "dag.qsync" and done == "inconsistent" else {}
-            for other, data in relinked.items():
-                Path(other).write_bytes(data)
+            others = relinked({"dag": changed, **linked}) if name == "dag.qsync" and done == "inconsistent" else {}
+            for other in linked if others else ():
+                Path(other).write_bytes(others[other])
             Path("out").unlink(missing_ok=True)
             start = time.monotonic()
             outcome, detail, memory = run_command(arguments)
@@ -394,7 +402,7 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
             outcomes[outcome] += 1
             if outcome not in ("accepted", "refused"):
                 failures.append(f"file {number} ({name}, {done}): qsync {' '.join(arguments)}: {outcome}: {detail}")
-            for restored in (name, *relinked):
+            for restored in (name, *(linked if others else ())):
                 Path(restored).write_bytes(originals[restored])
             if number % 50 == 0:
                 gc.collect()
@@ -405,18 +413,6 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
         "slowest": slowest,
         "heaviest": heaviest,
     }
-
-
-def _relink(changed: bytes) -> dict[str, bytes]:
-    """The other files, made to name an inconsistent graph by its digest: else they would be refused as of another graph."""
-    try:
-        digest = artifact.digest(artifact.from_bytes(changed, PrecisionDag))
-    except Exception:
-        return {}
-    found = {}
-    for name in ("train.qsync", "infer.qsync", "sensitivity.qsync", "observations.qsync", "plan.qsync"):
-        found[name] = artifact.to_bytes(attrs.evolve(artifact.load(name), dag_digest=digest))
-    return found
 
 
 def check_all(count: int, seed: int, processes: int, first: int = 0) -> dict[str, Any]:
