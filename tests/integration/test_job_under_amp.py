@@ -148,6 +148,34 @@ def test_the_predicted_full_step_is_the_measured_one(amp, made):
     assert predicted.groups[group.name].peak_bytes == step.peak_bytes
 
 
+class Unreachable(nn.Module):
+    """A one-dimensional convolution, an LSTM and a product with a parameter: no plan lowers them, autocast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lstm = nn.Conv1d(3, 8, 3, padding=1), nn.LSTM(8, 8, batch_first=True)
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x.flatten(2)).transpose(1, 2)
+        return self.out((self.lstm(x)[0] @ self.weight).mean(1))
+
+
+def test_operators_that_no_plan_can_lower_run_in_the_base():
+    job = attrs.evolve(make_job(), model=Unreachable())
+    dag = trace(job)
+    refused = {operator.kind for operator in dag.operators if operator.not_applicable}
+    assert refused == {"conv1d", "lstm", "matmul"}
+    measured, _ = quick_profile(job, dag)
+    for operator in dag.operators:
+        if operator.not_applicable:
+            assert set(measured.cost_index[operator.op_id]) == {BF16}
+    described, _ = under_base(cluster(), dag)
+    base = {operator.op_id: BF16 for operator in dag.adjustable}
+    found = Replayer(dag, described, {"train": measured, "infer": measured}).replay({"train": base, "infer": base})
+    assert found.iteration_ns > 0
+
+
 def test_a_plan_starts_at_the_base_explains_itself_and_is_verified(made):
     dag, measured, _, _, sensitivity = made
     profiles = {"train": measured, "infer": measured}

@@ -9,6 +9,8 @@ import torch
 from qsync_core.errors import TraceError
 from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
@@ -17,6 +19,8 @@ from qsync_torch.tracing.gradient_order import form_buckets, run_fake
 from qsync_torch.tracing.graph_values import Draft
 from qsync_torch.tracing.graph_walk import GraphWalk
 from qsync_torch.tracing.names import name_operators
+
+FLOAT32 = Variant.plain(Precision.FLOAT32)
 
 
 def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
@@ -57,7 +61,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
     loss, loss_reduction = loss_kind(walk.drafts, walk.loss)
     return PrecisionDag(
         model=job.name,
-        operators=_operators(walk.drafts),
+        operators=_operators(walk.drafts, Variant.plain(job.base)),
         parameters=tuple(
             Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
             for name, parameter in job.model.named_parameters()
@@ -81,7 +85,7 @@ def _check_parameters(job: Job) -> None:
             )
 
 
-def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
+def _operators(drafts: list[Draft], base: Variant) -> tuple[Operator, ...]:
     op_ids = name_operators(drafts)
     _share_reasons(drafts, op_ids)
     depths: list[int] = []
@@ -102,6 +106,7 @@ def _operators(drafts: list[Draft]) -> tuple[Operator, ...]:
             variant_group=op_id.fqn,
             depth=depth,
             not_applicable=draft.not_applicable,
+            variant=base if draft.op_class is OpClass.ADJUSTABLE else FLOAT32,
             no_grad_inputs=draft.no_grad_inputs,
         )
         for draft, op_id, depth in zip(drafts, op_ids, depths, strict=True)
