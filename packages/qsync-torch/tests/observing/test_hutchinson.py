@@ -133,7 +133,7 @@ def test_terms_of_each_variant():
     found = HutchinsonCollector().collect_step(_step(Everything), [INT8, BFLOAT16, FLOAT32])
     forward = {terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE}
     output = {terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE}
-    for op_id in (OpId("conv"), OpId("twice", 0), OpId("twice", 1), OpId("linear")):
+    for op_id in (OpId("conv"), OpId("twice", 0), OpId("twice", 1), OpId("weight")):
         assert {term for o, v, term in found if (o, v) == (op_id, INT8)} == forward | {terms.GRADIENT}
         assert {term for o, v, term in found if (o, v) == (op_id, BFLOAT16)} == forward | output | {terms.GRADIENT}
     assert FLOAT32 not in {variant for _, variant, _ in found}

@@ -75,7 +75,7 @@ class Mixed(nn.Module):
     def written_out(call, p, x):
         y = call("twice", F.gelu(call("first", x, p["first.weight"], p["first.bias"])), p["twice.weight"], p["twice.bias"])
         y = y + call("twice#1", torch.softmax(y, -1), p["twice.weight"], p["twice.bias"])
-        return call("linear", F.layer_norm(y, (4,), p["norm.weight"], p["norm.bias"]), p["weight"], None)
+        return call("weight", F.layer_norm(y, (4,), p["norm.weight"], p["norm.bias"]), p["weight"], None)
 
 
 class Attention(nn.Module):
@@ -284,7 +284,7 @@ def test_bfloat16_gradients(observed):
         if name != first:
             expected += reference.squares(name, "gi", _bfloat16_by_magnitude(reference.values[name, "gi"]))
         _check(totals, (op_id, INT8, terms.GRADIENT), expected)
-        if {f"{name.removesuffix('#1')}.weight", "weight" if name == "linear" else ""} & trained:
+        if {f"{name.removesuffix('#1')}.weight", "weight" if name == "weight" else ""} & trained:
             # Whatever the direction, and they are as many as there are parameters.
             written = [reference.values[name, place] for place in ("gw", "gb") if (name, place) in reference.values]
             expected += reference.parameters * sum(float(_bfloat16(gradient).sum()) for gradient in written)

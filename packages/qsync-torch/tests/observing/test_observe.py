@@ -110,7 +110,7 @@ def test_gradients_of_the_calls_of_a_module_add_up_to_its_parameters():
     assert set(calls) == {operator.op_id for operator in dag.adjustable}
     assert torch.allclose(both, job.model.twice.weight.grad, atol=1e-6)
     assert torch.allclose(calls[OpId("conv")].grad_weight, job.model.conv.weight.grad, atol=1e-6)
-    assert torch.allclose(calls[OpId("linear")].grad_weight, job.model.weight.grad, atol=1e-6)
+    assert torch.allclose(calls[OpId("weight")].grad_weight, job.model.weight.grad, atol=1e-6)
 
 
 def test_the_output_is_the_one_before_it_was_overwritten_in_place():

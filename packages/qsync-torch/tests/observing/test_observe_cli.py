@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 def _observe(*options, output="o.qsync"):
     arguments = ["observe", "job.py:tiny", "--dag", "dag.qsync", "-o", output, "--warmup", "1", "--steps", "4", "--all-steps"]
-    return CliRunner().invoke(cli, [*arguments, "--rungs", "int8,float32", *options], catch_exceptions=False)
+    return CliRunner().invoke(cli, [*arguments, "--rungs", "int8,float32", "--device", "cpu", *options], catch_exceptions=False)
 
 
 def _interrupt(folder):

@@ -50,9 +50,10 @@ class _HookedModel(Installation):
         self._counts: Counter[str] = Counter()
 
     def start_forward(self, whole: bool) -> None:
-        """The model's forward begins."""
-        self._counts.clear()
-        self._hook.start_forward()
+        """The model's forward begins; a part that runs by itself is gradient checkpointing in a backward pass."""
+        if whole:
+            self._counts.clear()
+            self._hook.start_forward()
 
     def end_forward(self) -> None:
         """Nothing to do."""
@@ -67,9 +68,11 @@ class _HookedModel(Installation):
     ) -> torch.Tensor:
         """One call, through the hook where it is asked for."""
         operator = self._operators.get(op_id)
-        if operator is None:
-            return product(x, weight, bias, geometry)
-        return self._hook.call(operator, x, weight, bias, geometry)
+        # The product inside is not another call of the model.
+        with torch._C.DisableTorchFunction():
+            if operator is None:
+                return product(x, weight, bias, geometry)
+            return self._hook.call(operator, x, weight, bias, geometry)
 
 
 class _HookedCall:

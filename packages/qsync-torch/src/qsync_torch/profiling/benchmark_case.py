@@ -106,9 +106,14 @@ def adjustable_case(
     x = torch.randn(operator.input_shapes[0], device=device)
     if operator.attributes.get("memory_format") == "channels_last":
         x = x.to(memory_format=torch.channels_last)
-    weight = torch.empty_like(layouts[operator.parameters[0]], device=device).normal_().requires_grad_()
+    first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
+    is_computed = tuple(first.shape) != operator.weight_shape  # weight_norm: the weight is none of the parameters that it reads
+    weight = (
+        torch.empty(operator.weight_shape, device=device) if is_computed else torch.empty_like(first, device=device)
+    ).normal_()
+    weight.requires_grad_()
     bias = None
-    if len(operator.parameters) > 1:
+    if len(operator.parameters) > (not is_computed):
         bias = torch.randn(weight.shape[0], device=device, requires_grad=True)
     x_needs_gradient = 0 not in operator.no_grad_inputs
     if variant.compute.needs_scale:
