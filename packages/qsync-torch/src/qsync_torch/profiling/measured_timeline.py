@@ -209,10 +209,17 @@ def record_step(
             stream=raw.device_resource_id(),
         )
         for raw in session.kineto_results.events()
-        if raw.device_type().name != "CUDA" or raw.activity_type() in _ON_A_STREAM
+        if raw.device_type().name != "CUDA" or _occupies_a_stream(raw)
     ]
     in_forward = {"autocast": autocast[0]} if autocast else {}
     return sorted(events, key=lambda event: (event.start_ns, -event.end_ns)), software | in_forward
+
+
+def _occupies_a_stream(raw: Any) -> bool:
+    """Whether a device's event takes time there; PyTorch before 2.12 tells annotations from the rest, and records no other marks."""
+    if not hasattr(raw, "activity_type"):
+        return not raw.is_user_annotation()
+    return raw.activity_type() in _ON_A_STREAM
 
 
 def marked_operators(model: torch.nn.Module, dag: PrecisionDag) -> set[str]:
