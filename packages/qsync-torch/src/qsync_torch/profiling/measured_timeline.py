@@ -216,7 +216,7 @@ def record_step(
 
 
 def _occupies_a_stream(raw: Any) -> bool:
-    """Whether a device's event takes time there; PyTorch before 2.12 tells annotations from the rest, and records no other marks."""
+    """Whether a device's event takes time there; before 2.12 PyTorch only tells annotations, and records no other marks."""
     if not hasattr(raw, "activity_type"):
         return not raw.is_user_annotation()
     return raw.activity_type() in _ON_A_STREAM
