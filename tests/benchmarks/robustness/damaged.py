@@ -418,7 +418,7 @@ def check(numbers: range, seed: int, originals: dict[str, bytes]) -> dict[str, A
 def check_all(count: int, seed: int, processes: int, first: int = 0) -> dict[str, Any]:
     """The same in worker processes, put together."""
     originals = make_files()
-    share = max(1, min(500, count // processes))
+    share = max(1, min(2_500, count // processes))
     tasks = [(range(start, min(start + share, first + count)), seed, originals) for start in range(first, first + count, share)]
     total: dict[str, Any] = {"outcomes": Counter(), "kinds": Counter(), "failures": [], "slowest": (0.0, ""), "heaviest": (0, "")}
     with multiprocessing.get_context("forkserver").Pool(processes) as pool:
