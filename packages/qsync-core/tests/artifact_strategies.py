@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from qsync_core.ir.checks import MAX_INT, MAX_MEASURED
+from qsync_core.ir.checks import MAX_BATCH, MAX_INT, MAX_MEASURED
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
-from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
+from qsync_core.ir.dag import ADJUSTABLE_KINDS, Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
@@ -32,6 +32,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12)
 names = st.text("abcdefghij", min_size=1, max_size=6)
 counts = st.one_of(st.integers(0, 300), st.integers(0, MAX_INT))
 positive = st.integers(1, MAX_INT)
+batches = st.integers(0, MAX_BATCH)
 measured = st.one_of(st.integers(0, 300), st.integers(0, MAX_MEASURED))
 rates = st.floats(-float(MAX_MEASURED), float(MAX_MEASURED))
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -72,13 +73,14 @@ parameters = st.builds(Parameter, names, shapes, st.sampled_from(["float32", "in
 @st.composite
 def dags(draw: st.DrawFn) -> PrecisionDag:
     operators: list[Operator] = []
-    for op_id in draw(st.lists(op_ids, max_size=5, unique=True)):
+    for op_id in draw(st.lists(op_ids, min_size=1, max_size=5, unique=True)):
         inputs = draw(tuples(st.sampled_from([op.op_id for op in operators]), max_size=3)) if operators else ()
+        kind = draw(st.sampled_from([*ADJUSTABLE_KINDS, "add", "input"]))
         operators.append(
             Operator(
                 op_id=op_id,
-                kind=draw(st.sampled_from(["linear", "conv2d", "add", "input"])),
-                op_class=draw(st.sampled_from(OpClass)),
+                kind=kind,
+                op_class=draw(st.sampled_from(OpClass if kind in ADJUSTABLE_KINDS else list(OpClass)[1:])),
                 inputs=inputs,
                 input_shapes=tuple(draw(shapes) for _ in inputs),
                 output_shape=draw(shapes),
@@ -96,7 +98,7 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     order = draw(st.permutations([parameter.fqn for parameter in found]))
     cut = draw(st.integers(0, len(order)))
     buckets = tuple(Bucket(tuple(part), draw(measured)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
-    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(counts), draw(bases))
+    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(batches), draw(bases))
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
@@ -117,7 +119,7 @@ op_costs = st.builds(
 cast_keys = st.builds(CastKey, precisions, precisions, st.sampled_from(Granularity), st.sampled_from(Rounding))
 pairs = tuples(st.tuples(measured, measured))
 cast_models = st.builds(CastModel, cast_keys, measured, rates, rates, finite, pairs)
-collectives = st.builds(CollectiveModel, counts, texts, rates, rates, pairs, tuples(st.integers(-(2**60), 2**60)), finite)
+collectives = st.builds(CollectiveModel, counts, texts, rates, rates, pairs, tuples(st.integers(-(2**60), 2**60)), st.floats(0, 1))
 steps = st.builds(StepMeasurement, variants, *[measured] * 8, finite)
 
 

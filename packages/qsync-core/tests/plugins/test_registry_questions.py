@@ -10,12 +10,13 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 from plugin_doubles import offering, plugin, registry
 
 from qsync_core.errors import BackendError, QSyncError
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
 from qsync_core.plugins.hooks import DeviceFacts, hookimpl
 from qsync_core.plugins.registry import Registry
 
-GRAPH = PrecisionDag("resnet50", (), ())
+GRAPH = PrecisionDag("resnet50", (Operator(OpId("$input.x"), "input", OpClass.FIXED, (), (), (1,)),), ())
 TRUTH = Observations("resnet50", "0" * 64, (), 8, "budget", ())
 
 

@@ -19,6 +19,9 @@ thousand of them stay below :data:`MAX_INT`."""
 MAX_ELEMENTS = 2**44
 """Of one tensor; its bytes, several times over, stay below :data:`MAX_MEASURED`."""
 
+MAX_BATCH = 2**20
+"""Samples of a rank's batch; what balances batches tries every size."""
+
 H = TypeVar("H", bound=Hashable)
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
@@ -40,6 +43,12 @@ def measured_rate(instance: Any, attribute: attrs.Attribute[Any], value: Any) ->
     finite(instance, attribute, value)
     if abs(value) > MAX_MEASURED:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be a number of at most 2**48, got {value!r}")
+
+
+def batch_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """An integer in 0..2**20 (samples of a rank's batch)."""
+    if type(value) is not int or not 0 <= value <= MAX_BATCH:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be an integer in 0..2**20, got {value!r}")
 
 
 def positive_int(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -90,6 +99,13 @@ def fraction(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None
     finite(instance, attribute, value)
     if not 0 < value <= 1:
         raise ValueError(f"{type(instance).__name__}.{attribute.name} must be in (0, 1], got {value!r}")
+
+
+def share(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """A float in [0, 1]."""
+    finite(instance, attribute, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name} must be in [0, 1], got {value!r}")
 
 
 def shape(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:

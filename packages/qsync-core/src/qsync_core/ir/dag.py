@@ -33,6 +33,10 @@ class OpClass(enum.StrEnum):
     """Graph inputs, embeddings, the loss, integer work: never touched; floating-point results are float32."""
 
 
+ADJUSTABLE_KINDS = ("linear", "conv2d")
+"""Kinds of operators whose precision a plan can pick."""
+
+
 @attrs.frozen
 class Parameter:
     """A model parameter under its ``named_parameters`` name; shape in elements, dtype as torch names it."""
@@ -95,6 +99,8 @@ class Operator:
     no_grad_inputs: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
+        if self.is_adjustable and self.kind not in ADJUSTABLE_KINDS:
+            raise ValueError(f"{self.op_id}: {' and '.join(ADJUSTABLE_KINDS)} operators are adjustable, not {self.kind[:40]!r}")
         if len(self.inputs) != len(self.input_shapes):
             raise ValueError(f"{self.op_id}: {len(self.inputs)} inputs but {len(self.input_shapes)} input shapes")
         if any(type(index) is not int or not 0 <= index < len(self.inputs) for index in self.no_grad_inputs):
@@ -162,10 +168,12 @@ class PrecisionDag:
     buckets: tuple[Bucket, ...] = ()
     loss: str = "custom"
     loss_reduction: str = "mean"
-    batch_size: int = attrs.field(default=1, validator=checks.non_negative_int)
+    batch_size: int = attrs.field(default=1, validator=checks.batch_int)
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
 
     def __attrs_post_init__(self) -> None:
+        if not self.operators:
+            raise ValueError("a graph has at least one operator")
         position: dict[OpId, int] = {}
         for index, operator in enumerate(self.operators):
             if operator.op_id in position:

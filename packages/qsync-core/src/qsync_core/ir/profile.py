@@ -119,7 +119,7 @@ class CollectiveModel:
     beta_ns_per_byte: float = attrs.field(validator=checks.measured_rate)
     measured: tuple[tuple[int, int], ...] = attrs.field(default=(), validator=checks.each(checks.each(checks.measured_int)))
     residuals_ns: tuple[int, ...] = ()
-    compute_share: float = attrs.field(default=0.0, validator=checks.finite)
+    compute_share: float = attrs.field(default=0.0, validator=checks.share)
 
     def cost_ns(self, nbytes: int) -> int:
         """Duration of one all-reduce of ``nbytes``, in nanoseconds; exactly what was measured where that size was."""
