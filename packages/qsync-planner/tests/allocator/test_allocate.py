@@ -163,9 +163,9 @@ def test_greedy_against_the_best_plan_by_enumeration(bound: str) -> None:
 
 def test_neighbours_that_can_only_rise_together_do() -> None:
     """A step up of either costs casts between the two; that of both does not."""
-    case = random_case(13, blocks=2, ladder=LADDERS[1], kind=DeviceKind.CUDA)
+    case = random_case(0, blocks=2, ladder=LADDERS[1], kind=DeviceKind.CUDA)
     smallest, full = leanest(case), allocate(*case.arguments, solver="full").group("infer0").predicted_peak_bytes
-    plan = allocate(*case.with_memory(smallest + 4 * (full - smallest) // 10).arguments, solver="greedy", tolerance=0.2)
+    plan = allocate(*case.with_memory(smallest + 3 * (full - smallest) // 10).arguments, solver="greedy", tolerance=0.2)
     reasons = [assignment.reason for assignment in plan.group("infer0").assignments.values()]
     assert any(text.startswith("recovered to float32 together with block.0.") for text in reasons)
 

@@ -72,7 +72,7 @@ def test_hutchinson_tells_which_part_is_flips() -> None:
 
 
 def test_a_plan_says_what_it_does_as_a_whole_where_that_is_not_the_sum() -> None:
-    case = random_case(5, blocks=2)
+    case = random_case(0, blocks=2)
     plan = allocate(*case.arguments, solver="uniform")
     assert not any("as a whole" in note for note in plan.notes)
     omega = case.sensitivity.omega

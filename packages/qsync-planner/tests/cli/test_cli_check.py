@@ -115,6 +115,13 @@ def test_an_indicator_that_can_not_be_computed_is_left_out_unless_it_was_named(f
     assert isinstance(run(*arguments, "--against", "tarot").exception, ObservationError)
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf", "-inf", "0", "-1"])
+def test_a_budget_is_a_finite_number_of_seconds(folder: Path, budget: str) -> None:
+    result = check("--truth", "t.qsync", "--budget", budget)
+    assert result.exit_code == 2
+    assert f"'--budget': {budget}" in result.stderr or f"'--budget': {float(budget)}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,8 +130,6 @@ def test_an_indicator_that_can_not_be_computed_is_left_out_unless_it_was_named(f
         (("--truth", "foreign.qsync"), "the truth is of another graph ('net', digest"),
         (("--truth", "narrow.qsync"), "the truth was not measured in bfloat16; it has int8"),
         (("--truth", "t.qsync", "--page", "p.pdf"), "give --page a name that ends in .html, got p.pdf"),
-        (("--truth", "t.qsync", "--budget", "nan"), "--budget is a number of seconds, finite and greater than 0; got nan"),
-        (("--job", "x", "--budget", "inf"), "--budget is a number of seconds, finite and greater than 0; got inf"),
     ],
 )
 def test_one_sentence_for_what_does_not_fit(folder: Path, arguments: tuple[str, ...], message: str) -> None:
