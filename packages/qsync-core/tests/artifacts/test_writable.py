@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
-from qsync_core.artifacts.atomic_file import check_writable
+from qsync_core.artifacts import atomic_file
+from qsync_core.artifacts.atomic_file import check_writable, write_atomically
 from qsync_core.errors import ArtifactError
 
 
@@ -38,6 +44,35 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ArtifactError, match=r"cannot write .*/o\.qsync: Permission denied"):
         check_writable(tmp_path / "o.qsync")
+
+
+@pytest.mark.parametrize("call", [check_writable, lambda path: write_atomically(path, b"new")], ids=["check", "write"])
+def test_an_interrupt_at_any_moment_leaves_no_temporary_file(call: Callable[[Path], None], tmp_path: Path) -> None:
+    """As Ctrl-C would: the interrupt is raised at the first event, at the second, and so on."""
+    (tmp_path / "old").write_bytes(b"old")
+    for moment in itertools.count():
+        left = moment
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal left
+            if frame.f_code.co_filename in (atomic_file.__file__, contextlib.__file__) and argument is not os.unlink:
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            call(tmp_path / "old")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert [path.name for path in tmp_path.iterdir()] == ["old"]
+        assert (tmp_path / "old").read_bytes() in (b"old", b"new")
+        if left > 0:
+            break
+    assert moment > 10
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import errno
 import os
 import stat
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 
 from qsync_core.errors import ArtifactError
 
@@ -35,20 +35,13 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
             stream.write(data)
         return
     target = os.path.realpath(path)
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    # os.open instead of tempfile: the file gets the permissions that the user's umask gives any other file.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    folder = os.path.dirname(target)
+    with _temporary_beside(target) as temporary:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
     # The rename itself reaches the disk with the directory; where directories cannot be opened the system sees to it.
     with contextlib.suppress(OSError):
         directory = os.open(folder, os.O_RDONLY)
@@ -67,7 +60,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """
     name = os.fspath(path)
     target = os.path.realpath(name)
-    folder, file = os.path.split(target)
+    folder = os.path.dirname(target)
     if os.path.isdir(target):
         raise ArtifactError(f"cannot write {name}: it is a folder; name a file in it")
     try:
@@ -77,10 +70,27 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         if not os.path.isdir(folder):
             raise ArtifactError(f"cannot write {name}: there is no folder {folder}; make it, or name another")
         # As the file will be written, because permissions do not tell all: a file system may be read-only, a name too long for it.
-        with tempfile.NamedTemporaryFile(prefix=f".{file}.", suffix=".0000000.tmp", dir=folder):
+        with _temporary_beside(target) as temporary, open(temporary, "xb"):
             pass
     except OSError as error:
         raise ArtifactError(f"cannot write {name}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _temporary_beside(target: str) -> Iterator[str]:
+    """A name for a file that is gone afterwards, whatever interrupts the body: it is known before there is a file.
+
+    The file is opened by name and not by :mod:`tempfile`: it gets the permissions that the user's umask gives any other file.
+    """
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield temporary
+    finally:
+        try:  # noqa: SIM105 - nothing that an interrupt could hit may stand before the removal
+            os.unlink(temporary)
+        except OSError:
+            pass
 
 
 def is_stream(path: str | os.PathLike[str]) -> bool:
