@@ -14,6 +14,7 @@ from synthetic import BFLOAT16, FLOAT16, FLOAT32
 
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ClusterError, InfeasibleError, PlanError
+from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision, Rounding
@@ -438,3 +439,16 @@ def test_an_unmeasured_base_precision_is_named_and_an_unmeasured_rung_is_left_ou
         allocate(case.dag, case.cluster, without(FULL), case.sensitivity)  # type: ignore[arg-type]
     plan = allocate(case.dag, case.cluster, without(LADDERS[0][0]), case.sensitivity)  # type: ignore[arg-type]
     assert plan.group("infer0").assignments[first].variant in LADDERS[0][1:]
+
+
+def test_a_plan_says_in_which_shape_a_model_stores_each_weight() -> None:
+    case = random_case(3)
+    adjustable = {operator.op_id for operator in case.dag.adjustable}
+    turned = tuple(
+        attrs.evolve(operator, attributes={WEIGHT_LAYOUT: TRANSPOSED}) if operator.op_id in adjustable else operator
+        for operator in case.dag.operators
+    )
+    for dag, order in ((case.dag, 1), (attrs.evolve(case.dag, operators=turned), -1)):
+        profiles = {group: attrs.evolve(profile, dag_digest=digest(dag)) for group, profile in case.profiles.items()}
+        plan = allocate(dag, case.cluster, profiles, attrs.evolve(case.sensitivity, dag_digest=digest(dag)))
+        assert plan.weight_shapes == {operator.op_id.fqn: operator.weight_shape[::order] for operator in case.dag.adjustable}

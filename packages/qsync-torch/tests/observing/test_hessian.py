@@ -119,6 +119,39 @@ def test_eigenvalues_against_the_dense_hessian(dropout):
         assert found[op_id, None, terms.WEIGHT_NUMEL] == dict(step.model.named_parameters())[name].numel()
 
 
+class Products(nn.Module):
+    """A weight that is stored as inputs by outputs and read by two calls, between which the next one is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16, 3) / 4)
+
+    def forward(self, x):
+        return F.gelu(F.gelu(x.flatten(1) @ self.twice) @ self.twice) @ self.once
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_stored_transposed(frozen):
+    torch.manual_seed(0)
+    model = Products()
+    expected = HessianCollector(400, 1e-10).collect_step(_step(model), [INT8])
+    model.twice.requires_grad_(not frozen)
+    model.once.requires_grad_(False)
+    model.extra = nn.Parameter(torch.zeros(()))
+    model.register_forward_hook(lambda module, args, output: output + module.extra)
+    step = _step(model)
+    found = HessianCollector(400, 1e-10).collect_step(step, [INT8])
+    for op_id, name in ((OpId("twice"), "twice"), (OpId("twice", 1), "twice"), (OpId("once"), "once")):
+        assert found[op_id, None, terms.TOP_EIGENVALUE] == pytest.approx(_top(_dense(step, name)), rel=1e-4)
+        # One scale for each output, which is a column of what is stored.
+        weight = dict(step.model.named_parameters())[name].detach()
+        spacing = weight.abs().amax(0) / 127
+        residual = (weight / spacing) % 1
+        error = float((spacing**2 * residual * (1 - residual)).sum())
+        assert found[op_id, INT8, terms.WEIGHT_ERROR] == pytest.approx(error, rel=1e-4)
+        assert found[op_id, INT8, terms.WEIGHT_ERROR] == pytest.approx(expected[op_id, INT8, terms.WEIGHT_ERROR])
+
+
 def test_eight_products_come_near_and_negative_eigenvalues_keep_their_sign():
     torch.manual_seed(1)
     step = _step(Net(), loss=lambda output, batch: -F.cross_entropy(output, batch.target))

@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass, Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling.benchmark_case import adjustable_case, replayed_case
-from qsync_torch.profiling.memory import watch_saved
+from qsync_torch.profiling.memory import memory_rise, watch_saved
 from qsync_torch.tracing.trace import trace
 
 
@@ -88,6 +88,39 @@ def test_adjustable_operator_keeps_its_cast_input_and_low_precision_weight(preci
     saved = watch_saved(case.make_ready().run, case.activations, case.parameters)
     assert case.activations[0].dtype is {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[precision]
     assert (saved.inputs, saved.output, saved.own_bytes) == ((0,), False, own_bytes)
+
+
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16, Precision.INT8])
+def test_a_transposed_weight_keeps_what_a_linear_keeps_and_int8_copies_it_once_each_way(precision):
+    n, k, rows = 512, 256, 8
+    made = {}
+    for attributes, stored in (({}, (n, k)), ({WEIGHT_LAYOUT: TRANSPOSED}, (k, n))):
+        operator = Operator(
+            OpId("fc.weight"),
+            "linear",
+            OpClass.ADJUSTABLE,
+            (OpId("relu"),),
+            ((rows, k),),
+            output_shape=(rows, n),
+            parameters=("fc.weight", "fc.bias"),
+            weight_shape=(n, k),
+            attributes=attributes,
+        )
+        assert operator.parameter_shape == stored
+        case = adjustable_case(operator, Variant.of(precision), {"fc.weight": torch.empty(stored)}, torch.device("cpu"), ATEN)
+        saved = watch_saved(case.make_ready().run, case.activations, case.parameters)
+        assert case.parameters[0].shape == stored
+        call, results = case.make_ready(), []
+        forward = memory_rise(lambda: results.append(call.run()))  # noqa: B023
+        gradient = torch.randn(rows, n, dtype=case.gradient_dtype or results[0].dtype)
+        backward = memory_rise(call.backward_thunk(results[0], [gradient]))
+        made[stored] = (saved.inputs, saved.output, saved.own_bytes), forward[0], backward[0]
+    (kept, forward, backward), (same, forward_turned, backward_turned) = made.values()
+    assert kept == same
+    copy = 4 * n * k if precision is Precision.INT8 else 0
+    assert copy <= forward_turned <= forward + copy
+    assert (backward_turned > backward) == (copy > 0)
+    assert backward_turned <= backward + copy
 
 
 def test_a_whole_model_keeps_what_the_parts_say():

@@ -246,7 +246,7 @@ class Refused(nn.Module):
         x = self.lopsided(self.reflecting(x)).squeeze(1)
         x = torch.vmap(self.mapped)(self.mapped(x))
         x = self.recurrent(x)[0]
-        x = x @ self.matrix
+        x = x @ self.matrix.t()
         x = F.linear(x, self.fixed)
         x = F.linear(x, self.matrix * 2)
         return self.direct(x) + F.linear(x, x[0]).sum()

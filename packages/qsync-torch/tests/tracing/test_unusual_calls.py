@@ -52,9 +52,10 @@ class Product(nn.Module):
         (nn.ConvTranspose2d(3, 4, 3, stride=2), (2, 3, 5, 5), "conv_transpose2d", 2 * (2 * 5 * 5) * 3 * 4 * 9),
         (nn.Conv1d(3, 4, 3), (2, 3, 9), "conv1d", 2 * (2 * 7) * 3 * 4 * 3),
         (nn.Bilinear(4, 4, 6), (2, 4), "bilinear", 2 * 2 * 4 * 4 * 6),
-        (Product(torch.matmul, 4, 5), (2, 4), "matmul", 2 * 2 * 4 * 5),
+        (Product(torch.matmul, 4, 5), (2, 4), "linear", 2 * 2 * 4 * 5),
         (Product(torch.mv, 4), (2, 4), "mv", 2 * 2 * 4),
-        (Product(lambda x, w: torch.addmm(x.new_ones(5), x, w), 4, 5), (2, 4), "addmm", 2 * 2 * 4 * 5),
+        (Product(lambda x, w: torch.addmm(x.new_ones(5), x, w), 4, 5), (2, 4), "linear", 2 * 2 * 4 * 5),
+        (Product(lambda x, w: w @ x, 3, 2), (2, 4), "matmul", 2 * 3 * 2 * 4),
         (Product(lambda x, w: torch.bmm(x, w), 3, 4, 5), (3, 2, 4), "bmm", 2 * 3 * 2 * 4 * 5),
         (Product(lambda x, w: torch.einsum("nk,kj->nj", x, w), 4, 5), (2, 4), "einsum", 2 * 2 * 4 * 5),
     ],
@@ -68,6 +69,39 @@ def test_every_product_counts(model: nn.Module, shape: tuple[int, ...], kind: st
         model.inner = inner
         model.forward = lambda x: inner(x, x)
     assert flops_of(trace(job(model, shape)), kind) == flops
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x, w: x @ w, ""),
+        (lambda x, w: torch.addmm(w[0], x, w), ""),
+        (lambda x, w: (x @ w) @ w, ""),
+        (lambda x, w: torch.addmm(x.mean(0), x, w), "its bias is computed, not a parameter"),
+        (lambda x, w: torch.addmm(w[:2], x, w), "torch.addmm adds a tensor of shape [2, 4] to the product"),
+        (lambda x, w: torch.addmm(w[0], x, w, beta=2), "torch.addmm is called with factors alpha or beta other than 1"),
+        (lambda x, w: torch.addmm(w[0], x, w, alpha=2) @ w, "torch.addmm is called with factors alpha or beta other than 1"),
+        (lambda x, w: torch.vmap(lambda row: row @ w)(x), "it is called under torch.vmap"),
+    ],
+)
+def test_a_whole_matrix_on_the_right_is_the_weight_of_a_linear(function, reason: str) -> None:
+    dag = trace(job(Product(function, 4, 4)))
+    products = [operator for operator in dag.operators if operator.weight_shape]
+    assert [str(operator.op_id) for operator in products] == [f"weight#{call}" for call in range(len(products))]
+    assert products[0].not_applicable.startswith(reason)
+    assert {operator.is_adjustable for operator in products} == {not reason}
+    for operator in products:
+        assert (operator.kind, operator.parameters[0], operator.is_transposed) == ("linear", "weight", True)
+        assert operator.input_shapes[0][-1] == 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, w: w @ w, lambda x, w: w.t() @ w, lambda x, w: x @ w.t(), lambda x, w: w[:2, :2] @ x, lambda x, w: x @ w[:, :2]],
+    ids=["parameters", "view and parameter", "view", "left", "part"],
+)
+def test_other_products_are_no_operators_of_a_plan(function) -> None:
+    assert trace(job(Product(lambda x, w: x.mean() + function(x, w), 4, 4))).adjustable == ()
 
 
 class Checkpointed(nn.Module):

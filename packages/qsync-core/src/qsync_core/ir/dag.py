@@ -60,6 +60,10 @@ class Bucket:
     nbytes: int = attrs.field(validator=checks.measured_int)
 
 
+WEIGHT_LAYOUT, TRANSPOSED = "weight_layout", "transposed"
+"""An attribute of operators and its one value."""
+
+
 @attrs.frozen
 class Operator:
     """One operator: a forward call and the backward that autograd derives from it.
@@ -128,6 +132,16 @@ class Operator:
     def weight_numel(self) -> int:
         """Elements of the weight, 0 where there is none."""
         return math.prod(self.weight_shape) if self.weight_shape else 0
+
+    @property
+    def is_transposed(self) -> bool:
+        """True for a linear ``x @ w``, whose parameter ``w`` is (K, N); ``weight_shape`` is (N, K) nevertheless."""
+        return self.attributes.get(WEIGHT_LAYOUT) == TRANSPOSED
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the weight as the model stores it."""
+        return self.weight_shape[::-1] if self.is_transposed else self.weight_shape
 
     @property
     def is_adjustable(self) -> bool:

@@ -276,5 +276,5 @@ def _plan(
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
         base=dag.base,
-        weight_shapes={operator.op_id.fqn: operator.weight_shape for operator in dag.adjustable},
+        weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},
     )

@@ -1,4 +1,4 @@
-"""Calls of ``F.linear`` and ``F.conv2d`` in a model's own code, found by the identity of their weight."""
+"""Calls of ``F.linear``, ``F.conv2d`` and ``x @ weight`` in a model's own code, found by the identity of their weight."""
 
 from __future__ import annotations
 
@@ -54,9 +54,17 @@ class WeightCalls:
     Args:
         planned: places of weights and the calls that run with them.
         refused: places of weights with which a linear or convolution must not run, because a whole plan does not name it.
+        model: whose weights they are.
     """
 
-    def __init__(self, planned: Sequence[tuple[WeightPlace, OperatorCall]], refused: Sequence[WeightPlace] = ()) -> None:
+    def __init__(
+        self,
+        planned: Sequence[tuple[WeightPlace, OperatorCall]],
+        refused: Sequence[WeightPlace] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        self._model = model or nn.Module()
+        self._stored: dict[int, torch.Tensor] | None = None
         self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn)) for place in refused))
         self._found: dict[int, tuple[torch.Tensor | None, OperatorCall]] = {}
         self._is_current = False
@@ -64,6 +72,7 @@ class WeightCalls:
     def start_forward(self) -> None:
         """A forward begins: parameters may have been replaced since the last one."""
         self._is_current = False
+        self._stored = None
 
     def of(self, weight: object) -> OperatorCall | None:
         """What replaces a call with this weight; None for one that no plan names."""
@@ -77,6 +86,21 @@ class WeightCalls:
         self._is_current = True
         self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
         return self.of(weight)
+
+    def fqn_of(self, weight: torch.Tensor) -> str:
+        """The name of a weight for which there is a call."""
+        return next(place.fqn for place, _ in self._calls_by_place if place.weight is weight)
+
+    def is_stored(self, x: torch.Tensor) -> bool:
+        """True for the model's parameters and buffers and their views: a product of such alone is no operator of a plan."""
+        source = x if x._base is None else x._base
+        if isinstance(source, nn.Parameter) or not source.is_leaf:
+            return isinstance(source, nn.Parameter)
+        if torch.compiler.is_compiling():
+            return any(source is tensor for tensor in (*self._model.parameters(), *self._model.buffers()))
+        if self._stored is None:
+            self._stored = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
+        return self._stored.get(id(source)) is source
 
 
 class RefusedCall:

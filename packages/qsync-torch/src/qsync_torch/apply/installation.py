@@ -1,8 +1,8 @@
 """Replacing the calls that a model makes: one installation, which ``apply_`` and observing share.
 
-It finds each operator where the model calls it (a Linear or Conv2d module, or ``F.linear`` and ``F.conv2d`` with a weight of the
-model) and puts an :class:`OperatorCall` there.  Modules keep their identity; what changes is the ``forward`` that an instance has,
-and :meth:`Installation.remove` takes that away again.  A copy of such a module runs as the module was before.
+It finds each operator where the model calls it (a Linear or Conv2d module, or ``F.linear``, ``F.conv2d`` and ``@`` with a weight of
+the model) and puts an :class:`OperatorCall` there.  Modules keep their identity; what changes is the ``forward`` that an instance
+has, and :meth:`Installation.remove` takes that away again.  A copy of such a module runs as the module was before.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Installation(abc.ABC):
             refused: places of weights that must not be used in a linear or convolution.
         """
         wrap_checkpointing()
-        self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused)
+        self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model)
         self._around = interception = Interception(self.cache, self._calls, promote=promote)
         for op_id, module in addressed.modules:
             self.replace_forward(module, functools.partial(self._operator, calls[op_id]))

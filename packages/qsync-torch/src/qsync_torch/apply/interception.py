@@ -3,7 +3,7 @@
 Elementwise functions, ``cat``, ``stack`` and ``where`` promote mixed dtypes by themselves, exactly as core's ``promote`` does.
 Matrix products, attention and some others refuse mixed dtypes; a :class:`torch.overrides.TorchFunctionMode` around the forward
 promotes their operands first.  The same mode finds ``F.linear`` and ``F.conv2d`` calls with a weight that a plan names
-(:mod:`qsync_torch.apply.functional_calls`).
+(:mod:`qsync_torch.apply.functional_calls`), and products with such a weight on the right, which store it as (K, N).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
-from qsync_torch.apply.functional_calls import WeightCalls
+from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
@@ -47,6 +48,15 @@ PROMOTED: frozenset[Function] = frozenset(
     ]
 )  # fmt: skip
 """Functions that take several tensors and refuse mixed floating-point dtypes."""
+
+RIGHT_FACTORS: dict[Function, str] = {
+    torch.matmul: "other",
+    torch.mm: "mat2",
+    torch.Tensor.matmul: "other",
+    torch.Tensor.__matmul__: "other",
+    torch.Tensor.mm: "mat2",
+}
+"""Products of two tensors, and what they call the second one."""
 
 WRITES: frozenset[Function] = frozenset(
     _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
@@ -132,6 +142,8 @@ class Interception(TorchFunctionMode):
         self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {
             F.linear: self._functional_linear,
             torch.conv2d: self._functional_conv2d,
+            **dict.fromkeys(RIGHT_FACTORS, self._product),
+            **dict.fromkeys((torch.addmm, torch.Tensor.addmm), self._addmm),
             F.multi_head_attention_forward: self._open,
         }
         if promote:
@@ -202,8 +214,37 @@ class Interception(TorchFunctionMode):
         return result
 
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._calls.of(args[1] if len(args) > 1 else kwargs.get("weight"))
+        planned = self._planned(args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else kwargs.get("weight"))
         return self._promoted(func, args, kwargs) if planned is None else planned.linear(*args, **kwargs)
+
+    def _planned(self, x: Any, weight: Any) -> OperatorCall | None:
+        call = self._calls.of(weight)
+        return None if call is None or self._calls.is_stored(x) else call
+
+    def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x @ weight``, where that is the linear of a plan."""
+        weight = args[1] if len(args) > 1 else kwargs.get(RIGHT_FACTORS[func])
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2 and "out" not in kwargs:
+            x = args[0] if args else kwargs["input"]
+            planned = self._planned(x, weight)
+            if planned is not None:
+                return planned.linear(x, weight.t())
+        return self._promoted(func, args, kwargs)
+
+    def _addmm(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``bias + x @ weight``, where that is the linear of a plan."""
+        operands: list[Any] = [*args[:3], *(kwargs.get(name) for name in ("input", "mat1", "mat2")[len(args) :])]
+        bias, x, weight = operands
+        planned = self._planned(x, weight) if isinstance(weight, torch.Tensor) else None
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        scaled = any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta"))
+        if scaled or len(args) > 3 or "out" in kwargs or bias.shape != weight.shape[1:]:
+            raise PlanError(
+                f"torch.addmm is called with {self._calls.fqn_of(weight)} and a factor, summand or output that no linear has, "
+                "which it was not when the plan was made; trace this model, called as it is in training, and plan again"
+            )
+        return planned.linear(x, weight.t(), bias)
 
     def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = self._calls.of(args[1] if len(args) > 1 else kwargs.get("weight"))

@@ -42,8 +42,8 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
             reasons[reason] = [op_id for op_id, entry in addressed.entries.items() if name in entry.choice.backends]
     if not reasons:
         reasons_of = functools.cache(lambda entry, call: tuple(_reasons(entry, call, device)))  # layers repeat
-        for op_id, entry, call in _planned_calls(addressed):
-            for reason in reasons_of(entry, call):
+        for op_id, entry, calls in _planned_calls(addressed):
+            for reason in min((reasons_of(entry, call) for call in calls), key=len):
                 reasons.setdefault(reason, []).append(op_id)
     if reasons:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
@@ -70,13 +70,16 @@ def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterato
         yield f"{', '.join(refused)} as {label} ({'; '.join(refusals)})"
 
 
-def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, CallShapes]]:
-    """Every planned operator, with nominal shapes in place of those of its calls, which no plan stores."""
-    calls = [(op_id, _nominal(module)) for op_id, module in addressed.modules]
-    calls += [(op_id, _nominal_call(place.weight)) for op_id, place in addressed.functional]
-    for op_id, call in calls:
+def _planned_calls(addressed: Addressed) -> Iterator[tuple[OpId, Assigned, list[CallShapes]]]:
+    """Every planned operator, with nominal shapes in place of those of its calls, which no plan stores.
+
+    A plan does not store either whether functional calls take a matrix as (N, K) or as (K, N): those are two calls.
+    """
+    calls = [(op_id, [_nominal(module)]) for op_id, module in addressed.modules]
+    calls += [(op_id, _nominal_calls(place.weight)) for op_id, place in addressed.functional]
+    for op_id, possible in calls:
         entry = addressed.entries[op_id]
-        yield op_id, entry, _as_chosen(call, entry)
+        yield op_id, entry, [_as_chosen(call, entry) for call in possible]
 
 
 def _as_chosen(call: CallShapes, entry: Assigned) -> CallShapes:
@@ -99,20 +102,23 @@ def _nominal(module: nn.Module) -> CallShapes:
         x, y = (1, module.in_channels, *side), (1, module.out_channels, *geometry.output_size(side, kernel))
         return CallShapes("conv2d", x, tuple(module.weight.shape), y, geometry)
     assert isinstance(module, nn.Linear)
-    n, k = module.weight.shape
+    return _nominal_linear(*module.weight.shape)
+
+
+def _nominal_linear(n: int, k: int) -> CallShapes:
     return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
 
 
-def _nominal_call(weight: torch.Tensor | None) -> CallShapes:
-    """Of a functional call; a convolution's is taken to be a plain one."""
+def _nominal_calls(weight: torch.Tensor | None) -> list[CallShapes]:
+    """Of functional calls; a convolution's is taken to be a plain one."""
     assert weight is not None
     if weight.dim() == 2:
         n, k = weight.shape
-        return CallShapes("linear", (_NOMINAL_ROWS, k), (n, k), (_NOMINAL_ROWS, n))
+        return [_nominal_linear(n, k), _nominal_linear(k, n)][: 1 if n == k else 2]
     geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
     side, kernel = [max(_NOMINAL_ROWS, int(k)) for k in weight.shape[2:]], (int(weight.shape[2]), int(weight.shape[3]))
     y = (1, weight.shape[0], *geometry.output_size(side, kernel))
-    return CallShapes("conv2d", (1, weight.shape[1], *side), tuple(weight.shape), y, geometry)
+    return [CallShapes("conv2d", (1, weight.shape[1], *side), tuple(weight.shape), y, geometry)]
 
 
 def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
@@ -140,10 +146,12 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
     if device.type == "cpu":
         return
     todo: dict[tuple[str, str, str], OperatorRequest] = {}
-    for _, entry, call in _planned_calls(addressed):
+    facts = device_facts(device)
+    for _, entry, calls in _planned_calls(addressed):
         if not entry.variant.compute.needs_scale:
             continue
-        for asked in operator_requests(call, entry.variant, *device_facts(device)):
+        wanted = ((call, asked) for call in calls for asked in operator_requests(call, entry.variant, *facts))
+        for call, asked in wanted:
             pinned = entry.choice.of(asked.role)
             if pinned is not None and pinned.config:
                 text = f"{entry.variant} {call.w if call.kind == 'linear' else call}"

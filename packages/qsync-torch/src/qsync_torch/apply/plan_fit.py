@@ -233,5 +233,7 @@ def unplanned(model: nn.Module, addressed: Addressed, plan: PrecisionPlan) -> tu
         owner, _, leaf = name.rpartition(".")
         if id(parameter) in weights or parameter.dim() not in _WEIGHT_DIMENSIONS or name in known or owner in known:
             continue
+        if parameter.is_complex():  # of which no operator is adjustable
+            continue
         places.append(WeightPlace(name, model.get_submodule(owner), leaf))
     return modules, places

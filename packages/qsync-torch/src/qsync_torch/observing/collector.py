@@ -115,6 +115,19 @@ def product_gradients(
     return grad_x, grad_weight
 
 
+def parameter_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """What the model stores of a weight that an operator was handed, and whether the weight (N, K) is its transpose.
+
+    The transpose of a parameter is a new tensor in every call; everything else is what it is.
+    """
+    stored = weight._base
+    if isinstance(stored, torch.nn.Parameter) and stored.dim() == 2:
+        turned = stored.t()
+        if (weight.shape, weight.stride()) == (turned.shape, turned.stride()):
+            return stored, True
+    return weight, False
+
+
 @attrs.frozen(eq=False, slots=False)
 class OperatorCall:
     """One forward call of an adjustable operator, with the gradient that came back to it.

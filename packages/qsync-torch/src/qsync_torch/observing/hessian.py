@@ -22,7 +22,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
 from qsync_torch.observing.call_hooks import hooked_calls
-from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, product
+from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision, parameter_of, product
 from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.observing.second_derivatives import refuse_checkpointing, second_derivatives
 
@@ -34,9 +34,9 @@ TOLERANCE = 0.01
 
 @attrs.define(eq=False)
 class _Weights:
-    """Notes which tensor each operator takes as its weight; calls of one module share it."""
+    """Notes which tensor each operator takes as its weight, and whether it takes its transpose; calls of one module share it."""
 
-    by_operator: dict[OpId, torch.Tensor] = attrs.field(factory=dict)
+    by_operator: dict[OpId, tuple[torch.Tensor, bool]] = attrs.field(factory=dict)
     _trainable: dict[int, torch.Tensor] = attrs.field(factory=dict)
 
     @property
@@ -55,9 +55,10 @@ class _Weights:
         """The operator's own product; a frozen weight is differentiated for like any other."""
         if not weight.requires_grad and torch.is_grad_enabled():
             refuse_checkpointing(operator.op_id)
-        used = self._trainable.setdefault(id(weight), weight if weight.requires_grad else weight.detach().requires_grad_())
-        self.by_operator[operator.op_id] = used
-        return product(x, used, bias, geometry)
+        stored, is_transposed = parameter_of(weight)
+        used = self._trainable.setdefault(id(stored), stored if stored.requires_grad else stored.detach().requires_grad_())
+        self.by_operator[operator.op_id] = used, is_transposed
+        return product(x, used.t() if is_transposed else used, bias, geometry)
 
 
 @attrs.frozen(eq=False)
@@ -123,14 +124,15 @@ class HessianCollector:
         with second_derivatives(step.job.name), step.undisturbed(), hooked_calls(step.model, step.dag.adjustable, weights):
             eigenvalues = self._eigenvalues(step.loss(), weights.distinct, step.seed)
         found: dict[StepTerm, float] = {}
-        for op_id, weight in weights.by_operator.items():
+        for op_id, (weight, is_transposed) in weights.by_operator.items():
             if id(weight) not in eigenvalues:
                 continue  # no gradient came back to it: nothing is known
             found[op_id, None, terms.TOP_EIGENVALUE] = eigenvalues[id(weight)]
             found[op_id, None, terms.WEIGHT_NUMEL] = float(weight.numel())
             for variant in variants:
                 cast = steps_of(variant).weight
-                error = element_variance(weight, cast.precision, cast.granularity, cast.rounding)
+                read = weight.t() if is_transposed else weight
+                error = element_variance(read, cast.precision, cast.granularity, cast.rounding)
                 found[op_id, variant, terms.WEIGHT_ERROR] = float(error.sum(dtype=torch.float64))
         return found
 

@@ -22,7 +22,7 @@ from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
-from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision
+from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
@@ -128,7 +128,7 @@ class _Pass:
             calls = by_group[operator.variant_group or str(operator.op_id)]
             calls.append(operator.op_id)
             self._calls[operator.op_id] = calls
-        self._parameter_responses: dict[tuple[Phase, OpId, Place, int | OpId], _ParameterResponse] = {}
+        self._parameter_responses: dict[tuple[Phase, OpId, Place, tuple[int, bool] | OpId], _ParameterResponse] = {}
         self._parameter_gradients: dict[tuple[OpId, Place], torch.Tensor] = {}
         self._masks_behind: dict[OpId, int] = {}
         self._reached: set[OpId] = set()
@@ -224,9 +224,10 @@ class _Pass:
 
     def _keep_parameter_response(self, phase: Phase, site: Site, place: Place, h: torch.Tensor) -> None:
         """Calls of one module, and parts of a batch, read one rounded parameter: their responses add up before they are squared."""
-        op_id, read = site.operator.op_id, site.handed_over(place)
-        # A tensor that is computed anew for every part is known by its call.
-        which = id(read) if isinstance(read, torch.nn.Parameter) else op_id
+        op_id = site.operator.op_id
+        stored, is_transposed = parameter_of(site.handed_over(place))
+        # A tensor that is computed anew for every part is known by its call; a parameter and its transpose are rounded apart.
+        which = (id(stored), is_transposed) if isinstance(stored, torch.nn.Parameter) else op_id
         found = self._parameter_responses.setdefault(
             (phase, self._calls[op_id][0], place, which), _ParameterResponse(site.operand(place), torch.zeros_like(h))
         )

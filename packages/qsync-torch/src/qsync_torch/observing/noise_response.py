@@ -23,7 +23,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.noise import EXACT, GradientCopies
 from qsync_core.ir.semantics import CastTarget
-from qsync_torch.observing.collector import product
+from qsync_torch.observing.collector import parameter_of, product
 from qsync_torch.observing.mask_flips import Masks
 from qsync_torch.observing.rounding_noise import Scales, cast_scale
 from qsync_torch.observing.second_derivatives import differentiable_product, refuse_checkpointing
@@ -241,7 +241,10 @@ def lowered_copies(
     if copies.shared:
         yield copies.to_input, *_multiplied(site, copies, grad, h - by_bias)
         return
-    of_weight = direction.get(site.parameter)
+    stored, is_transposed = parameter_of(site.parameter)
+    of_weight = direction.get(stored)
+    if of_weight is not None and is_transposed:
+        of_weight = of_weight.t()
     by_weight = torch.zeros_like(h) if of_weight is None else product(site.x, of_weight, None, site.geometry)
     by_input = h - by_weight - by_bias
     if copies.to_weight.precision.needs_scale:

@@ -194,7 +194,7 @@ def _by_channel_in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch
     if not a.is_contiguous() and all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)):
         a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
     first = a.shape[0] if a.dim() > 1 else 1
-    return a.reshape(first, -1), b.reshape(first, -1)
+    return a.reshape(first, -1).contiguous(), b.reshape(first, -1).contiguous()
 
 
 def add_response_by_magnitude(precision: Precision, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum) -> None:

@@ -202,7 +202,9 @@ def _refused(x: torch.Tensor, binding: OperatorBinding) -> NumericsError:
 
 def cast_weight(weight: torch.Tensor, binding: OperatorBinding, seeds: Seeds, *, straight: bool = False) -> Operand:
     """The float32 parameter, quantized; called where autograd does not record, like :func:`cast_input`."""
-    return Operand(*quantize(weight, binding.w, seeds.w, seeds.offset, straight=straight))
+    # Integer products read the rows of a matrix; the transpose of a (K, N) parameter is copied.
+    dense = weight.contiguous() if binding.is_linear else weight
+    return Operand(*quantize(dense, binding.w, seeds.w, seeds.offset, straight=straight))
 
 
 Needs = tuple[bool, bool, bool]

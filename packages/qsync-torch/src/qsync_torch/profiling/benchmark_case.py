@@ -107,37 +107,37 @@ def adjustable_case(
     if operator.attributes.get("memory_format") == "channels_last":
         x = x.to(memory_format=torch.channels_last)
     first = layouts[operator.parameters[0]] if operator.parameters else torch.empty(0)
-    is_computed = tuple(first.shape) != operator.weight_shape  # weight_norm: the weight is none of the parameters that it reads
-    weight = (
+    is_computed = tuple(first.shape) != operator.parameter_shape  # weight_norm: the weight is none of the parameters that it reads
+    parameter = (
         torch.empty(operator.weight_shape, device=device) if is_computed else torch.empty_like(first, device=device)
     ).normal_()
-    weight.requires_grad_()
+    parameter.requires_grad_()
     bias = None
     if len(operator.parameters) > (not is_computed):
-        bias = torch.randn(weight.shape[0], device=device, requires_grad=True)
+        bias = torch.randn(operator.weight_shape[0], device=device, requires_grad=True)
     x_needs_gradient = 0 not in operator.no_grad_inputs
     if variant.compute.needs_scale:
-        return _quantized_case(operator, binding, x, weight, bias, x_needs_gradient)
-    return _float_case(operator, binding, x, weight, bias, x_needs_gradient)
+        return _quantized_case(operator, binding, x, parameter, bias, x_needs_gradient)
+    return _float_case(operator, binding, x, parameter, bias, x_needs_gradient)
 
 
 def _float_case(
     operator: Operator,
     binding: OperatorBinding,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    parameter: torch.Tensor,
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> BenchmarkCase:
     product: Callable[..., torch.Tensor] = linear_product if operator.kind == "linear" else conv2d_product
     dtype = binding.x_dtype
     x = x.to(dtype).requires_grad_(x_needs_gradient)
-    trained = [tensor for tensor in (weight, bias) if tensor is not None]
+    trained = [tensor for tensor in (parameter, bias) if tensor is not None]
     wanted = (x, *trained) if x_needs_gradient else tuple(trained)
 
     def make_ready() -> ReadyCall:
         # The weight's cast is made here, with its autograd node: its backward brings the gradient to float32.
-        cast = weight.to(dtype)
+        cast = (parameter.t() if operator.is_transposed else parameter).to(dtype)
         return ReadyCall(partial(product, x, None, cast, None, bias, binding), wanted)
 
     return BenchmarkCase(make_ready, (x,), tuple(trained))
@@ -147,10 +147,11 @@ def _quantized_case(
     operator: Operator,
     binding: OperatorBinding,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    parameter: torch.Tensor,
     bias: torch.Tensor | None,
     x_needs_gradient: bool,
 ) -> BenchmarkCase:
+    weight = parameter.t() if operator.is_transposed else parameter
     with torch.no_grad():
         q_x, q_w = cast_input(x, binding, Seeds()), cast_weight(weight, binding, Seeds())
     # Only a place where the gradient goes: neither read nor saved.  An 8-bit product writes the activation's format itself.
@@ -161,17 +162,28 @@ def _quantized_case(
     function, products = (QuantizedLinear, linear_backward) if is_linear else (QuantizedConv2d, conv2d_backward)
     kept_x = q_x.values if q_x.transposed is None else q_x.transposed.t()
     saved = Saved(kept_x, q_x.scale, q_w.values, q_w.scale, x.shape, x_dtype)
-    forward = partial(function.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
-    trained = tuple(tensor for tensor in (weight, bias) if tensor is not None)
+    apply = partial(function.apply, place, weight, bias, binding, Seeds(), True, None, q_w, q_x)
+
+    def forward() -> Any:
+        if operator.is_transposed:  # quantization reads a copy in the order of the rows
+            weight.detach().contiguous()
+        return apply()
+
+    def backward(gradient: Gradient) -> None:
+        of_weight = products(gradient, saved, binding, needs)[1]
+        if operator.is_transposed and of_weight is not None:  # gradients have the layout of their parameters
+            of_weight.t().contiguous()
+
+    trained = tuple(tensor for tensor in (parameter, bias) if tensor is not None)
     if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
-        call = ReadyCall(forward, (weight,), lambda grad: products(Gradient(grad, grad), saved, binding, needs))
+        call = ReadyCall(forward, (parameter,), lambda grad: backward(Gradient(grad, grad)))
         return BenchmarkCase(lambda: call, (kept_x,), trained, binding.grad_float)
     # The casts of the gradient are timed on their own, so the copies are made here.
     incoming = torch.randn(operator.output_shape, device=x.device, dtype=binding.output)
     if not is_linear and x.is_contiguous(memory_format=torch.channels_last):
         incoming = incoming.to(memory_format=torch.channels_last)
     gradient = cast_gradient(incoming, q_w.scale, binding, needs, 0, 0)
-    call = ReadyCall(forward, (weight,), lambda grad: products(gradient, saved, binding, needs))
+    call = ReadyCall(forward, (parameter,), lambda grad: backward(gradient))
     return BenchmarkCase(lambda: call, (kept_x,), trained)
 
 

@@ -81,6 +81,16 @@ PRODUCTS_WITH_A_PARAMETER = {
 }
 """Linear maps where one factor is a parameter: work for a plan in principle, but written in a way that apply_ does not reach."""
 
+OPERANDS = {
+    "linear": ("input", "weight", "bias"),
+    "conv2d": ("input", "weight", "bias"),
+    "matmul": ("self", "other", ""),
+    "mm": ("self", "mat2", ""),
+    "addmm": ("mat1", "mat2", "self"),
+}
+"""Arguments of ATen operators that are activation, weight and bias of a linear or convolution.  The last three take a weight that
+is stored as (K, N)."""
+
 UNSUPPORTED_CONVOLUTIONS = {
     "conv1d": "one-dimensional convolution",
     "conv3d": "three-dimensional convolution",
@@ -155,6 +165,22 @@ def weight_reason(weight: Read | None, bias: Read | None, is_own_call: bool) -> 
         return f"its weight is a part or another view of parameter {storage.name!r}, not the whole of it"
     if bias is not None and bias.is_activation:
         return "its bias is computed, not a parameter"
+    return ""
+
+
+def is_transposed_linear(x: Read | None, weight: Read | None) -> bool:
+    """Whether a product is a linear operator whose weight is stored as (K, N): a whole matrix on the right of an activation."""
+    if x is None or weight is None or not x.is_activation or not weight.is_parameter or weight.value.is_view:
+        return False
+    return weight.tensor.dim() == 2 and weight.tensor.dtype is torch.float32
+
+
+def addmm_reason(weight: Read, bias: Read | None, arguments: Mapping[str, Any]) -> str:
+    """Why a product with a whole matrix is more than a linear; empty where it is not."""
+    if bias is not None and tuple(bias.tensor.shape) != (weight.tensor.shape[1],):
+        return f"torch.addmm adds a tensor of shape {list(bias.tensor.shape)} to the product, not a bias for each output"
+    if any(arguments.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+        return "torch.addmm is called with factors alpha or beta other than 1"
     return ""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
-from qsync_core.ir.dag import OpClass
+from qsync_core.ir.dag import TRANSPOSED, WEIGHT_LAYOUT, OpClass
 from qsync_torch.operators.addresses import CONV2D, LINEAR, Addresses
 from qsync_torch.tracing import classify
 from qsync_torch.tracing.aten_call import encode_call
@@ -198,6 +198,8 @@ class GraphWalk:
 
     def _draft(self, node: torch.fx.Node, reads: Sequence[Read], output: torch.Tensor) -> Draft:
         name = _op_name(node)
+        operands = _operands(name, reads)
+        reads = reads if operands is None else [read for read in operands if read is not None]
         scope, module = self._scopes.scope_of(node, self._outer)
         # Zero-dimensional activations beside others take no part in type promotion.
         activations = [read for read in reads if read.is_activation]
@@ -208,8 +210,9 @@ class GraphWalk:
         draft.in_loss = (
             is_loss or scope == LOSS_SCOPE or any(self.drafts[read.producer].in_loss for read in reads if read.is_activation)
         )
-        if name in (LINEAR, CONV2D) and not draft.in_loss:
-            self._adjustable(draft, node, reads)
+        if operands is not None and not draft.in_loss:
+            draft.kind = CONV2D if name == CONV2D else LINEAR
+            self._adjustable(draft, node, *operands)
         else:
             _other(draft, reads, activations, output)
         if is_loss:
@@ -229,14 +232,14 @@ class GraphWalk:
         """Whether its value requires a gradient; nodes of subgraphs, which the fake run does not see, count as if."""
         return node.name in self._run.requires_grad or node.name not in self._run.storage
 
-    def _adjustable(self, draft: Draft, node: torch.fx.Node, reads: Sequence[Read]) -> None:
-        by_argument = {read.argument: read for read in reads}
-        x, weight, bias = by_argument.get("input"), by_argument.get("weight"), by_argument.get("bias")
+    def _adjustable(self, draft: Draft, node: torch.fx.Node, x: Read | None, weight: Read | None, bias: Read | None) -> None:
         if x is None or not x.is_activation or weight is None:
             draft.op_class = OpClass.FIXED  # a product of parameters alone
             return
         nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
-        draft.address = classify.address_of(draft.module, draft.scope, draft.kind, weight, self._addresses[draft.kind])
+        transposed = draft.name not in (LINEAR, CONV2D)
+        caller = None if transposed else draft.module
+        draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
         is_own_call = bool(draft.address) and draft.address == draft.scope
         draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested
         if weight.is_activation and not weight.value.storage.weight_only:
@@ -244,12 +247,24 @@ class GraphWalk:
             return  # a product of two activations, which stays dependent
         draft.op_class = OpClass.ADJUSTABLE
         draft.weight_shape = static_shape(weight.tensor)
+        if transposed:
+            draft.weight_shape, draft.attributes = draft.weight_shape[::-1], {WEIGHT_LAYOUT: TRANSPOSED}
+            draft.not_applicable = draft.not_applicable or classify.addmm_reason(weight, bias, _arguments(node))
         draft.flops = product_flops(draft.output_shape, draft.weight_shape)
         if draft.kind == CONV2D:
             draft.attributes, reason = classify.conv2d_attributes(x, weight, _arguments(node))
             draft.not_applicable = (
                 draft.not_applicable or classify.padding_reason(self._modules.get(draft.address, draft.module)) or reason
             )
+
+
+def _operands(name: str, reads: Sequence[Read]) -> tuple[Read | None, Read | None, Read | None] | None:
+    """Activation, weight and bias of a linear or convolution; None for other operators."""
+    if name not in classify.OPERANDS:
+        return None
+    by_argument = {read.argument: read for read in reads}
+    x, weight, bias = map(by_argument.get, classify.OPERANDS[name])
+    return (x, weight, bias) if name in (LINEAR, CONV2D) or classify.is_transposed_linear(x, weight) else None
 
 
 def _other(draft: Draft, reads: Sequence[Read], activations: Sequence[Read], output: torch.Tensor) -> None:
