@@ -6,6 +6,7 @@ seeds: making a job twice gives equal weights and equal batches.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -422,6 +423,26 @@ class CheckpointedMethod(nn.Module):
         return self.out(checkpoint(self.part, x, use_reentrant=False))
 
 
+class _CheckpointedClosure(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.out, self.use_reentrant = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), use_reentrant
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(lambda t: F.linear(t, self.weight).relu(), self.stem(x), use_reentrant=self.use_reentrant))
+
+
+@entry()
+def checkpointed_closure() -> nn.Module:
+    return _CheckpointedClosure(use_reentrant=False)
+
+
+@entry()
+def checkpointed_closure_reentrant() -> nn.Module:
+    return _CheckpointedClosure(use_reentrant=True)
+
+
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -639,6 +660,27 @@ class OwnOutput(nn.Module):
     def forward(self, x: torch.Tensor) -> Prediction:
         y = self.first(x).relu()
         return Prediction(self.out(y), y)
+
+
+@dataclasses.dataclass
+class Scored:
+    """A dataclass of outputs."""
+
+    logits: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+
+@entry(loss=lambda output, batch: classified(output.logits, batch) + 0.01 * regressed(output.parts["features"], batch))
+class DataclassOutput(nn.Module):
+    """Returns a dataclass with a dictionary in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Scored:
+        y = self.first(x).relu()
+        return Scored(self.out(y), {"features": y})
 
 
 @entry(loss=lambda output, batch: sum(output.values()))

@@ -165,6 +165,8 @@ class AppliedPlan(Installation):
                 if plan is not None and group is not None:  # settings may have changed since apply_
                     check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
                 self._meet(device)
+        if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
+            self._refuse_compiled_parts()
         self._steps.advance()
         if whole:
             self._weights.prepare()
@@ -173,9 +175,11 @@ class AppliedPlan(Installation):
         """What every forward meets must be what the plan was made for.
 
         Raises:
-            PlanError: when autocast is not the plan's.
+            PlanError: when autocast is not the plan's, or the model is on the meta device still.
             BackendError: when the model has been moved to a device that does not run the planned kernels.
         """
+        if device.type == "meta":
+            raise PlanError("a model under a plan runs on a device, and this one is on meta: move it with to_empty before it runs")
         check_autocast(self.base, device)
         if device == self._placed_on:
             return
@@ -185,6 +189,19 @@ class AppliedPlan(Installation):
         for op_id, call in self._lowered.items():
             call.assign(self._addressed.entries[op_id])
         self._placed_on = device
+
+    def _refuse_compiled_parts(self) -> None:
+        """PyTorch's compiler fails on a part that is called while functions are intercepted.
+
+        Raises:
+            PlanError: naming the part.
+        """
+        for name, module in self.model.named_modules():
+            if name and is_compiled(module):
+                raise PlanError(
+                    f"module {name!r} is compiled by itself, and inside a model under a plan PyTorch cannot compile parts: compile "
+                    "the whole model, with torch.compile(model) after apply_"
+                )
 
     def end_forward(self) -> None:
         """Free unused copies of weights."""

@@ -77,7 +77,6 @@ def apply_(
     """
     whole_plan = not isinstance(plan, Mapping)
     with _on_all_ranks("apply_", whole_plan) as facts:
-        forget_copied_forwards(model)
         _check_model(model)
         if isinstance(plan, (str, os.PathLike)):
             plan = load(Path(plan), PrecisionPlan)
@@ -108,6 +107,11 @@ def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> Abstrac
 
 
 def _check_model(model: nn.Module) -> None:
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        which = f"module {scripted[0]!r} of this model" if scripted[0] else "this model"
+        raise PlanError(f"{which} is TorchScript, whose operators cannot be replaced: call apply_ on the model that was scripted")
+    forget_copied_forwards(model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
         raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
     for name, module in model.named_modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def float32_outputs(output: Any) -> Any:
 
     Containers are made anew; objects keep their identity and get new attributes.
     """
+    if isinstance(output, Generator):
+        return map(float32_outputs, output)
     return pytree.tree_map(_float32, output)
 
 

@@ -48,15 +48,30 @@ class _HookedModel(Installation):
         super().__init__(model)
         self._operators, self._hook = operators, hook
         self._counts: Counter[str] = Counter()
+        self._counts_at: list[Counter[str]] = []
 
     def start_forward(self, whole: bool) -> None:
-        """The model's forward begins; a part that runs by itself is gradient checkpointing in a backward pass."""
+        """The model's forward begins; a part that is called by itself belongs to the same step."""
         if whole:
             self._counts.clear()
             self._hook.start_forward()
 
     def end_forward(self) -> None:
         """Nothing to do."""
+
+    def position(self) -> int:
+        """Where the counts are now, for a checkpointed piece that runs again; outside a forward, the beginning."""
+        self._counts_at.append(self._counts.copy() if self.running else Counter())
+        return len(self._counts_at) - 1
+
+    @contextmanager
+    def at_position(self, position: int) -> Iterator[None]:
+        """Count from there for a while: what runs again are the same calls."""
+        now, self._counts = self._counts, self._counts_at[position].copy()
+        try:
+            yield
+        finally:
+            self._counts = now
 
     def next_of(self, fqn: str) -> OpId:
         """The call of a module or weight that begins now."""

@@ -193,8 +193,11 @@ class _Run:
         else:
             found[LOSS] = self._train(runner, update)
         if len(found) == 1:
+            if not self.dag.adjustable:
+                raise ObservationError(f"{self.dag.model} has no linear or convolution operator that a plan could lower")
             raise ObservationError(
-                f"no gradient reached any linear or convolution operator of {self.dag.model} at update {update}; is it trained?"
+                f"no gradient reached {self.dag.adjustable[0].op_id} or any other linear or convolution operator of "
+                f"{self.dag.model} at update {update}; is it trained, and does a copy.deepcopy of it run its own modules?"
             )
         return found
 

@@ -1,0 +1,271 @@
+"""A reference for models under a plan that patches nothing of the model and uses nothing of QSync's kernels.
+
+ATen's ``linear`` and ``conv2d`` are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and an
+operator is known by the weight that arrives there (``x @ weight`` and ``addmm``: by a mode of functions).  int8 products are sums of integers in float64, rounded to nearest; bfloat16
+products are PyTorch's own on cast operands.  What formats do in between is said once more in :class:`Promotion`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.variant import Variant
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
+ATEN = torch.ops.aten
+
+
+def quantized(x: torch.Tensor, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers and scales in float64, rounded to nearest; scales and quotients are float32: 16-bit values often lie in the middle
+    between two integers."""
+    groups = x.detach().double().reshape(x.shape[0], -1) if per_channel else x.detach().double().reshape(1, -1)
+    largest = groups.abs().amax(1).float() if groups.numel() else torch.zeros(groups.shape[0])
+    scale = torch.where(largest > 0, (largest / 127).clamp(min=2.0**-126), torch.ones_like(largest)).double()
+    q = (groups.float() / scale.float()[:, None]).double().round().clamp(-127, 127)
+    return q.reshape(x.shape), scale
+
+
+def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to bfloat16, as float64."""
+    return x.to(torch.float32).to(torch.bfloat16).double()
+
+
+class Int8(torch.autograd.Function):
+    """An int8 operator, backward in bfloat16; ``geometry`` is None for linear, else stride, padding, dilation, groups."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Any, output: Any) -> Any:
+        """The product of integers, scaled."""
+        (q_x, s_x), (q_w, s_w) = quantized(x, False), quantized(weight, True)
+        ctx.save_for_backward(q_x, s_x, q_w, s_w)
+        ctx.geometry, ctx.dtype, ctx.has_bias = geometry, x.dtype, bias is not None
+        channels = (-1,) if geometry is None else (-1, 1, 1)
+        y = q_x @ q_w.t() if geometry is None else ATEN.convolution(q_x, q_w, None, *geometry[:3], False, [0, 0], geometry[3])
+        y = y * (s_w.float() * s_x.float()).double().view(channels)
+        y = (y if bias is None else y + bias.double().view(channels)).float().to(output)
+        # An int8 convolution leaves in channels-last, and dropout draws in memory order.
+        return y if geometry is None else y.contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Products of the rounded gradient with what the copies stand for."""
+        q_x, s_x, q_w, s_w = ctx.saved_tensors
+        g, w = to_bfloat16(grad), to_bfloat16(q_w * s_w.view(-1, *(1,) * (q_w.ndim - 1)))
+        if ctx.geometry is None:
+            grad_x, grad_w = g @ w, g.flatten(0, -2).t() @ q_x.flatten(0, -2)
+            grad_b = g.flatten(0, -2).sum(0)
+        else:
+            *three, groups = ctx.geometry
+            grad_x, grad_w, _ = ATEN.convolution_backward(g, q_x, w, None, *three, False, [0, 0], groups, [True, True, False])
+            grad_b = g.sum((0, 2, 3))
+        return (
+            to_bfloat16(grad_x).to(ctx.dtype),
+            (to_bfloat16(grad_w) * s_x).float(),
+            grad_b.float() if ctx.has_bias else None,
+            None,
+            None,
+        )
+
+
+class Reference:
+    """A model whose operators run in variants, by FQN of their module or weight."""
+
+    def __init__(self, model: nn.Module, variants: Mapping[str, Variant]) -> None:
+        self.model, self.variants = model, dict(variants)
+        self._casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for variant in self.variants.values():
+            assert variant.compute is not Precision.INT8 or (
+                variant.rounding is Rounding.NEAREST and variant.grad_input is variant.grad_weight is Precision.BFLOAT16
+            )
+
+    def variant_of(self, weight: torch.Tensor) -> Variant | None:
+        """By the parameter that the weight is, or from whose parametrization it is computed."""
+        if weight.grad_fn is None:
+            found = self._direct.get(id(weight))
+            if isinstance(weight, nn.Parameter) and (found is None or found[0] is not weight):
+                self._index()  # parameters may be replaced
+                found = self._direct.get(id(weight))
+            return None if found is None else found[1]
+        leaves = _leaves(weight.grad_fn)
+        return next((self.variants[name] for name, owned in self._computed.items() if leaves and leaves <= owned), None)
+
+    def _index(self) -> None:
+        modules, parameters = dict(self.model.named_modules()), dict(self.model.named_parameters(remove_duplicate=False))
+        self._direct, self._computed = {}, {}
+        for name, variant in self.variants.items():
+            if name in parameters or f"{name}.weight" in parameters:
+                weight = parameters.get(name, parameters.get(f"{name}.weight"))
+                self._direct[id(weight)] = (weight, variant)
+            else:
+                self._computed[name] = {id(parameter) for parameter in modules[name].parameters()}
+
+    def _cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Consumers of one activation share its cast, and with it the sum of its gradients."""
+        if x.dtype is dtype:
+            return x
+        key = (id(x), x._version, torch.is_grad_enabled())
+        if key not in self._casts or self._casts[key][0] is not x:
+            self._casts[key] = (x, x.to(dtype))
+        return self._casts[key][1]
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        geometry: Any,
+        plain: Callable[..., torch.Tensor],
+        variant: Variant | None = None,
+    ) -> torch.Tensor:
+        variant = variant or self.variant_of(weight)
+        if variant is None:
+            return plain(x, weight, bias)
+        output = DTYPES[str(variant.output)]
+        if variant.compute is not Precision.INT8:
+            dtype = DTYPES[str(variant.compute)]
+            return plain(self._cast(x, dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(output)
+        if geometry is None or x.ndim == 4:
+            return Int8.apply(x, weight, bias, geometry, output)
+        return Int8.apply(x[None], weight, bias, geometry, output)[0]
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._run(x, weight, bias, None, ATEN.linear.default.decompose)
+
+    def _conv2d(
+        self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Any:
+        stride, padding, dilation = (
+            [v] * 2 if isinstance(v, int) else list(v) * (2 // len(v)) for v in (stride, padding, dilation)
+        )
+        run = lambda x, w, b: ATEN.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)  # noqa: E731
+        batched = lambda x, w, b: run(x, w, b) if x.ndim == 4 else run(x[None], w, b)[0]  # noqa: E731
+        return self._run(x, weight, bias, (stride, padding, dilation, groups), batched)
+
+    def _conv2d_padding(
+        self, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: str = "valid", dilation: Any = 1, groups: int = 1
+    ) -> Any:
+        if padding == "valid":
+            return self._conv2d(x, weight, bias, stride, 0, dilation, groups)
+        steps = [dilation] * 2 if isinstance(dilation, int) else list(dilation) * (2 // len(dilation))
+        total = [steps[i] * (weight.shape[2 + i] - 1) for i in range(2)]
+        if any(side % 2 for side in total):
+            x = ATEN.constant_pad_nd(x, [total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2])
+            return self._conv2d(x, weight, bias, stride, 0, dilation, groups)
+        return self._conv2d(x, weight, bias, stride, [side // 2 for side in total], dilation, groups)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around forward, loss and backward."""
+        self._index()
+        library = torch.library.Library("aten", "IMPL")
+        hooks = [
+            module.register_forward_pre_hook(_widened, with_kwargs=True)
+            for module in self.model.modules()
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        ]
+        try:
+            library.impl("linear", self._linear, "AutogradCPU")
+            library.impl("conv2d", self._conv2d, "AutogradCPU")
+            library.impl("conv2d.padding", self._conv2d_padding, "AutogradCPU")
+            with Promotion(self):
+                yield
+        finally:
+            library._destroy()
+            self._casts.clear()
+            for hook in hooks:
+                hook.remove()
+
+
+def _leaves(node: Any) -> set[int]:
+    """The parameters from which something is computed."""
+    found, seen, todo = set(), set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
+def _map_low(value: Any, dtype: torch.dtype = torch.float32) -> Any:
+    cast = lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in LOW else leaf  # noqa: E731
+    return pytree.tree_map(cast, value)
+
+
+def _widened(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _map_low(args), _map_low(kwargs)
+
+
+def attributes_of(leaf: Any) -> list[str]:
+    """Names of what an object of a script's own holds."""
+    if leaf is None or isinstance(leaf, (torch.Tensor, str, int, float)):
+        return []
+    return [*getattr(leaf, "__dict__", ()), *(name for name in getattr(type(leaf), "__slots__", ()) if not name.startswith("__"))]
+
+
+def widened_output(output: Any) -> Any:
+    """What a model returns, in float32."""
+    output = _map_low(output)
+    for leaf in pytree.tree_leaves(output):
+        for name in attributes_of(leaf):
+            object.__setattr__(leaf, name, _map_low(getattr(leaf, name)))
+    return output
+
+
+ADDMM = (torch.addmm,)
+MATMUL = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div")
+_KEPT = {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.multi_head_attention_forward, F.embedding, F.embedding_bag}
+_IN_PLACE = {torch.Tensor.add_: torch.add, torch.Tensor.sub_: torch.sub, torch.Tensor.mul_: torch.mul, torch.Tensor.div_: torch.div}
+
+
+class Promotion(TorchFunctionMode):
+    """Operators between the planned ones run in the widest format of their inputs; some exist in float32 only."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__()
+        self._reference = reference
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, module = getattr(func, "__name__", ""), getattr(func, "__module__", "") or ""
+        if func in MATMUL or func in ADDMM:
+            found = self._reference.product(func, args, kwargs)
+            if found is not None:
+                return found
+        values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(value.dtype in LOW for value in values) or func in _KEPT or name.startswith("__get"):
+            return func(*args, **kwargs)
+        if func in (F.linear, torch.conv2d):
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if self._reference.variant_of(weight) is not None:
+                return func(*args, **kwargs)
+        if (
+            "fft" in name
+            or name in LOSSES
+            or "linalg" in name
+            or module.startswith(("torch.fft", "torch.linalg"))
+            or name in ("cholesky", "view_as_complex", "complex")
+        ):
+            return func(*_map_low(args), **_map_low(kwargs))
+        if name == "__setitem__":
+            return func(args[0], args[1], args[2].to(args[0].dtype) if isinstance(args[2], torch.Tensor) else args[2])
+        found = {value.dtype for value in values if value.is_floating_point() and value.ndim}
+        if len(found) < 2:
+            return func(*args, **kwargs)
+        if func in _IN_PLACE and args[0].dtype in LOW:
+            return _IN_PLACE[func](*_map_low(args), **kwargs)
+        return func(*_map_low(args), **_map_low(kwargs))
