@@ -1,8 +1,9 @@
 """A reference for models under a plan that patches nothing of the model and uses nothing of QSync's kernels.
 
-ATen's ``linear`` and ``conv2d`` are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and an
-operator is known by the weight that arrives there (``x @ weight`` and ``addmm``: by a mode of functions).  int8 products are sums of integers in float64, rounded to nearest; bfloat16
-products are PyTorch's own on cast operands.  What formats do in between is said once more in :class:`Promotion`.
+ATen's ``linear`` and ``conv2d`` are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and
+an operator is known by the weight that arrives there; ``x @ weight`` and ``addmm`` are seen by a mode of functions. int8
+products are sums of integers in float64, rounded to nearest; bfloat16 products are PyTorch's own on cast operands. What formats
+do in between is said once more in :class:`Promotion`.
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ class Reference:
         if key not in self._casts or self._casts[key][0] is not x:
             self._casts[key] = (x, x.to(dtype))
         return self._casts[key][1]
+
+    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``x @ weight`` or ``addmm(bias, x, weight)`` with a planned parameter (K, N); None for any other product."""
+        bias, *operands = args if func in ADDMM else (None, *args)
+        if len(operands) != 2 or kwargs or not isinstance(operands[1], nn.Parameter):
+            return None
+        variant = self.variant_of(operands[1])
+        if variant is None:
+            return None
+        return self._run(operands[0], operands[1].t(), bias, None, ATEN.linear.default.decompose, variant)
 
     def _run(
         self,

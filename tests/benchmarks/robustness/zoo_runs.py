@@ -256,7 +256,10 @@ def low_copies(model: nn.Module, names: Iterator[str] | list[str]) -> dict[tuple
         weight = parameters.get(name, parameters.get(f"{name}.weight"))
         if weight is None or weight.numel() < 8 or not weight.abs().sum():
             continue
-        for text, copy in (("int8", quantized(weight, True)[0].to(torch.int8)), ("bfloat16", weight.detach().to(torch.bfloat16))):
+        made = [("int8", quantized(weight, True)[0].to(torch.int8)), ("bfloat16", weight.detach().to(torch.bfloat16))]
+        if weight.dim() == 2:  # of x @ weight, whose scales run along the other side
+            made.append(("int8", quantized(weight.t(), True)[0].to(torch.int8)))
+        for text, copy in made:
             key = content(copy)
             if key in copies and copies[key][0] != name:
                 ambiguous.add(key)
