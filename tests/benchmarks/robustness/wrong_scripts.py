@@ -1308,11 +1308,6 @@ def convolution_without_a_batch() -> Pair:
     return same(run, make, {"0": INT8, "1": BFLOAT16})
 
 
-@script()
-def cuda_graph_without_cuda() -> Pair:
-    return same()
-
-
 # Two ranks
 
 
