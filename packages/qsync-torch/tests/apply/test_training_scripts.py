@@ -215,6 +215,72 @@ def test_checkpointed_functions_run_again_as_they_did(x, way, how, use_reentrant
     assert equal(step_of(Checkpointed(way, use_reentrant, how), x), expected)
 
 
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_checkpoints_inside_checkpoints(x, outer, inner):
+    class Nested(TwoLayers):
+        def first(self, x):
+            return torch.relu(F.linear(x, self.a.weight, self.a.bias))
+
+        def segment(self, x):
+            return F.linear(checkpoint(self.first, x, use_reentrant=inner), self.b.weight, self.b.bias)
+
+        def forward(self, x):
+            return checkpoint(self.segment, x, use_reentrant=outer)
+
+    x.requires_grad_()
+    assert equal(step_of(Nested(), x), step_of(TwoLayers(), x))
+
+
+def test_a_patch_of_pytorchs_class_stays_in_force(x, monkeypatch):
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: 2 * own(self, input))
+    plain = TwoLayers()(x)
+    model = TwoLayers()
+    apply_(model, plan_of(BOTH))
+    assert 0 < (model(x) - plain).norm() / plain.norm() < 0.05
+
+
+def test_a_patched_padding_stays_in_force():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), images()
+
+    def circular(self, input, weight, bias):
+        return F.conv2d(F.pad(input, (1, 1, 1, 1), mode="circular"), weight, bias)
+
+    model[0]._conv_forward = circular.__get__(model[0])
+    plain = model(x)
+    apply_(model, named(**{"0": INT8}))
+    assert 0 < (model(x) - plain).norm() / plain.norm() < 0.05
+
+
+def test_a_rank_in_full_precision_checks_what_it_runs_too(x):
+    plan = plan_of(named(a=FLOAT32, b=FLOAT32))
+
+    class Inside(TwoLayers):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.body(x)
+
+    inside, cast, longer = Inside(), TwoLayers(), TwoLayers()
+    longer.c = nn.Linear(16, 16)
+    for model in (inside, cast, longer):
+        apply_(model, plan)
+    with pytest.raises(PlanError, match="operator a#0 runs under"):
+        inside(x)
+    with pytest.raises(PlanError, match="weight of a is bfloat16"):
+        cast.bfloat16()(x.bfloat16())
+    longer.body = lambda t: longer.c(longer.a(t))
+    with pytest.raises(PlanError, match="c runs but the plan does not name it"):
+        longer(x)
+
+
+def test_prompts_that_are_parameters_of_the_caller_are_activations(x):
+    model, prompt = TwoLayers("functional"), nn.Parameter(x.clone())
+    apply_(model, BOTH, seed=5)
+    assert equal(gradients_of(model, model(prompt).square().sum()), step_of(TwoLayers(), x))
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("way", ["method", "whole"])
 def test_two_forwards_before_one_backward(x, way, use_reentrant):
@@ -368,10 +434,18 @@ class Own:
 
 
 class Slotted:
-    __slots__ = ("value",)
+    __slots__ = "value"
 
 
-@pytest.mark.parametrize("wrap", ["dataclass", "own", "slots", "nested", "distribution"])
+class Rows(list):
+    pass
+
+
+class Named(dict):
+    pass
+
+
+@pytest.mark.parametrize("wrap", ["dataclass", "own", "slots", "nested", "list of a class", "dict of a class", "distribution"])
 def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
     def hold(y):
         slotted = Slotted()
@@ -381,6 +455,8 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
             "own": lambda: Own({"y": y}),
             "slots": lambda: slotted,
             "nested": lambda: {"r": [Result(y, [Own(y)])]},
+            "list of a class": lambda: Rows([y]),
+            "dict of a class": lambda: Named({"y": y}),
             "distribution": lambda: torch.distributions.Normal(y, torch.ones_like(y), validate_args=False),
         }[wrap]()
 
@@ -396,6 +472,8 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
         "own": lambda: [output.value["y"]],
         "slots": lambda: [output.value],
         "nested": lambda: [output["r"][0].logits, output["r"][0].rest[0].value],
+        "list of a class": lambda: list(output),
+        "dict of a class": lambda: list(output.values()),
         "distribution": lambda: [output.loc, output.scale],
     }[wrap]()
     assert {tensor.dtype for tensor in tensors} == {torch.float32}

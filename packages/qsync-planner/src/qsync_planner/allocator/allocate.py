@@ -272,7 +272,9 @@ def _plan(
         local_batches=local_batches,
         notes=notes,
         unaddressed_ids=tuple(
-            operator.op_id for operator in dag.operators if operator.op_class is OpClass.ADJUSTABLE and operator.not_applicable
+            operator.op_id
+            for operator in dag.operators
+            if not operator.is_adjustable and (operator.op_class is OpClass.ADJUSTABLE or operator.kind in ("linear", "conv2d"))
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
         base=dag.base,

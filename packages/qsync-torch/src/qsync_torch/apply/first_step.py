@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from collections.abc import Generator
 from typing import Any
 
@@ -26,7 +26,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def autocast_now(device_type: str) -> Precision:
     """What ``torch.autocast`` makes of operators on a device now: float32 where it is not active."""
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return Precision.FLOAT32
     return PRECISION.get(torch.get_autocast_dtype(device_type), Precision.FLOAT32)
 
@@ -68,6 +68,9 @@ def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
     if id(leaf) in seen or not _holds_attributes(leaf):
         return leaf
     inside = seen | {id(leaf)}
+    if isinstance(leaf, (dict, list)):  # of a class of the user's
+        for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
+            leaf[key] = pytree.tree_map(lambda part: _float32(part, inside), value)
     for name in _attribute_names(leaf):
         value = getattr(leaf, name, None)
         if any(_is_low(part, inside) for part in pytree.tree_leaves(value)):
@@ -81,7 +84,8 @@ def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
         return leaf.dtype in LOW_FLOATS
     if id(leaf) in seen or not _holds_attributes(leaf):
         return False
-    values = (getattr(leaf, name, None) for name in _attribute_names(leaf))
+    values = [getattr(leaf, name, None) for name in _attribute_names(leaf)]
+    values += leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else []
     return any(_is_low(part, seen | {id(leaf)}) for value in values for part in pytree.tree_leaves(value))
 
 
@@ -89,9 +93,10 @@ def _holds_attributes(leaf: Any) -> bool:
     """True for objects that a model may put its outputs into; modules, classes and functions are not."""
     if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module, torch.dtype, torch.device)):
         return False
-    return dataclasses.is_dataclass(leaf) or not callable(leaf)
+    return not isinstance(leaf, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType))
 
 
 def _attribute_names(leaf: Any) -> list[str]:
-    slots = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
+    found = (getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__)
+    slots = [name for names in found for name in ((names,) if isinstance(names, str) else names)]
     return [*getattr(leaf, "__dict__", ()), *slots]

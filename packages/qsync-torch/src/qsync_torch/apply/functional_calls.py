@@ -94,8 +94,8 @@ class WeightCalls:
     def is_stored(self, x: torch.Tensor) -> bool:
         """True for the model's parameters and buffers and their views: a product of such alone is no operator of a plan."""
         source = x if x._base is None else x._base
-        if isinstance(source, nn.Parameter) or not source.is_leaf:
-            return isinstance(source, nn.Parameter)
+        if not source.is_leaf:
+            return False
         if torch.compiler.is_compiling():
             return any(source is tensor for tensor in (*self._model.parameters(), *self._model.buffers()))
         if self._stored is None:

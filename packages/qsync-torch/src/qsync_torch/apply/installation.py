@@ -146,10 +146,12 @@ class Installation(abc.ABC):
             yield
             return
         was_running, self.running = self.running, True
+        ACTIVE.append(self)  # what is checkpointed inside runs once more
         try:
             with self.at_position(position), self._around:
                 yield
         finally:
+            ACTIVE.remove(self)
             self.running = was_running
             if not was_running:
                 self.cache.end_forward()

@@ -6,6 +6,8 @@ often, in what order or from where a model calls ``F.linear``, nor on whether a 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 LINEAR = "linear"
@@ -20,11 +22,24 @@ def kind_of_forward(module: nn.Module | None) -> str:
     """
     if module is None or not has_class_forward(module):
         return ""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and _is_torchs(type(module).forward):
         return LINEAR
-    if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
-        return CONV2D if type(module)._conv_forward is nn.Conv2d._conv_forward else ""
+    if isinstance(module, nn.Conv2d) and _is_torchs(type(module).forward) and "_conv_forward" not in module.__dict__:
+        return CONV2D if _is_torchs(type(module)._conv_forward) else ""
     return ""
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a method is what PyTorch has under that name; classes are patched too (``nn.Linear.forward = ...``)."""
+    return getattr(function, "__code__", None) in _TORCHS
+
+
+_TORCHS = frozenset(
+    code
+    for code in (f.__code__ for f in (nn.Linear.forward, nn.Conv2d.forward, nn.Conv2d._conv_forward))
+    if code.co_filename.replace("\\", "/").rpartition("torch/nn/modules/")[2] in ("linear.py", "conv.py")
+)
+"""The code of the methods that a plan replaces; those that were patched before QSync was imported are not among them."""
 
 
 def has_class_forward(module: nn.Module) -> bool:

@@ -233,12 +233,14 @@ class GraphWalk:
         return node.name in self._run.requires_grad or node.name not in self._run.storage
 
     def _adjustable(self, draft: Draft, node: torch.fx.Node, x: Read | None, weight: Read | None, bias: Read | None) -> None:
-        if x is None or not x.is_activation or weight is None:
-            draft.op_class = OpClass.FIXED  # a product of parameters alone
-            return
-        nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
         transposed = draft.name not in (LINEAR, CONV2D)
         caller = None if transposed else draft.module
+        if x is None or not x.is_activation or weight is None:
+            draft.op_class = OpClass.FIXED  # a product of parameters and buffers alone
+            if not transposed:
+                draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
+            return
+        nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
         draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
         is_own_call = bool(draft.address) and draft.address == draft.scope
         draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested
