@@ -89,6 +89,21 @@ def test_profile_writes_an_artifact_and_says_what(folder):
     assert not (folder / "p.qsync.partial").exists()
 
 
+def test_a_graph_of_the_job_with_another_loss_is_not_measured(folder):
+    text = JOB.replace("torch.nn.functional.cross_entropy(output, batch.target)", "output.square().mean()")
+    (folder / "other.py").write_text(text)
+    said = _message("profile", "other.py:tiny", "--dag", "dag.qsync", "-o", "p.qsync")
+    assert "its loss is cross_entropy (mean), and the job's custom" in said
+    assert "run 'qsync trace'" in said
+    assert not (folder / "p.qsync").exists()
+
+
+@pytest.mark.parametrize("option", [("trace", "--bucket-cap-mb", "1e300"), ("observe", "--seed", "99999999999999999999")])
+def test_numbers_that_are_too_large_are_usage_errors(folder, option):
+    command, name, value = option
+    assert f"'{name}'" in _message(command, "job.py:tiny", name, value, "-o", "x.qsync")
+
+
 def test_profile_json_is_one_object(folder):
     data = json.loads(_run("profile", "job.py:tiny", "-o", "p.qsync", "--rungs", "bfloat16,float32", "--json").stdout)
     assert data["model"] == "tiny"

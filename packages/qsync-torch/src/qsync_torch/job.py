@@ -241,3 +241,22 @@ def check_same_model(job: Job, dag: PrecisionDag) -> None:
 
 def _under(base: Precision) -> str:
     return "without autocast" if base is Precision.FLOAT32 else f"under autocast in {base}"
+
+
+def check_same_job(dag: PrecisionDag, traced: PrecisionDag) -> None:
+    """Compare a stored graph with what the job's model and loss give now, before one is measured under the name of the other.
+
+    Buckets may differ: they are as the graph's ``--bucket-cap-mb`` made them.
+
+    Raises:
+        QSyncError: naming what differs.
+    """
+    if (dag.loss, dag.loss_reduction) != (traced.loss, traced.loss_reduction):
+        difference = f"its loss is {dag.loss} ({dag.loss_reduction}), and the job's {traced.loss} ({traced.loss_reduction})"
+    elif dag.operators != traced.operators and dag.batch_size == traced.batch_size:
+        ours, theirs = {o.op_id: o for o in traced.operators}, {o.op_id: o for o in dag.operators}
+        first = next(op_id for op_id in (*theirs, *ours) if ours.get(op_id) != theirs.get(op_id))
+        difference = f"operator {first} is not the same in both"
+    else:
+        return
+    raise QSyncError(f"the graph ({dag.model}) is not of this job as it is now: {difference}; run 'qsync trace' for this job")

@@ -27,7 +27,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch import InStepGradScaler, apply_
 from qsync_torch.apply import applied_plan as applying
 from qsync_torch.distributed import ranks
-from qsync_torch.distributed.ranks import together
+from qsync_torch.distributed.ranks import device_name, together
 
 WORLD_SIZE = 3
 TIMEOUT_S = 6
@@ -35,11 +35,11 @@ CULPRIT = 1
 """The rank that is wrong, where one is."""
 
 
-def plan_of(fqn: str = "0", backend: str = "aten") -> PrecisionPlan:
+def plan_of(fqn: str = "0", backend: str = "aten", on_gpus: bool = False) -> PrecisionPlan:
     op_id = OpId(fqn)
 
     def group(name: str, role: Role, variant: Variant, backend: str) -> GroupPlan:
-        device = DeviceType("cpu", DeviceKind.CPU)
+        device = DeviceType(*(device_name() if on_gpus else ("cpu", DeviceKind.CPU)))
         return GroupPlan(name, role, 2, device, Precision.FLOAT32, {op_id: Assignment(variant, backend, "", "by hand")})
 
     train = group("train", Role.TRAIN, Variant.of(Precision.FLOAT32), "aten")

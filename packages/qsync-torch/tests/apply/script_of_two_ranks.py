@@ -39,7 +39,7 @@ if rank == int(who):
     if where == "in its group":
         group = "inference"
 trained = model().to(device)
-qsync_torch.apply_(trained, plan_of(), group=group)
+qsync_torch.apply_(trained, plan_of(on_gpus=backend == "nccl"), group=group)
 DistributedDataParallel(trained)(torch.ones(2, 4, device=device)).sum().backward()
 print("trained")
 sys.stdout.flush()

@@ -10,6 +10,7 @@ import math
 
 import attrs
 
+from qsync_core.errors import ArtifactError
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator
 from qsync_core.ir.precision import Granularity, Precision, Rounding
@@ -54,8 +55,22 @@ class CallShapes:
 
     @classmethod
     def of(cls, operator: Operator) -> CallShapes:
-        """Those of an adjustable operator of a graph; a single image counts as a batch of one."""
-        x, y = operator.input_shapes[0], operator.output_shape
+        """Those of an adjustable operator of a graph; a single image counts as a batch of one.
+
+        Raises:
+            ArtifactError: when they are no call of that kind.
+        """
+        x, y = operator.input_shapes[0] if operator.input_shapes else (), operator.output_shape
+        dimensions = ((3, 4), 4) if operator.kind == "conv2d" else (range(1, 65), 2)
+        try:
+            operator.geometry  # noqa: B018
+        except ValueError as error:
+            raise ArtifactError(f"the graph is damaged: the geometry of {operator.op_id} cannot be read ({error})") from None
+        if len(x) not in dimensions[0] or len(y) not in dimensions[0] or len(operator.weight_shape) != dimensions[1]:
+            raise ArtifactError(
+                f"the graph is damaged: {operator.op_id} is a {operator.kind} of an activation {list(x)} and a weight "
+                f"{list(operator.weight_shape)} with output {list(y)}; trace the job again"
+            )
         if operator.kind == "conv2d":
             x, y = ((1, *shape) if len(shape) == 3 else shape for shape in (x, y))
         return cls(operator.kind, x, operator.weight_shape, y, operator.geometry, 0 not in operator.no_grad_inputs)

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 @ladder_options(f"{ANY_CHIPS_RUNGS}: what any chip's standard ladder has")
 @device_option
 @batch_size_option("Samples per rank and step; half of it is observed.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of dropout and the random directions.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of dropout and the random directions."
+)
 @click.option("--fresh", is_flag=True, help="Start anew even where an interrupted observation could be continued.")
 @json_option
 def observe(

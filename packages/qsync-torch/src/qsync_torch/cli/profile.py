@@ -72,6 +72,7 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import process_group_from_environment, together
+    from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.tracing.trace import trace
@@ -93,7 +94,12 @@ def profile(
             if fresh:
                 remove_partial(partial)
             loaded = load_job(job, batch_size)
-            dag = artifact.load(dag_path, PrecisionDag) if dag_path else trace(loaded)
+            if dag_path:
+                dag = artifact.load(dag_path, PrecisionDag)
+                check_same_model(loaded, dag)
+                check_same_job(dag, trace(loaded))
+            else:
+                dag = trace(loaded)
         with job_code(job), progress_bar("profile") as update:
             found = run_profile(
                 loaded,

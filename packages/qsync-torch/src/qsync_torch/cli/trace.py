@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.cli.options import output_option
+from qsync_core.cli.options import FiniteRange, output_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.ir.dag import OpClass
 from qsync_core.units import format_bytes
@@ -34,7 +34,9 @@ _SHOWN = 20
 @click.argument("job")
 @output_option("graph")
 @batch_size_option()
-@click.option("--bucket-cap-mb", type=float, default=None, help="DistributedDataParallel's bucket_cap_mb.  [its default]")
+@click.option(
+    "--bucket-cap-mb", type=FiniteRange(max=2**30), default=None, help="DistributedDataParallel's bucket_cap_mb.  [its default]"
+)
 @json_option
 def trace(job: str, output: Path, batch_size: int | None, bucket_cap_mb: float | None, json_flag: bool) -> None:
     """Trace one training step of JOB: its operators, which of them a plan can lower, and its gradient buckets.
