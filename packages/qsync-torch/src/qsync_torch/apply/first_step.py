@@ -26,7 +26,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def autocast_now(device_type: str) -> Precision:
     """What ``torch.autocast`` makes of operators on a device now: float32 where it is not active."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return Precision.FLOAT32
     return PRECISION.get(torch.get_autocast_dtype(device_type), Precision.FLOAT32)
 
@@ -43,7 +43,7 @@ def check_autocast(base: Precision, device: torch.device, where: str = "the mode
     if base is Precision.FLOAT32:
         raise PlanError(
             f"{where} runs under torch.autocast to {found}, but its plan is for a job in float32: leave autocast out, or plan "
-            f"again for a job under autocast (Job(..., amp={str(found)!r}))"
+            "again for a job under autocast to bfloat16 (Job(..., amp='bfloat16'))"
         )
     active = "without torch.autocast" if found is Precision.FLOAT32 else f"under torch.autocast to {found}"
     raise PlanError(
