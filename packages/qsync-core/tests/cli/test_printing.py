@@ -32,11 +32,10 @@ def plan_file(tmp_path: Path) -> Path:
 
 def show(path: Path, *options: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "qsync_core.cli", "show", str(path), *options]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
     # Python itself would take UTF-8 for C's ASCII.
-    environment = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **environment}
-    return subprocess.run(
-        command, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
-    )
+    environment = {**inherited, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **environment}
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
