@@ -11,6 +11,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import casts, output_precision
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
+from qsync_torch.aten import float_products
 from qsync_torch.job import Batch, Job
 from qsync_torch.tracing.trace import trace
 
@@ -79,7 +80,8 @@ def inside_operators(dag, variants):
     return found
 
 
-def test_the_casts_that_happen_are_those_of_the_table():
+def test_the_casts_that_happen_are_those_of_the_table(monkeypatch):
+    monkeypatch.setattr(float_products, "FORMATS_WITHOUT_HARDWARE", frozenset())  # whose products cast inside
     model = Mixed()
 
     def batch(step, batch_size):

@@ -12,6 +12,7 @@ import torch
 from qsync_core.geometry import Geometry
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.aten import float_products
 from qsync_torch.aten.int8 import int8_conv2d
 from qsync_torch.aten.linear import dequantize_product, dequantized, integers, scaled
 
@@ -25,24 +26,13 @@ def build_conv2d_output(geometry: Geometry, variant: Variant) -> Callable[..., N
     ) -> None:
         if variant.compute is not Precision.INT8:
             cast = None if bias is None else bias.to(x.dtype)
-            out.copy_(torch.nn.functional.conv2d(x, w, cast, g.stride, g.padding, g.dilation, g.groups))
+            out.copy_(float_products.conv2d(x, w, cast, g))
             return
         product = int8_conv2d(x, w, g)
         out_MO = out.permute(0, 2, 3, 1).view(-1, out.shape[1])
         dequantize_product(product, x_scale, w_scale, bias, out_MO)
 
     return kernel
-
-
-def convolution_backward(
-    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, geometry: Geometry, mask: tuple[bool, bool, bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ATen's convolution backward for the gradients of activation and weight that ``mask`` asks for."""
-    g = geometry
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.convolution_backward(
-        grad, x, w, None, list(g.stride), list(g.padding), list(g.dilation), False, [0, 0], g.groups, list(mask)
-    )
-    return gradients
 
 
 def transposed_filters(w_OCHW: torch.Tensor, groups: int) -> torch.Tensor:
@@ -72,7 +62,7 @@ def build_conv2d_grad_input(geometry: Geometry, variant: Variant) -> Callable[..
         weight = dequantized(w, w_scale, variant.w_granularity, grad.dtype)
         # Of the activation, ATen reads only shape, dtype and layout.
         like_x = torch.empty(tuple(shape), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
-        return convolution_backward(grad, like_x, weight, geometry, (True, False, False))[0]
+        return float_products.convolution_backward(grad, like_x, weight, geometry, (True, False, False))[0].to(grad.dtype)
 
     def kernel(grad: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(make(grad, w, w_scale, out.shape))
@@ -89,7 +79,7 @@ def build_conv2d_grad_weight(geometry: Geometry, variant: Variant) -> Callable[.
         whole = integers(x, x_scale, grad.dtype)
         activation = dequantized(x, x_scale, Granularity.PER_TENSOR, grad.dtype) if whole is None else whole
         like_w = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
-        gradient = convolution_backward(grad, activation, like_w, geometry, (False, True, False))[1]
+        gradient = float_products.convolution_backward(grad, activation, like_w, geometry, (False, True, False))[1]
         scaled(gradient, None if whole is None else x_scale, out)
 
     return kernel

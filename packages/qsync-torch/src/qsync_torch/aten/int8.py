@@ -7,6 +7,8 @@ Exactness: |q| <= 127, so a sum is exact while K * 127**2 < 2**31, that is K <= 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from qsync_core.geometry import Geometry
@@ -14,6 +16,8 @@ from qsync_core.geometry import Geometry
 _CUDA_MIN_ROWS = 17
 """cuBLASLt's int8 product needs more than 16 rows, and K and N in multiples of 8; operands are padded with zeros to that."""
 _CUDA_MULTIPLE = 8
+_FLOAT32_CONTRACTION = 2**24 // 128**2
+"""Products of int8 numbers that float32 sums exactly, in any order: 1,024."""
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -29,6 +33,28 @@ def _padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def _with_row_stride(x: torch.Tensor) -> torch.Tensor:
     """A single row may come with any stride; on a CPU ``torch._int_mm`` returns wrong values where that is not its length."""
     return x.clone(memory_format=torch.contiguous_format) if x.shape[0] == 1 and x.stride(0) < x.shape[1] else x
+
+
+@functools.cache
+def _has_int8_products() -> bool:
+    """Whether ``torch._int_mm`` is fast and exact on this CPU: with VNNI instructions.
+
+    Without them PyTorch multiplies element by element, 50 times slower than in float32; and where oneDNN is held to AVX2 on a newer
+    CPU, its instruction saturates sums of two products at 16 bit, so the largest products are tried out.
+    """
+    if not torch.cpu._is_vnni_supported():
+        return False
+    largest = torch.full((64, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 64 * 127**2).all())
+
+
+def _int8_product_in_float32(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    """Exact: float32 holds every integer up to 2**24, so pieces of the contraction are summed there and added as int32."""
+    total = torch.zeros((a_MK.shape[0], b_NK.shape[0]), dtype=torch.int32)
+    for first in range(0, a_MK.shape[1], _FLOAT32_CONTRACTION):
+        piece = slice(first, first + _FLOAT32_CONTRACTION)
+        total += torch.mm(a_MK[:, piece].float(), b_NK[:, piece].float().t()).to(torch.int32)
+    return total
 
 
 def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
@@ -49,6 +75,8 @@ def int8_product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     if k == 1:  # an outer product; ``torch._int_mm`` of torch 2.13 returns wrong values for it on a CPU
         return a_MK.to(torch.int32) * b_NK.to(torch.int32).t()
     if a_MK.device.type != "cuda":
+        if not _has_int8_products():
+            return _int8_product_in_float32(a_MK, b_NK)
         return torch._int_mm(_with_row_stride(a_MK), _with_row_stride(b_NK).t())
     rows, inner, columns = max(m, _CUDA_MIN_ROWS), _round_up(k, _CUDA_MULTIPLE), _round_up(n, _CUDA_MULTIPLE)
     product = torch._int_mm(_padded(a_MK, rows, inner).contiguous(), _padded(b_NK, columns, inner).contiguous().t())

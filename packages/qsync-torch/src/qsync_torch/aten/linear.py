@@ -20,6 +20,7 @@ import torch
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.support import MAX_CONTRACTION
+from qsync_torch.aten import float_products
 from qsync_torch.aten.int8 import int8_product
 from qsync_torch.aten.quantize import dequantize
 from qsync_torch.dtypes import LOW_FLOATS
@@ -71,7 +72,7 @@ def _float_output(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
 ) -> None:
-    out_MN.copy_(torch.nn.functional.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype)))
+    out_MN.copy_(float_products.linear(x_MK, w_NK, None if bias_N is None else bias_N.to(x_MK.dtype)))
 
 
 def _float8_output(
@@ -130,7 +131,7 @@ def _mm_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The product of 16-bit matrices; on CUDA the float32 sums themselves, not rounded to 16 bit on the way."""
     if a.device.type == "cuda" and a.dtype in LOW_FLOATS and min(*a.shape, b.shape[1]) > 0:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
+    return float_products.mm(a, b)
 
 
 def dequantized(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
@@ -149,10 +150,10 @@ def build_linear_grad_input(variant: Variant) -> Callable[..., None]:
 
     def kernel(grad_MN: torch.Tensor, w_NK: torch.Tensor, w_scale: torch.Tensor, out_MK: torch.Tensor) -> None:
         w = dequantized(w_NK, w_scale, variant.w_granularity, grad_MN.dtype)
-        if out_MK.dtype is grad_MN.dtype:
+        if out_MK.dtype is grad_MN.dtype and not float_products.needs_widening(grad_MN):
             torch.mm(grad_MN, w, out=out_MK)
         else:
-            out_MK.copy_(torch.mm(grad_MN, w))
+            out_MK.copy_(float_products.mm(grad_MN, w))
 
     return kernel
 

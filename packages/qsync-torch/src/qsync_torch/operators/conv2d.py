@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from qsync_core.geometry import Geometry, IntPair, Pair, pair
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.aten import float_products
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import conv2d_grad_input, conv2d_grad_weight, conv2d_output, is_plain
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
@@ -87,9 +88,7 @@ def conv2d_product(
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
         return conv2d_output(x, x_scale, weight, w_scale, bias, binding)
-    g = binding.geometry
-    cast = None if bias is None else bias.to(binding.bias_dtype)
-    y = F.conv2d(x, weight, cast, g.stride, g.padding, g.dilation, g.groups)
+    y = float_products.conv2d(x, weight, None if bias is None else bias.to(binding.bias_dtype), binding.geometry)
     return y if y.dtype is binding.output else y.to(binding.output)
 
 

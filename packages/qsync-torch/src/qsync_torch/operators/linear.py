@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.aten import float_products
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
 from qsync_torch.kernels.library_ops import is_plain, linear_grad_input, linear_grad_weight, linear_output, rows
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
@@ -86,7 +86,7 @@ def linear_product(
     """The forward product alone, from operands already in the compute format; differentiable for float formats only."""
     if x_scale is not None and w_scale is not None:
         return linear_output(x, x_scale, weight, w_scale, bias, binding)
-    y = F.linear(x, weight, None if bias is None else bias.to(binding.bias_dtype))
+    y = float_products.linear(x, weight, None if bias is None else bias.to(binding.bias_dtype))
     return y if y.dtype is binding.output else y.to(binding.output)
 
 
