@@ -20,3 +20,17 @@ def plans(*milliseconds):
 )
 def test_a_slow_machine_trains_fewer_steps(milliseconds, steps):
     assert default_steps(plans(*milliseconds)) == steps
+
+
+@pytest.mark.parametrize(
+    "left_s, steps",
+    [
+        (150, 40),  # 1.5 s a round: 100 fit, 15 of them for what follows
+        (70, 30),  # 46 fit
+        (50, 15),  # 33 fit
+        (1, 5),  # the least that shows anything
+        (-20, 5),
+    ],
+)
+def test_a_time_limit_gives_the_number_of_steps(left_s, steps):
+    assert default_steps(plans(500, 300, 400, 300), left_s) == steps

@@ -10,8 +10,8 @@ from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
-from qsync_torch.demo.measuring import LADDER
 from qsync_torch.demo.planning import cluster_toml, low_precision_flops, recovered_share
+from qsync_torch.demo.probe import LADDER
 from qsync_torch.demo.workloads import digits_resnet
 from qsync_torch.tracing.trace import trace
 
@@ -23,6 +23,7 @@ def test_the_cluster_file_has_the_ladder_that_is_profiled():
     assert (infer.share, infer.memory_bytes) == (0.64, 12_345)
     assert cluster.group("train").ladder == (Variant.plain(Precision.FLOAT32),)
     assert parse_cluster(cluster_toml(0.5), "x").group("infer").memory_bytes == 0
+    assert parse_cluster(cluster_toml(0.5, ladder=LADDER[1:]), "x").group("infer").ladder == LADDER[1:]
 
 
 @pytest.fixture(scope="module")

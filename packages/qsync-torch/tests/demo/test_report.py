@@ -111,6 +111,8 @@ def test_table_and_json_say_the_same():
     assert "97.0%" in shown
     assert shown.count("over budget") == 1
     assert conclusions(outcome) == [
+        "The weak worker may use 1 MiB: QSync's plan fits that with a measured peak of 2 MiB, full precision exceeds it with "
+        "2 MiB.",
         "QSync's step takes 0.52 of full precision's and 1.04 of uniform low precision's, with 47% of uniform's "
         "low-precision compute back in float32 (this machine has time for about 52%).",
         "The weak worker's weight gradients are off by 0.75% under QSync's plan and by 1.20% in uniform low precision.",

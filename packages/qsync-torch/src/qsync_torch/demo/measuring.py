@@ -11,7 +11,6 @@ import torch
 
 from qsync_core.artifacts.files import load, save
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.demo.messages import GROUPS, Measured, MeasureTask, Rendezvous, report, write_json
 from qsync_torch.demo.weak_worker import Weakness, WeakWorker
@@ -23,20 +22,28 @@ from qsync_torch.profiling.profile import CAST_EFFORT, OPERATOR_EFFORT, profile
 from qsync_torch.profiling.whole_step import StepRunner, measure_while
 from qsync_torch.timing import Effort
 
-LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
-"""Rungs of the weak group, lowest first."""
 _STEPS = Effort(min_repeats=3, max_repeats=40, target=0.005, budget_s=2.5, warmup=0)
 """Of whole steps: more than a profile usually spends, because QSync fills what it predicts to be free to the last operator."""
 _RATIO_SECONDS = 1.5
 _LEAST_STEPS = 3
-_QUICK = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
+_LEAST = Effort(min_repeats=2, max_repeats=2, budget_s=0.0)
+_EFFORTS = {
+    "whole": (OPERATOR_EFFORT, CAST_EFFORT, _STEPS),
+    "short": (
+        Effort(min_repeats=3, max_repeats=20, budget_s=0.1),
+        Effort(min_repeats=3, max_repeats=10, budget_s=0.02),
+        Effort(min_repeats=3, max_repeats=12, budget_s=2.0, warmup=0),
+    ),
+    "least": (_LEAST, _LEAST, _LEAST),
+}
+"""Of operators, casts and whole steps, by :attr:`MeasureTask.effort`."""
 
 
 def measure(task: MeasureTask, rendezvous: Rendezvous, core: int) -> None:
     """Leaves ``measured.json``, a profile per group and ``observations.qsync`` in the task's folder."""
     folder, rank = Path(task.folder), rendezvous.rank
     dag = load(Path(task.dag), PrecisionDag)
-    job = load_workload(task.model, tiny=task.tiny).job()
+    job = load_workload(task.model, tiny=task.tiny, batch_size=task.batch_size).job()
     runner = StepRunner.start(job, torch.device("cpu"))
     weak = WeakWorker(core, prefer=task.prefer) if rank else None
     try:
@@ -64,7 +71,7 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
         rounds += 1
         if weak is None:
             report(rounds, WeakWorker.ROUNDS + 1, "making the weak worker weak")
-        last = measure_step_ratio(runner, rendezvous, quick=task.quick)
+        last = measure_step_ratio(runner, rendezvous, quick=task.effort == "least")
         return last.ratio
 
     if weak is None:
@@ -80,13 +87,14 @@ def _calibrate(task: MeasureTask, rendezvous: Rendezvous, runner: StepRunner, we
 
 def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: PrecisionDag, runner: StepRunner, share: float) -> None:
     folder, rank = Path(task.folder), rendezvous.rank
-    operators, casts, steps = (_QUICK,) * 3 if task.quick else (OPERATOR_EFFORT, CAST_EFFORT, _STEPS)
+    operators, casts, steps = _EFFORTS[task.effort]
+    rungs = tuple(map(Variant.parse, task.ladder))
 
     def progress(done: int, total: int, what: str) -> None:
         if rank == 1:  # it takes longer
             report(done, total, f"profiling both workers at once: {what}")
 
-    ladder = LADDER if rank else LADDER[-1:]  # the strong worker runs in full precision only
+    ladder = rungs if rank else rungs[-1:]  # the strong worker runs in full precision only
     with rendezvous.process_group():
         found = profile(
             job,
@@ -102,7 +110,7 @@ def _profile(task: MeasureTask, rendezvous: Rendezvous, job: Job, dag: Precision
         )
         if rank == 0:
             # It is done first: it observes while the weak one is still measuring, and then both measure under the load of training.
-            observations = observe(job, dag, LADDER, steps=task.observe_steps)
+            observations = observe(job, dag, rungs, steps=task.observe_steps)
             save(observations, folder / "observations.qsync")
         rendezvous.announce("profiled")
         if rank == 0:

@@ -37,7 +37,9 @@ class MeasureTask:
         model, tiny: the workload; folder: where files go; dag: the traced graph.
         prefer: how to make the weak worker weak, ``quota`` or ``load``.
         observe_steps: updates to observe at most.
-        quick: profile with the fewest repetitions (tests).
+        ladder: rungs of the weak group, as text.
+        batch_size: samples a step and rank.
+        effort: how thoroughly to profile: ``whole``, ``short`` where the demo's time is limited, ``least`` (tests).
     """
 
     model: str
@@ -46,7 +48,9 @@ class MeasureTask:
     dag: str
     prefer: str
     observe_steps: int
-    quick: bool = False
+    ladder: tuple[str, ...]
+    batch_size: int
+    effort: str = "whole"
 
 
 @attrs.frozen
@@ -81,6 +85,9 @@ class TrainTask:
         compared: methods trained to the end and evaluated; ``probes`` are only timed.
         timelines: methods of which one step is recorded operator by operator.
         step_ratio: the weak worker's float32 step over the strong one's when the profiles were made.
+        batch_size: samples a step and rank.
+        held_out_share: share (0..1] of the held-out data to evaluate on.
+        seconds: how long to train; no round of turns begins that is expected to end later, 0 for no limit.
     """
 
     model: str
@@ -93,6 +100,9 @@ class TrainTask:
     compared: tuple[Method, ...]
     probes: tuple[Method, ...] = ()
     timelines: tuple[str, ...] = ()
+    batch_size: int | None = None
+    held_out_share: float = 1.0
+    seconds: float = 0.0
 
 
 @attrs.frozen

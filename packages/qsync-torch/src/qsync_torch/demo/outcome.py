@@ -16,6 +16,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.units import format_bytes
 from qsync_torch.demo.messages import INFER, Measured, MethodResult, Trained
 from qsync_torch.demo.planning import Plans, infer_variants, local_batches, recovered_share
+from qsync_torch.demo.stored_profiles import Stored, StoredRow
 from qsync_torch.demo.workloads import Evaluation
 from qsync_torch.timing import relative_spread
 
@@ -75,6 +76,9 @@ class Outcome:
         room: share of what uniform precision saves the weak worker that it does not need to keep up: about as much can come back.
         strong_core_share: share of its core that the strong worker really got.
         seconds: how long the demo took.
+        notes: what was made smaller or left out, and why.
+        saves_time: whether the plan is to save time; otherwise it saves memory.
+        stored: what plans do on GPUs, replayed.
     """
 
     model: str
@@ -89,6 +93,9 @@ class Outcome:
     room: float
     strong_core_share: float
     seconds: float
+    notes: tuple[str, ...] = ()
+    saves_time: bool = True
+    stored: Stored | None = None
 
     def row(self, name: str) -> Row:
         """The row of a method."""
@@ -105,9 +112,20 @@ class Outcome:
 
 
 def make_outcome(
-    dag: PrecisionDag, plans: Plans, measured: Measured, trained: Trained, *, model: str, data: str, steps: int, seconds: float
+    dag: PrecisionDag,
+    plans: Plans,
+    measured: Measured,
+    trained: Trained,
+    *,
+    model: str,
+    data: str,
+    steps: int,
+    seconds: float,
+    notes: tuple[str, ...] = (),
+    saves_time: bool = True,
+    stored: Stored | None = None,
 ) -> Outcome:
-    """Put together what was planned and what was measured."""
+    """Put together what was planned, measured and replayed (fields of :class:`Outcome`)."""
     budget = plans.cluster.group(INFER).memory_bytes
     full_ns, uniform_ns = (plans.compared[name].group(INFER).predicted_busy_ns for name in ("full", "uniform"))
     rows = [_row(n, TITLES[n], plan, trained.methods[n], dag, budget) for n, plan in plans.compared.items()]
@@ -125,6 +143,9 @@ def make_outcome(
         room=room(full_ns, uniform_ns, plans.compared["qsync"].time_limit_ns),
         strong_core_share=measured.strong_core_share,
         seconds=seconds,
+        notes=notes,
+        saves_time=saves_time,
+        stored=stored,
     )
 
 
@@ -193,16 +214,40 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
             format_bytes(row.peak_bytes) + over,
         )
     console.print(table)
-    for sentence in conclusions(outcome):
+    for sentence in (*outcome.notes, *conclusions(outcome)):
         console.print(sentence)
+    if outcome.stored:
+        _print_stored(console, outcome.stored)
+
+
+def _print_stored(console: Console, stored: Stored) -> None:
+    console.print(f"\nWhat a plan saves in time where low precision is fast: [bold]replayed, not measured here[/]: {stored.what}.")
+    table = Table("method", "iteration, predicted", "weak GPUs' operators", "gradient error (Σ Ω)", "weak GPU's peak, predicted")
+    for row in stored.rows:
+        time, peak = f"{row.predicted_ns / 1e6:.1f} ms", format_bytes(row.peak_bytes)
+        table.add_row(TITLES[row.name], time, format_operators(row), f"{row.objective:.3g}", peak)
+    console.print(table)
+    for sentence in stored_conclusions(stored):
+        console.print(sentence)
+
+
+def stored_conclusions(stored: Stored) -> list[str]:
+    """What the replayed figures say, in words."""
+    full, uniform, qsync = (stored.row(name) for name in ("full", "uniform", "qsync"))
+    return [
+        f"There QSync's step takes {qsync.predicted_ns / full.predicted_ns:.2f} of full precision's and "
+        f"{qsync.predicted_ns / uniform.predicted_ns:.2f} of uniform low precision's, at "
+        f"{qsync.objective / uniform.objective:.1%} of uniform's squared gradient error (Σ Ω)."
+    ]
 
 
 def conclusions(outcome: Outcome) -> list[str]:
     """What the figures say, in words."""
-    found = [
+    found = [_memory_sentence(outcome)] if outcome.budget_bytes else []
+    found += [
         f"QSync's step takes {outcome.over('full'):.2f} of full precision's and {outcome.over('uniform'):.2f} of uniform low "
-        f"precision's, with {outcome.recovered:.0%} of uniform's low-precision compute back in float32 "
-        f"(this machine has time for about {outcome.room:.0%})."
+        f"precision's, with {outcome.recovered:.0%} of uniform's low-precision compute back in float32"
+        + (f" (this machine has time for about {outcome.room:.0%})." if outcome.saves_time else ".")
     ]
     uniform, qsync = (outcome.row(name).gradient_error for name in ("uniform", "qsync"))
     if uniform and qsync is not None:
@@ -224,7 +269,18 @@ def conclusions(outcome: Outcome) -> list[str]:
     return found
 
 
-def format_operators(row: Row) -> str:
+def _memory_sentence(outcome: Outcome) -> str:
+    """Whether the plan and full precision fit the weak worker's memory, as measured."""
+    peaks = {name: outcome.row(name) for name in ("qsync", "full")}
+    fits = {name: "exceeds" if row.over_budget else "fits" for name, row in peaks.items()}
+    return (
+        f"The weak worker may use {format_bytes(outcome.budget_bytes)}: QSync's plan {fits['qsync']} that with a measured peak of "
+        f"{format_bytes(peaks['qsync'].peak_bytes)}, full precision {fits['full']} it with "
+        f"{format_bytes(peaks['full'].peak_bytes)}."
+    )
+
+
+def format_operators(row: Row | StoredRow) -> str:
     """``2 bfloat16, 7 float32``."""
     return ", ".join(f"{row.operators[p]} {p}" for p in _PRECISION_ORDER if row.operators.get(p))
 
@@ -251,7 +307,14 @@ def summarize(outcome: Outcome) -> dict[str, Any]:
         "probes": [_row_figures(row) for row in outcome.probes],
         "strong_core_share": outcome.strong_core_share,
         "seconds": outcome.seconds,
+        "notes": list(outcome.notes),
+        "saves_time": outcome.saves_time,
+        "stored": None if outcome.stored is None else _stored_figures(outcome.stored),
     }
+
+
+def _stored_figures(stored: Stored) -> dict[str, Any]:
+    return {"what": stored.what, "methods": [{**attrs.asdict(row), "operators": dict(row.operators)} for row in stored.rows]}
 
 
 def _row_figures(row: Row) -> dict[str, Any]:

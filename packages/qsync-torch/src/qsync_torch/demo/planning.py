@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -21,6 +21,7 @@ from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.messages import GROUPS, INFER, TRAIN
+from qsync_torch.demo.probe import LADDER
 
 RANDOM_SEEDS = (11, 12)
 """Seeds of the two random mixed plans by which the prediction is tested."""
@@ -36,14 +37,14 @@ class Plans:
     tradeoff: Tradeoff | None = None
 
 
-def cluster_toml(share: float, memory_bytes: int = 0) -> str:
+def cluster_toml(share: float, memory_bytes: int = 0, ladder: Sequence[Variant] = LADDER) -> str:
     """The demo's cluster file: one strong and one weak worker on this machine's CPU."""
     memory = f"memory = {memory_bytes}\n" if memory_bytes else ""
     return (
         'name = "demo"\n\n'
         f'[[group]]\nname = "{TRAIN}"\ndevice = "cpu"\ncount = 1\nrole = "train"\nbase = "float32"\n\n'
         f'[[group]]\nname = "{INFER}"\ndevice = "cpu"\ncount = 1\nrole = "infer"\nbase = "float32"\n'
-        f'ladder = ["int8", "bfloat16", "float32"]\nshare = {share}\n{memory}'
+        f"ladder = {[rung.label for rung in ladder]}\nshare = {share}\n{memory}"
     )
 
 
@@ -54,15 +55,18 @@ def make_plans(
     *,
     memory_budget: str | int,
     predict_check: bool,
+    ladder: Sequence[Variant] = LADDER,
+    curve: bool = True,
 ) -> Plans:
     """All plans.
 
     Args:
         memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
         predict_check: also make the probes.
+        ladder: rungs of the weak worker; curve: also draw the trade-off curve.
     """
     share = profiles[INFER].device.share
-    unlimited = parse_cluster(cluster_toml(share), "the demo's cluster")
+    unlimited = parse_cluster(cluster_toml(share, ladder=ladder), "the demo's cluster")
     full = allocate(dag, unlimited, profiles, sensitivity, solver="full")
     balanced = allocate(dag, unlimited, profiles, sensitivity, solver="dynamic-batch")
     budget = 0
@@ -70,11 +74,11 @@ def make_plans(
         budget = _tight_budget(dag, unlimited, profiles)
     elif memory_budget != "none":
         budget = int(memory_budget)
-    cluster = parse_cluster(cluster_toml(share, budget), "the demo's cluster") if budget else unlimited
+    cluster = parse_cluster(cluster_toml(share, budget, ladder), "the demo's cluster") if budget else unlimited
     compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
     compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
     probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
-    return Plans(cluster, compared, probes, _tradeoff(dag, cluster, profiles, sensitivity))
+    return Plans(cluster, compared, probes, _tradeoff(dag, cluster, profiles, sensitivity) if curve else None)
 
 
 def _tradeoff(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity) -> Tradeoff | None:

@@ -24,7 +24,7 @@ from qsync_core.units import format_bytes
 from qsync_planner.allocator.exact.tradeoff import Tradeoff
 from qsync_planner.reporting import tradeoff_page
 from qsync_torch.demo.flow import Result
-from qsync_torch.demo.outcome import TITLES, conclusions, format_batches, format_operators
+from qsync_torch.demo.outcome import TITLES, conclusions, format_batches, format_operators, stored_conclusions
 from qsync_torch.demo.planning import infer_variants
 
 WIDTH = 960
@@ -61,7 +61,7 @@ def write_report(result: Result, folder: Path) -> Path:
 def render_report(result: Result) -> str:
     """The report as HTML."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"bytes": format_bytes, "operators": format_operators, "batches": format_batches}
+    environment.filters |= {"bytes": format_bytes, "operators": format_operators, "batches": format_batches, "title": TITLES.get}
     template = environment.from_string(resources.files("qsync_torch.demo").joinpath("report.html.j2").read_text("utf-8"))
     plan = result.plans.compared["qsync"]
     chosen = infer_variants(plan)
@@ -70,7 +70,9 @@ def render_report(result: Result) -> str:
     assignments = plan.group("infer").assignments
     return template.render(
         outcome=result.outcome,
-        conclusions=conclusions(result.outcome),
+        conclusions=[*result.outcome.notes, *conclusions(result.outcome)],
+        stored=result.outcome.stored,
+        stored_conclusions=stored_conclusions(result.outcome.stored) if result.outcome.stored else [],
         colours=_COLOURS,
         legend=legend_classes(),
         timelines=_timeline_figures(result),

@@ -34,6 +34,8 @@ from qsync_torch.profiling.whole_step import StepRunner
 
 T = TypeVar("T")
 _GRADIENT_BATCHES = 2
+_RECORDING_S = 20.0
+"""After the time for training: no timeline is recorded later than this."""
 LAST_LEARNING_RATE = 0.02
 """Learning rate after the last step over the first one's; it falls linearly."""
 
@@ -51,7 +53,7 @@ def train(task: TrainTask, rendezvous: Rendezvous, core: int) -> None:
 
 
 def _keep_weakness(task: TrainTask, rendezvous: Rendezvous, weak: WeakWorker | None) -> None:
-    runner = StepRunner.start(load_workload(task.model, tiny=task.tiny).job(), torch.device("cpu"))
+    runner = StepRunner.start(load_workload(task.model, tiny=task.tiny, batch_size=task.batch_size).job(), torch.device("cpu"))
 
     def measure_ratio() -> float:
         return measure_step_ratio(runner, rendezvous, quick=task.tiny).ratio
@@ -65,20 +67,31 @@ def _keep_weakness(task: TrainTask, rendezvous: Rendezvous, weak: WeakWorker | N
 
 
 def _train(task: TrainTask, rendezvous: Rendezvous) -> None:
-    workload = load_workload(task.model, tiny=task.tiny)
+    workload = load_workload(task.model, tiny=task.tiny, batch_size=task.batch_size)
     dag = load(Path(task.folder) / "dag.qsync", PrecisionDag)
     methods = (*task.compared, *task.probes)
     trainees = [_Trainee(workload, m, rendezvous.rank, load(Path(m.plan), PrecisionPlan), task.steps) for m in methods]
     turns = _turns(len(trainees), task.steps, task.block)
+    started, round_ended = time.monotonic(), 0.0
     for done, (index, first, count) in enumerate(turns):
+        if done and done % len(trainees) == 0:  # every method has had its turn
+            elapsed = time.monotonic() - started
+            if _gather(bool(task.seconds) and elapsed + (elapsed - round_ended) > task.seconds)[0]:
+                break
+            round_ended = elapsed
         if rendezvous.rank == 0:
             report(done, len(turns), f"training, in turns: {methods[index].name}, steps {first + 1} to {first + count}")
         trainees[index].run(first, count)
     results = {}
     for trainee in trainees:
         name = trainee.method.name
-        results[name] = result = trainee.result(evaluate=trainee.method in task.compared)
-        if name in task.timelines:
+        if rendezvous.rank == 0:
+            report(len(turns), len(turns), f"evaluating {name}")
+        results[name] = result = trainee.result(task.held_out_share if trainee.method in task.compared else 0.0)
+        if (
+            name in task.timelines
+            and not _gather(bool(task.seconds) and time.monotonic() - started > task.seconds + _RECORDING_S)[0]
+        ):
             if rendezvous.rank == 0:
                 report(len(turns), len(turns), f"recording a step of {name}")
             timeline = trainee.record_step(dag, GROUPS[rendezvous.rank], result)
@@ -161,15 +174,15 @@ class _Trainee:
         self._optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    def result(self, *, evaluate: bool) -> MethodResult:
-        """What was measured (held-out data only on rank 0); every rank must call it."""
+    def result(self, held_out_share: float) -> MethodResult:
+        """What was measured (on that share of held-out data only on rank 0); every rank must call it."""
         peaks = _gather(self._peak_bytes())
         steps = _gather(self._steps)
         weights = [self.method.local_batches[group] / self._global_batch for group in GROUPS]
         losses = tuple(sum(w * s.loss for w, s in zip(weights, row, strict=True)) for row in zip(*steps, strict=True))
         evaluation: Evaluation | None = None
-        if evaluate and dist.get_rank() == 0:
-            evaluation = self._workload.evaluate(self.model)
+        if held_out_share and dist.get_rank() == 0:
+            evaluation = self._workload.evaluate(self.model, held_out_share)
         return MethodResult(_periods(steps), losses, evaluation, dict(zip(GROUPS, peaks, strict=True)))
 
     def record_step(self, dag: PrecisionDag, group: str, result: MethodResult) -> Timeline:

@@ -21,6 +21,8 @@ TARGET_RATIO = 1.54
 """Weak worker's float32 step over the strong one's."""
 LEAST_RATIO = 1.5
 MOST_RATIO = 1.65
+_LEAST_QUOTA = 0.25
+"""On a busy machine the strong worker gets perhaps half of its core, and the weak one less of its own."""
 _FIRST_NICENESS = 2
 """The kernel's weights make this worth two fifths of the core (655 against 1024); less is reached by going up from here."""
 
@@ -120,7 +122,7 @@ class WeakWorker:
 
 
 def _scaled(quota: Weakness, factor: float) -> Weakness:
-    return Weakness("quota", round(min(0.8, max(0.5, quota.value * factor)), 3))
+    return Weakness("quota", round(min(0.8, max(_LEAST_QUOTA, quota.value * factor)), 3))
 
 
 class ColocatedLoad:

@@ -38,7 +38,7 @@ class Workload:
         model: with its initial weights; the same on every rank and in every call.
         samples: training samples; ``take(indices, step)`` makes a batch of some of them (``step`` seeds what is random in it).
         loss, optimizer, batch_size: as in :class:`~qsync_torch.job.Job`; the batch size is that of one rank.
-        evaluate_once: loss and accuracy of a model in evaluation mode, without gradients.
+        evaluate_once: loss and accuracy of a model in evaluation mode on that share (0..1] of held-out data, without gradients.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Workload:
     loss: Callable[[Tensor, Batch], Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     batch_size: int
-    evaluate_once: Callable[[nn.Module], Evaluation]
+    evaluate_once: Callable[[nn.Module, float], Evaluation]
 
     def job(self) -> Job:
         """The workload as trace, profile and observe know it: one rank's job."""
@@ -72,20 +72,24 @@ class Workload:
         first = position * global_batch + start
         return self.take(order[first : first + size], step * global_batch + start)
 
-    def evaluate(self, model: nn.Module) -> Evaluation:
-        """Loss and accuracy on held-out data; the model's mode is restored."""
+    def evaluate(self, model: nn.Module, share: float = 1.0) -> Evaluation:
+        """Loss and accuracy on that share of held-out data; the model's mode is restored."""
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                return self.evaluate_once(model)
+                return self.evaluate_once(model, share)
         finally:
             model.train(was_training)
 
 
-def load_workload(name: str, *, tiny: bool = False) -> Workload:
-    """The workload ``resnet`` or ``bert`` at the size of the demo, or ``tiny`` for tests: the same code in milliseconds a step."""
-    return digits_resnet(tiny) if name == "resnet" else masked_sources_bert(tiny)
+def load_workload(name: str, *, tiny: bool = False, batch_size: int | None = None) -> Workload:
+    """The workload ``resnet`` or ``bert`` at the size of the demo, or ``tiny`` for tests: the same code in milliseconds a step.
+
+    ``batch_size`` are samples a step and rank where they are not to be the workload's own.
+    """
+    workload = digits_resnet(tiny) if name == "resnet" else masked_sources_bert(tiny)
+    return workload if batch_size is None else attrs.evolve(workload, batch_size=batch_size)
 
 
 ENLARGED = 2
@@ -167,8 +171,9 @@ def _digits_loss(logits: Tensor, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits, batch.target)
 
 
-def _evaluate_digits(model: nn.Module) -> Evaluation:
+def _evaluate_digits(model: nn.Module, share: float) -> Evaluation:
     _, _, x, y = _digits()
+    x, y = x[: round(share * len(x))], y[: round(share * len(y))]
     logits = model(x.contiguous(memory_format=torch.channels_last))
     return Evaluation(float(nn.functional.cross_entropy(logits, y)), float((logits.argmax(1) == y).float().mean()))
 
@@ -239,10 +244,11 @@ def _masked_loss(output: Any, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), ignore_index=IGNORED)
 
 
-def _evaluate_masked(model: nn.Module, length: int) -> Evaluation:
+def _evaluate_masked(model: nn.Module, length: int, share: float) -> Evaluation:
     _, held_out = _text()
-    stride = len(held_out) // length // HELD_OUT_WINDOWS
-    batch = _masked(_windows(held_out, torch.arange(HELD_OUT_WINDOWS) * stride, length), seed=0)
+    windows = round(share * HELD_OUT_WINDOWS)
+    stride = len(held_out) // length // windows
+    batch = _masked(_windows(held_out, torch.arange(windows) * stride, length), seed=0)
     output = model(**batch.kwargs)
     masked = batch.target != IGNORED
     right = (output.logits.argmax(-1) == batch.target)[masked]
@@ -277,7 +283,7 @@ def masked_sources_bert(tiny: bool = False) -> Workload:
         loss=_masked_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True),
         batch_size=4 if tiny else 32,
-        evaluate_once=lambda held_out_model: _evaluate_masked(held_out_model, length),
+        evaluate_once=lambda held_out_model, share: _evaluate_masked(held_out_model, length, share),
     )
 
 

@@ -1,0 +1,155 @@
+"""What this machine can do in the time there is: the size of the workload, and which low-precision rungs pay."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.demo.weak_worker import TARGET_RATIO
+from qsync_torch.job import Job
+from qsync_torch.profiling.benchmark_case import make_case
+from qsync_torch.profiling.whole_step import StepRunner
+
+LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
+"""Rungs that the weak group could have, lowest first."""
+LEANEST = LADDER[1]
+"""Of a machine where no rung pays: 16-bit activations behind every operator halve what is kept for backward."""
+PAYS_BELOW = 0.85
+"""A rung pays if its time for the largest operator, casts included, is below this share of float32's."""
+_HOPELESS = 5.0
+"""A rung whose first run takes this many times float32's is not run again: first runs also compile, but not that long."""
+_REPEATS = 7
+_PROBING_S = 4.0
+"""How long to time steps, and operators, at most."""
+IMPORTS = 4
+"""How often processes one after the other will import torch and what comes with it: torchrun and its workers, twice."""
+_FIXED_S = 30.0
+"""Tracing, planning, writing the report."""
+_STEPS = 200
+"""What the rest costs at least, in the weak worker's float32 steps: profiling 90, training 40, calibrating 20, results 50."""
+_PROBED_PARTS = 4
+"""The batch is at least this part of the whole one; steps are probed at that size."""
+
+
+@attrs.frozen
+class Probe:
+    """What was found before anything else ran.
+
+    Attributes:
+        batch_size, whole_batch_size: samples a step that fit into the time, and those of a quick machine.
+        operator: the largest operator, which the rungs were tried with.
+        ratios: its time at each low rung over float32's, forward and backward.
+        in_haste: whether even the smallest batch is not expected to end in time: everything is measured as little as possible.
+    """
+
+    batch_size: int
+    whole_batch_size: int
+    operator: str
+    ratios: Mapping[Variant, float]
+    in_haste: bool = False
+
+    @property
+    def paying(self) -> tuple[Variant, ...]:
+        """Low rungs that are worth their loss of precision in time."""
+        return tuple(rung for rung, ratio in self.ratios.items() if ratio < PAYS_BELOW)
+
+    @property
+    def saves_time(self) -> bool:
+        """Whether the demo can show how a plan saves time; otherwise how it saves memory."""
+        return bool(self.paying)
+
+    @property
+    def ladder(self) -> tuple[Variant, ...]:
+        """The weak group's: the rungs that pay, or the leanest one."""
+        return (*(self.paying or (LEANEST,)), LADDER[-1])
+
+    @property
+    def notes(self) -> list[str]:
+        """What was made smaller or left out, and why."""
+        said = []
+        if self.batch_size < self.whole_batch_size:
+            less = f"{self.batch_size} samples a step instead of {self.whole_batch_size}, and less held-out data"
+            said.append(f"This machine is slow or busy: {less}.")
+        if self.in_haste:
+            said.append("It is so slow that everything was measured as little as possible: expect predictions to be off.")
+        measured = ", ".join(f"{rung.label} {ratio:.2f}" for rung, ratio in self.ratios.items())
+        times = f"forward and backward of {self.operator} against float32: {measured} of its time"
+        left_out = [rung.label for rung in self.ratios if rung not in self.ladder]
+        if not self.paying:
+            said.append(
+                f"No lower precision saves time on this CPU ({times}), so memory is what a plan saves here: the weak worker gets a "
+                f"budget that float32 does not fit, and {LEANEST.label} to fit it."
+            )
+        elif left_out:
+            said.append(f"Left out: {', '.join(left_out)}, which does not pay on this CPU ({times}).")
+        return said
+
+
+def fitting_batch(sample_s: float, whole: int, seconds: float) -> tuple[int, bool]:
+    """Samples a step: all, a half or a quarter, the most that lets the demo end in time; and whether not even a quarter does.
+
+    Args:
+        sample_s: time of a float32 step per sample, on what a worker gets of this machine now.
+        whole: samples a step where time does not matter; seconds: how long it may take from here.
+    """
+    sizes = [max(1, whole // parts) for parts in (1, 2, _PROBED_PARTS)]
+    fitting = [n for n in sizes if _FIXED_S + _STEPS * TARGET_RATIO * sample_s * n <= seconds]
+    return (fitting[0], False) if fitting else (sizes[-1], True)
+
+
+def sample_seconds(job: Job) -> float:
+    """Time of a float32 training step per sample, of a small batch."""
+    small = attrs.evolve(job, batch_size=max(1, job.batch_size // _PROBED_PARTS))
+    runner = StepRunner.start(small, torch.device("cpu"), batches=1)
+    times: list[float] = []
+    first = _seconds(lambda: runner.train_step(0))
+    while len(times) < _REPEATS and (not times or first + sum(times) < _PROBING_S):
+        times.append(_seconds(lambda: runner.train_step(0)))
+    return statistics.median(times) / small.batch_size
+
+
+def rung_ratios(dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = LADDER[:-1]) -> dict[Variant, float]:
+    """Time of the largest operator at each rung over float32's, forward and backward with their casts."""
+    operator = largest_operator(dag)
+    runs = {variant: _runner(operator, variant, layouts) for variant in (LADDER[-1], *rungs)}
+    first = {variant: _seconds(run) for variant, run in runs.items()}
+    best = {variant: seconds for variant, seconds in first.items() if seconds > _HOPELESS * first[LADDER[-1]]}
+    # In turns, and the best of each: what else runs on this machine takes its time from some of them.
+    tried: dict[Variant, list[float]] = {variant: [] for variant in runs if variant not in best}
+    while min(map(len, tried.values())) < _REPEATS and sum(map(sum, tried.values())) < _PROBING_S:
+        for variant, times in tried.items():
+            times.append(_seconds(runs[variant]))
+    best |= {variant: min(times) for variant, times in tried.items()}
+    return {rung: best[rung] / best[LADDER[-1]] for rung in rungs}
+
+
+def largest_operator(dag: PrecisionDag) -> Operator:
+    """The adjustable operator with the most operations."""
+    return max(dag.adjustable, key=lambda operator: operator.flops)
+
+
+def _runner(operator: Operator, variant: Variant, layouts: Mapping[str, Tensor]) -> Callable[[], None]:
+    case = make_case(operator, variant, layouts, torch.device("cpu"), KernelChoice())
+
+    def run() -> None:
+        call = case.make_ready()
+        output = call.run()
+        if backward := call.backward_thunk(output, [torch.ones_like(output)]):
+            backward()
+
+    return run
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
