@@ -12,6 +12,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import FiniteRange, output_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.ir.dag import OpClass
+from qsync_core.ir.precision import Precision
 from qsync_core.units import format_bytes
 from qsync_torch.cli.options import batch_size_option
 
@@ -64,6 +65,7 @@ def _facts(dag: PrecisionDag, output: Path) -> dict[str, Any]:
         "not_applicable": {str(operator.op_id): operator.not_applicable for operator in dag.operators if operator.not_applicable},
         "parameters": sum(parameter.numel for parameter in dag.parameters),
         "buckets": [{"nbytes": bucket.nbytes, "parameters": list(bucket.parameters)} for bucket in dag.buckets],
+        "base": str(dag.base),
         "loss": dag.loss,
         "loss_reduction": dag.loss_reduction,
         "flops": sum(operator.flops for operator in dag.operators),
@@ -85,6 +87,8 @@ def _render(dag: PrecisionDag, output: Path, console: Console) -> None:
         f"{dag.model}: {len(dag.operators)} operators, {trainable:,} trainable parameters, batch size {dag.batch_size}, "
         f"loss {dag.loss} ({dag.loss_reduction})"
     )
+    if dag.base is not Precision.FLOAT32:
+        console.print(f"It trains under autocast in {dag.base}, which casts what no plan lowers, in place of the rules below.")
     table = Table("class", "operators", "of kind", "in a plan they", box=None, pad_edge=False)
     for op_class, kinds in _kinds_by_class(dag).items():
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())

@@ -1,0 +1,78 @@
+"""Plans for a job that trains under autocast in bfloat16: nothing above that base takes part."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+from planning_cases import LADDERS, Case, random_case
+from synthetic import BFLOAT16, INT8, GraphBuilder
+
+from qsync_core.artifacts.files import digest
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.semantics import CastSite
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator import allocate
+from qsync_planner.matching import under_base
+from qsync_planner.replayer.cost_mapper import CostMapper
+from qsync_planner.replayer.cost_model import CostModel
+from qsync_planner.replayer.replay import Replayer
+
+BASE, INT8_UNDER = Variant.plain(BFLOAT16), Variant.of(INT8, output=BFLOAT16)
+
+
+def amp_case(seed: int) -> Case:
+    """A drawn problem, its job under AMP; clusters as people write them, up to float32."""
+    case = random_case(seed, ladder=LADDERS[1], kind=DeviceKind.CUDA)
+    dag = attrs.evolve(case.dag, base=BFLOAT16)
+    profiles = {}
+    for name, profile in case.profiles.items():
+        index = {op_id: {**by_variant, INT8_UNDER: by_variant[LADDERS[1][0]]} for op_id, by_variant in profile.cost_index.items()}
+        profiles[name] = attrs.evolve(profile, dag_digest=digest(dag), cost_index=index)
+    draw = random.Random(seed)
+    omega = {operator.op_id: {INT8_UNDER: draw.random()} for operator in dag.adjustable}
+    sensitivity = attrs.evolve(case.sensitivity, dag_digest=digest(dag), omega=omega)
+    return Case(dag, case.cluster, profiles, sensitivity)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_plan_is_the_best_of_all(seed: int) -> None:
+    case = amp_case(seed)
+    plan = allocate(*case.arguments, solver="exact")
+    cluster, notes = under_base(case.cluster, case.dag)
+    assert len(notes) == 1
+    assert set(notes) <= set(plan.notes)
+    under = attrs.evolve(case, cluster=cluster)
+    best = []
+    for variants in under.assignments("infer0"):
+        prediction = Replayer(under.dag, cluster, under.profiles).replay({"infer0": variants})
+        if prediction.iteration_ns <= plan.time_limit_ns:
+            omegas = (case.sensitivity.omega[op_id].get(variant, 0.0) for op_id, variant in variants.items())
+            best.append(cluster.group("infer0").count * sum(omegas))
+    assert plan.objective == pytest.approx(min(best), rel=1e-6, abs=1e-12)
+    assert under.replay(plan).iteration_ns == plan.predicted_iteration_ns
+    assert {group.base for group in plan.groups} == {plan.base} == {BFLOAT16}
+    for group in plan.groups:
+        allowed = {BASE} if group.role is Role.TRAIN else {BASE, INT8_UNDER}
+        assert {assignment.variant for assignment in group.assignments.values()} <= allowed
+
+
+def test_at_the_base_only_weights_and_what_arrives_in_float32_are_cast() -> None:
+    """Three readers of one float32 tensor cast it three times, as autocast does; in int8 they share one copy."""
+    g = GraphBuilder("q, k and v", batch_size=4)
+    x = g.input("x", (4, 16))
+    g.loss(g.linear("head", g.join("add", "add", [g.linear(name, x, 16) for name in "qkv"]), 3))
+    dag = attrs.evolve(g.build(first_bucket=1024, bucket=4096), base=BFLOAT16)
+    case = amp_case(0)
+    costs = {o.op_id: dict.fromkeys((BASE, INT8_UNDER, LADDERS[1][-1]), 0) for o in dag.operators if o.kind != "input"}
+    profile = attrs.evolve(case.profiles["infer0"], cost_index=costs)
+
+    def inputs_cast(variant: Variant) -> dict[str, int]:
+        mapper = CostMapper(dag, CostModel(dag, profile), dict.fromkeys((o.op_id for o in dag.adjustable), variant))
+        rows = zip(dag.operators, mapper.charged, strict=True)
+        return {o.op_id.fqn: sum(p.cast.site is CastSite.INPUT for p in charged) for o, charged in rows if o.is_adjustable}
+
+    assert inputs_cast(BASE) == {"q": 1, "k": 1, "v": 1, "head": 0}
+    assert inputs_cast(INT8_UNDER) == {"q": 1, "k": 0, "v": 0, "head": 1}
