@@ -51,8 +51,9 @@ def test_no_operator_anywhere_needs_a_cast_that_is_not_listed(ladder, data):
     inputs = data.draw(st.lists(st.sampled_from(formats), min_size=1, max_size=3))
     for op_class, variant in itertools.product(OpClass, ladder):
         source = OpId("x")
+        kind = "linear" if op_class is OpClass.ADJUSTABLE else "any"
         operator = Operator(
-            OpId("o"), "any", op_class, (source,) * len(inputs), ((2, 2),) * len(inputs), output_shape=(2, 2), weight_shape=(2, 2)
+            OpId("o"), kind, op_class, (source,) * len(inputs), ((2, 2),) * len(inputs), output_shape=(2, 2), weight_shape=(2, 2)
         )
         for cast in casts(operator, variant if op_class is OpClass.ADJUSTABLE else None, inputs):
             assert cast.site in found[cast.key]

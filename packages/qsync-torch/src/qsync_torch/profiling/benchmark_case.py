@@ -19,7 +19,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.kernels.binding import OperatorBinding, operator_binding
-from qsync_torch.operators.casts import Gradient, Saved, Seeds, cast_gradient, cast_input, cast_weight
+from qsync_torch.operators.casts import Gradient, Grads, Saved, Seeds, cast_gradient, cast_input, cast_weight
 from qsync_torch.operators.conv2d import QuantizedConv2d, conv2d_backward, conv2d_product
 from qsync_torch.operators.linear import QuantizedLinear, linear_backward, linear_product
 from qsync_torch.tracing.aten_call import AtenCall
@@ -169,10 +169,11 @@ def _quantized_case(
             weight.detach().contiguous()
         return apply()
 
-    def backward(gradient: Gradient) -> None:
-        of_weight = products(gradient, saved, binding, needs)[1]
-        if operator.is_transposed and of_weight is not None:  # gradients have the layout of their parameters
-            of_weight.t().contiguous()
+    def backward(gradient: Gradient) -> Grads:
+        found = products(gradient, saved, binding, needs)
+        if operator.is_transposed and found[1] is not None:  # gradients have the layout of their parameters
+            found[1].t().contiguous()
+        return found
 
     trained = tuple(tensor for tensor in (parameter, bias) if tensor is not None)
     if not (binding.grad_input_quantized and x_needs_gradient) and not binding.grad_weight_quantized:
