@@ -22,7 +22,7 @@ from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, f
 from qsync_torch.apply.functional_calls import RefusedCall
 from qsync_torch.apply.installation import Installation
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.apply.kernel_check import check_backends, prebuild
+from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
 from qsync_torch.distributed.ranks import together
@@ -221,11 +221,10 @@ class AppliedPlan(Installation):
         self._awaits_calls = False
         if torch.compiler.is_compiling() or any(is_compiled(module) for module in self.model.modules()):
             return
-        missing = [str(op_id) for op_id, call in self._lowered.items() if not call.has_run and call.is_lowered]
+        missing = [op_id for op_id, call in self._lowered.items() if not call.has_run and call.is_lowered]
         if missing:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             warnings.warn(
-                f"the plan lowers {', '.join(missing[:_NAMED])}{more}, which the first step did not run as a linear or "
+                f"the plan lowers {first_named(missing)}, which the first step did not run as a linear or "
                 "convolution: they keep their precision; trace the model as it runs in training if that is not meant",
                 stacklevel=6,
             )
@@ -261,10 +260,6 @@ class AppliedPlan(Installation):
         """A saved model has no plan, and needs no QSync to be loaded."""
         _say_plain("the saved form of a model that runs under a plan, once loaded,")
         return type(None), ()
-
-
-_NAMED = 3
-"""How many operators a warning names."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.settings import SETTINGS, Difference, differences
+from qsync_torch.apply.first_step import device_of
 from qsync_torch.devices import job_software
 
 
@@ -55,8 +56,7 @@ def job_differences(plan: PrecisionPlan, group: str, device: DeviceType, model: 
 
 def _target(device: DeviceType, model: nn.Module) -> torch.device:
     """Where the model will run: where it is; one on the CPU whose group has GPUs is taken to be moved, if there is one."""
-    parameter = next(model.parameters(), None)
-    here = torch.device("cpu") if parameter is None else parameter.device
+    here = device_of(model)
     if here.type == "cpu" and device.kind is DeviceKind.CUDA and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return here if here.type == "cuda" else torch.device("cpu")

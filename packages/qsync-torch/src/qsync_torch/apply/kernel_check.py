@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -47,7 +47,7 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
                 reasons.setdefault(reason, []).append(op_id)
     if reasons:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
-        said = "; ".join(f"{_first(op_ids)}: {reason}" for reason, op_ids in reasons.items())
+        said = "; ".join(f"{first_named(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
         raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_WAY_OUT}")
 
@@ -130,7 +130,8 @@ def _padding(module: nn.Conv2d, kernel: IntPair, dilation: IntPair) -> IntPair:
     return pair(module.padding)
 
 
-def _first(op_ids: list[OpId]) -> str:
+def first_named(op_ids: Sequence[OpId]) -> str:
+    """The first few of these operators by name, and how many more there are."""
     names = ", ".join(map(str, op_ids[:_NAMED]))
     return names if len(op_ids) <= _NAMED else f"{names} and {len(op_ids) - _NAMED} more"
 
