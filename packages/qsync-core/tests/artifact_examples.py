@@ -6,6 +6,13 @@ from typing import Any
 
 from qsync_core.artifacts.files import digest
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.communication import (
+    CollectiveCosts,
+    CommunicationChoice,
+    CommunicationSettings,
+    MeasuredCollectives,
+    PlannedCommunication,
+)
 from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.observations import Observations, Series
@@ -105,6 +112,31 @@ def _plan(dag: PrecisionDag) -> PrecisionPlan:
         local_batches={"infer": 12, "train": 12},
         notes=("bfloat16 is not offered on T4",),
         software={"infer": {"torch": "2.13.0"}},
+        communication=PlannedCommunication(
+            CommunicationSettings(max_ctas=2, broadcast_buffers=False),
+            "the fastest of two ways that were measured",
+            (
+                CommunicationChoice(CommunicationSettings(max_ctas=2, broadcast_buffers=False), 99_000_000),
+                CommunicationChoice(CommunicationSettings(), 104_000_000),
+            ),
+        ),
+    )
+
+
+def _collective_costs(dag: PrecisionDag) -> CollectiveCosts:
+    def measured(ctas: int, slowdown: float) -> MeasuredCollectives:
+        model = CollectiveModel(4, "nccl", 20_000.0, 0.25, ((3072, 20_800),), (32,))
+        return MeasuredCollectives(ctas, model, {"train": slowdown / 2, "infer": slowdown})
+
+    return CollectiveCosts(
+        dag.model,
+        digest(dag),
+        {"train": 2, "infer": 2},
+        {"train": _V100, "infer": _T4},
+        {"train": {"torch": "2.13.0"}, "infer": {"torch": "2.13.0"}},
+        (measured(0, 0.25), measured(2, 0.03125)),
+        {"train": 0.001, "infer": 0.004},
+        1_000_000,
     )
 
 
@@ -145,5 +177,6 @@ def examples(layers: int = 12) -> dict[type, Any]:
             {"infer": 1 << 33},
             {"infer": {"torch": "2.13.0"}},
         ),
+        _collective_costs(dag),
     )
     return {type(artifact): artifact for artifact in made}

@@ -8,6 +8,13 @@ from hypothesis import strategies as st
 
 from qsync_core.ir.checks import MAX_BATCH, MAX_INT, MAX_MEASURED
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.communication import (
+    CollectiveCosts,
+    CommunicationChoice,
+    CommunicationSettings,
+    MeasuredCollectives,
+    PlannedCommunication,
+)
 from qsync_core.ir.dag import ADJUSTABLE_KINDS, Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.observations import Observations, Series
@@ -243,6 +250,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         notes=draw(tuples(texts)),
         base=base,
         software={name: draw(string_maps) for name in group_names if draw(st.booleans())},
+        communication=draw(st.none() | communication),
     )
 
 
@@ -265,6 +273,33 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks, software)
 
 
+settings = st.builds(
+    CommunicationSettings,
+    st.none() | st.floats(0.001, 1000.0),
+    st.integers(0, 64),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+communication = st.builds(PlannedCommunication, settings, texts, tuples(st.builds(CommunicationChoice, settings, counts)))
+
+
+@st.composite
+def collective_costs(draw: st.DrawFn) -> CollectiveCosts:
+    groups = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    ctas = draw(st.lists(st.integers(0, 64), min_size=1, max_size=3, unique=True))
+    return CollectiveCosts(
+        draw(texts),
+        draw(digests),
+        {name: draw(positive) for name in groups},
+        {name: draw(devices) for name in groups},
+        {name: draw(string_maps) for name in groups},
+        tuple(MeasuredCollectives(n, draw(collectives), {name: draw(st.floats(0.0, 0.99)) for name in groups}) for n in ctas),
+        {name: draw(st.floats(0.0, 10.0)) for name in groups},
+        draw(counts),
+    )
+
+
 ARTIFACTS: dict[type, st.SearchStrategy[Any]] = {
     PrecisionDag: dags(),
     Profile: profiles(),
@@ -275,5 +310,6 @@ ARTIFACTS: dict[type, st.SearchStrategy[Any]] = {
     GlobalDfg: global_dfgs(),
     PrecisionPlan: plans(),
     Timeline: timelines(),
+    CollectiveCosts: collective_costs(),
 }
 """A strategy for every kind of artifact."""

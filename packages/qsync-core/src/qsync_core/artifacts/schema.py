@@ -7,6 +7,7 @@ from typing import Any
 
 from qsync_core.artifacts.codec import CodecError
 from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.observations import Observations
@@ -17,7 +18,18 @@ from qsync_core.ir.timeline import Timeline
 
 KINDS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (PrecisionDag, Profile, Observations, Sensitivity, Cluster, LocalDfg, GlobalDfg, PrecisionPlan, Timeline)
+    for kind in (
+        PrecisionDag,
+        Profile,
+        Observations,
+        Sensitivity,
+        Cluster,
+        LocalDfg,
+        GlobalDfg,
+        PrecisionPlan,
+        Timeline,
+        CollectiveCosts,
+    )
 }
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
@@ -25,7 +37,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "Precis
 
 _ADDED: dict[str, dict[str, Any]] = {
     "PrecisionDag": {"base": "float32"},
-    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}},
+    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None},
     "Timeline": {"software": {}},
 }
 """Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.

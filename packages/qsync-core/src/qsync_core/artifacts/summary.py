@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.observations import Observations
@@ -136,6 +137,8 @@ def _plan(plan: PrecisionPlan) -> Lines:
         budget = f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         counts = _counts(assignment.variant.label for assignment in group.assignments.values())
         lines.append((f"group {group.group}", f"{counts}; peak {format_bytes(group.predicted_peak_bytes)}{budget}"))
+    if plan.communication is not None:
+        lines.append(("communication", f"{plan.communication.settings.label}: {plan.communication.reason}"))
     if plan.verdict is not None:
         lines.append(("verdict", plan.verdict.sentence))
     return lines + [("note", note) for note in plan.notes]
@@ -152,6 +155,20 @@ def _timeline(timeline: Timeline) -> Lines:
     return lines + [(f"peak memory {group}", format_bytes(nbytes)) for group, nbytes in sorted(timeline.peak_bytes.items())]
 
 
+def _collective_costs(costs: CollectiveCosts) -> Lines:
+    lines = [
+        ("model", costs.model),
+        ("ranks", ", ".join(f"{count} {group} ({costs.devices[group].name})" for group, count in sorted(costs.ranks.items()))),
+        ("broadcast of buffers", format_ns(costs.broadcast_ns)),
+    ]
+    for entry in costs.measured:
+        model = entry.all_reduce
+        cost = f"{format_ns(model.alpha_ns)} + {model.beta_ns_per_byte:.3g} ns per byte"
+        slowed = ", ".join(f"{group} {c:.1%}" for group, c in sorted(entry.slowdown.items()))
+        lines.append((f"all-reduce, {entry.max_ctas or 'default'} CTAs", f"{cost}; compute slowed by {slowed} while it is open"))
+    return lines
+
+
 _SUMMARIES: dict[type, Callable[[Any], Lines]] = {
     PrecisionDag: _dag,
     Profile: _profile,
@@ -162,4 +179,5 @@ _SUMMARIES: dict[type, Callable[[Any], Lines]] = {
     GlobalDfg: _global_dfg,
     PrecisionPlan: _plan,
     Timeline: _timeline,
+    CollectiveCosts: _collective_costs,
 }

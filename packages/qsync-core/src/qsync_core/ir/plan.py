@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.ir import checks
+from qsync_core.ir.communication import PlannedCommunication
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceType
@@ -97,6 +98,7 @@ class PrecisionPlan:
         software: per group the versions and settings of the process that measured its profile (:mod:`qsync_core.settings`): the
             prediction holds for a job that has the same.  Groups of which they are not known are absent.
         weight_shapes: by the FQN of an operator the shape of its weight, which ``apply_`` compares with the model's.
+        communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
     """
 
     model: str
@@ -119,6 +121,7 @@ class PrecisionPlan:
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
     software: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
     weight_shapes: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
+    communication: PlannedCommunication | None = None
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
