@@ -273,7 +273,6 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return Timeline(source, draw(texts), draw(counts), rank_group, draw(tuples(intervals)), peaks, software)
 
 
-times = st.integers(0, 2**48)
 settings = st.builds(
     CommunicationSettings,
     st.none() | st.floats(0.001, 1000.0),
@@ -282,7 +281,7 @@ settings = st.builds(
     st.booleans(),
     st.booleans(),
 )
-communication = st.builds(PlannedCommunication, settings, texts, tuples(st.builds(CommunicationChoice, settings, times)))
+communication = st.builds(PlannedCommunication, settings, texts, tuples(st.builds(CommunicationChoice, settings, measured)))
 
 
 @st.composite
@@ -297,7 +296,7 @@ def collective_costs(draw: st.DrawFn) -> CollectiveCosts:
         {name: draw(string_maps) for name in groups},
         tuple(MeasuredCollectives(n, draw(collectives), {name: draw(st.floats(0.0, 0.99)) for name in groups}) for n in ctas),
         {name: draw(st.floats(0.0, 10.0)) for name in groups},
-        draw(times),
+        draw(measured),
     )
 
 
