@@ -10,7 +10,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.timeline import Interval, Timeline
-from qsync_planner.verify import Comparison, verify
+from qsync_planner.verify import Comparison, PhaseRow, verify
 
 F, B, COMM = Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION
 
@@ -120,8 +120,8 @@ def test_ranks_that_wait_in_turn() -> None:
     """Each collective transfers for as long as the rank that comes last to it; everything else is waiting."""
     found = verify(attrs.evolve(WAITING_IN_TURN, source="predicted"), WAITING_IN_TURN)
     assert [row.time.measured for row in found.phases] == [40 + 50 + 9]
-    assert found.waiting_ns == {"weak": 300 - 40, "strong": 200 - 50}
-    assert verify(PREDICTED, attrs.evolve(MEASURED, intervals=())).waiting_ns == {}
+    assert found.waiting == {"weak": Comparison(300 - 40, 300 - 40), "strong": Comparison(200 - 50, 200 - 50)}
+    assert verify(PREDICTED, attrs.evolve(MEASURED, intervals=())).waiting == {}
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
@@ -134,11 +134,29 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         ("all-reduce", COMM, LINK, 250, 500),
         ("optimizer", Phase.OPTIMIZER, COMPUTE, 510, 600),
     )
-    measured = attrs.evolve(MEASURED, rank_group={0: "weak"}, intervals=step)
-    predicted, found = verify(PREDICTED, measured).parts["weak"]
-    assert (found.forward, found.backward, found.optimizer, found.communication, found.idle) == (110, 170, 90, 200, 30)
-    assert found.total == 600
+    measured = attrs.evolve(MEASURED, iteration_ns=590, rank_group={0: "weak"}, intervals=step)
+    compared = verify(PREDICTED, measured)
+    predicted, found = compared.parts["weak"]
+    # 600 were recorded, 30 of them idle; steps that are not recorded take 590.
+    assert (found.forward, found.backward, found.optimizer, found.communication, found.idle) == (110, 170, 90, 200, 20)
+    assert found.total == 590
     assert predicted.total == PREDICTED.iteration_ns
+    assert compared.ranks == {0: found}
+
+
+def test_cpu_dispatch_is_the_last_to_blame() -> None:
+    """The profiler slows it, so that its rows would always be the worst."""
+    dispatch = (Interval("b", op("b"), F, Resource.DISPATCH, 0, 0, 700), Interval("b", op("b"), F, COMPUTE, 0, 0, 300))
+    slowed = (attrs.evolve(dispatch[0], duration_ns=9_000), attrs.evolve(dispatch[1], duration_ns=310))
+    found = verify(attrs.evolve(PREDICTED, intervals=dispatch), attrs.evolve(MEASURED, rank_group={0: "weak"}, intervals=slowed))
+    assert [(row.resource, row.time.difference) for row in found.operators] == [(COMPUTE, -10), (Resource.DISPATCH, -8_300)]
+
+
+def test_work_of_no_operator_is_told_apart() -> None:
+    """As of weights that are prepared together at the start of forward."""
+    step = _rank(0, ("quantize", F, COMPUTE, 0, 70), ("all-reduce", COMM, LINK, 70, 80), ("sgd", Phase.OPTIMIZER, COMPUTE, 80, 99))
+    found = verify(PREDICTED, attrs.evolve(MEASURED, rank_group={0: "weak"}, intervals=step))
+    assert found.unattributed == (PhaseRow("weak", F, COMPUTE, Comparison(0, 70)),)
 
 
 def test_settings_that_the_job_has_otherwise_are_named() -> None:

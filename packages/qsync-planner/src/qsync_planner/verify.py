@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.timeline import Interval, Timeline
+from qsync_core.ir.timeline import Timeline
 from qsync_core.settings import Difference, differences
+from qsync_planner.step_parts import StepParts, group_parts, rank_parts, transfers, waiting
 
 Key = tuple[str, OpId | None, Phase, Resource]
 """Group, operator (None: communication, optimizer), phase, resource."""
@@ -57,28 +58,6 @@ class OperatorRow:
 
 
 @attrs.frozen
-class StepParts:
-    """One rank's step, cut into parts that add up to it: means over the ranks of a group, in nanoseconds.
-
-    Attributes:
-        forward, backward, optimizer: the device computes.
-        communication: collectives run, or wait for other ranks, and the device computes nothing.
-        idle: neither.
-    """
-
-    forward: int
-    backward: int
-    optimizer: int
-    communication: int
-    idle: int
-
-    @property
-    def total(self) -> int:
-        """The step: of a prediction its period, of a measurement the one step that was recorded, under the profiler."""
-        return self.forward + self.backward + self.optimizer + self.communication + self.idle
-
-
-@attrs.frozen
 class Verification:
     """The comparison of two timelines.
 
@@ -86,10 +65,13 @@ class Verification:
         iteration: the steady-state period.
         phases: per group, phase and resource, in that order; communication last, as the time that collectives transfer: of each the
             shortest over all ranks, because the rank that comes last to it does not wait.
-        waiting_ns: per group the rest of a rank's measured time in collectives, in which it waits for others.
+        waiting: per group the rest of a rank's time in collectives, in which it waits for others; empty without collectives.
         parts: per group its predicted and its measured step, cut into what the device does.
+        ranks: the measured step of each rank of these groups, cut likewise.
         differences: per group what the measured job had otherwise than the profile behind the prediction.
-        operators: those that both timelines know, the largest difference first.
+        operators: those that both timelines know, the largest difference first; CPU dispatch last, because a measured one is
+            slowed by the profiler.
+        unattributed: computation of forward and backward that belongs to no operator, such as weights that are prepared together.
         only_predicted, only_measured: operators that the other timeline lacks.
         memory: peak bytes of the groups that both know.
     """
@@ -100,8 +82,10 @@ class Verification:
     only_predicted: tuple[OpId, ...]
     only_measured: tuple[OpId, ...]
     memory: dict[str, Comparison]
-    waiting_ns: dict[str, int] = attrs.field(factory=dict)
+    waiting: dict[str, Comparison] = attrs.field(factory=dict)
     parts: dict[str, tuple[StepParts, StepParts]] = attrs.field(factory=dict)
+    ranks: dict[int, StepParts] = attrs.field(factory=dict)
+    unattributed: tuple[PhaseRow, ...] = ()
     differences: dict[str, tuple[Difference, ...]] = attrs.field(factory=dict)
 
     @property
@@ -145,8 +129,20 @@ def verify(predicted: Timeline, measured: Timeline) -> Verification:
             for name in groups
             if name in predicted.peak_bytes and name in measured.peak_bytes
         },
-        waiting_ns=_waiting(groups, measured),
-        parts={name: (_step_parts(predicted, name), _step_parts(measured, name)) for name in groups},
+        waiting={
+            name: Comparison(waiting(predicted, name), waiting(measured, name))
+            for name in groups
+            if any(interval.resource is Resource.COMMUNICATION for interval in measured.intervals)
+        },
+        parts={name: (group_parts(predicted, name), group_parts(measured, name)) for name in groups},
+        ranks={rank: rank_parts(measured, rank) for rank, name in sorted(measured.rank_group.items()) if name in groups},
+        unattributed=tuple(
+            PhaseRow(group, phase, Resource.COMPUTE, both)
+            for group in groups
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for both in [Comparison(*(times.get((group, None, phase, Resource.COMPUTE), 0) for times in (ours, theirs)))]
+            if both != Comparison(0, 0)
+        ),
         differences={
             name: found
             for name in groups
@@ -181,67 +177,14 @@ def _phase_rows(groups: Iterable[str], ours: dict[Key, int], theirs: dict[Key, i
     return tuple(rows)
 
 
-def _collective_times(timeline: Timeline) -> dict[int, dict[tuple[str, int], int]]:
-    """Per rank the duration of each collective, by its name and how many of that name came before it."""
-    found: dict[int, dict[tuple[str, int], int]] = {rank: {} for rank in timeline.rank_group}
-    for interval in sorted(timeline.intervals, key=lambda interval: interval.start_ns):
-        if interval.resource is Resource.COMMUNICATION:
-            mine = found[interval.rank]
-            before = sum(name == interval.name for name, _ in mine)
-            mine[interval.name, before] = interval.duration_ns
-    return found
-
-
-def _transfers(timeline: Timeline) -> dict[tuple[str, int], int]:
-    """How long each collective transfers: its shortest duration over the ranks that took part."""
-    shortest: dict[tuple[str, int], int] = {}
-    for mine in _collective_times(timeline).values():
-        for key, duration in mine.items():
-            shortest[key] = min(duration, shortest.get(key, duration))
-    return shortest
-
-
 def _communication_row(predicted: Timeline, measured: Timeline) -> tuple[PhaseRow, ...]:
-    both = Comparison(sum(_transfers(predicted).values()), sum(_transfers(measured).values()))
+    both = Comparison(sum(transfers(predicted).values()), sum(transfers(measured).values()))
     row = PhaseRow("", Phase.COMMUNICATION, Resource.COMMUNICATION, both)
     return (row,) if both.predicted or both.measured else ()
 
 
-def _waiting(groups: Iterable[str], measured: Timeline) -> dict[str, int]:
-    """What a group's ranks spend in collectives beyond the transfers, in the mean; empty without collectives."""
-    transfers, times = _transfers(measured), _collective_times(measured)
-    waits = {rank: sum(duration - transfers[key] for key, duration in mine.items()) for rank, mine in times.items()}
-    if not transfers:
-        return {}
-    by_group = {name: [waits[rank] for rank, group in measured.rank_group.items() if group == name] for name in groups}
-    return {name: round(sum(found) / len(found)) for name, found in by_group.items()}
-
-
-def _step_parts(timeline: Timeline, group: str) -> StepParts:
-    """The mean over the group's ranks, rounded so that the parts still add up."""
-    ranks = [rank for rank, name in timeline.rank_group.items() if name == group]
-    sums: Counter[str] = Counter()
-    for rank in ranks:
-        mine = [interval for interval in timeline.intervals if interval.rank == rank]
-        compute = [interval for interval in mine if interval.resource is Resource.COMPUTE]
-        busy = _union_ns([interval for interval in mine if interval.resource is not Resource.DISPATCH])
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-            sums[phase] += _union_ns([interval for interval in compute if interval.phase is phase])
-        sums["communication"] += busy - _union_ns(compute)
-        recorded = max((i.end_ns for i in mine), default=0) - min((i.start_ns for i in mine), default=0)
-        step = timeline.iteration_ns if timeline.source == "predicted" else recorded
-        sums["idle"] += max(0, step - busy)
-    return StepParts(*(round(sums[part] / len(ranks)) for part in ("forward", "backward", "optimizer", "communication", "idle")))
-
-
-def _union_ns(intervals: Sequence[Interval]) -> int:
-    """How much time lies in at least one of the intervals."""
-    total, reached = 0, 0
-    for interval in sorted(intervals, key=lambda interval: interval.start_ns):
-        start = max(interval.start_ns, reached)
-        total += max(0, interval.end_ns - start)
-        reached = max(reached, interval.end_ns)
-    return total
+def _worst_first(row: OperatorRow) -> tuple[bool, int, str, OpId, Phase]:
+    return row.resource is Resource.DISPATCH, -abs(row.time.difference), row.group, row.op_id, row.phase
 
 
 def _operator_rows(ours: dict[Key, int], theirs: dict[Key, int], known: set[OpId]) -> tuple[OperatorRow, ...]:
@@ -251,4 +194,4 @@ def _operator_rows(ours: dict[Key, int], theirs: dict[Key, int], known: set[OpId
         for group, op_id, phase, resource in (key,)
         if op_id in known and op_id is not None
     ]
-    return tuple(sorted(rows, key=lambda row: (-abs(row.time.difference), row.group, row.op_id, row.phase, row.resource)))
+    return tuple(sorted(rows, key=_worst_first))

@@ -97,15 +97,20 @@ def _print_prediction(console: Console, model: str, prediction: Prediction, batc
 @artifact_argument("measured")
 @click.option("--top", type=click.IntRange(min=0), default=5, show_default=True, help="How many operators to list.")
 @click.option("--max-error", type=FiniteRange(min=0), help="Exit with 1 if the iteration time is off by more percent.")
+@click.option("--perfetto", type=OUTPUT, help="Write both, beside each other, as one trace for ui.perfetto.dev.")
 @json_option
-def verify(predicted: Path, measured: Path, top: int, max_error: float | None, json_flag: bool) -> None:
+def verify(predicted: Path, measured: Path, top: int, max_error: float | None, perfetto: Path | None, json_flag: bool) -> None:
     """Compare a measured timeline with the predicted one and name the worst cost."""
     from qsync_core.artifacts.files import load
+    from qsync_core.artifacts.perfetto import comparison_to_perfetto
     from qsync_core.errors import PlanError
     from qsync_core.ir.timeline import Timeline
     from qsync_planner.verify import verify as compare
 
-    found = compare(load(predicted, Timeline), load(measured, Timeline))
+    both = load(predicted, Timeline), load(measured, Timeline)
+    found = compare(*both)
+    if perfetto:
+        write_text(perfetto, json.dumps(comparison_to_perfetto(*both)), PlanError)
     emit(json_flag, _verification_data(found, top), lambda console: _print_verification(console, found, top))
     error = found.iteration.error
     if max_error is not None and (error is None or abs(error) * 100 > max_error):
@@ -124,6 +129,8 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
 def _verification_data(found: Verification, top: int) -> dict[str, Any]:
     import attrs
 
+    from qsync_planner.verify import Comparison
+
     operators = [
         {"group": r.group, "operator": str(r.op_id), "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)}
         for r in found.operators
@@ -133,11 +140,17 @@ def _verification_data(found: Verification, top: int) -> dict[str, Any]:
         "phases": [
             {"group": r.group, "phase": str(r.phase), "resource": str(r.resource), **_comparison_data(r.time)} for r in found.phases
         ],
-        "waiting_ns": found.waiting_ns,
+        "waiting_ns": {name: _comparison_data(comparison) for name, comparison in found.waiting.items()},
         "step_parts": {
-            name: {"predicted": attrs.asdict(predicted), "measured": attrs.asdict(measured)}
+            name: {
+                part: _comparison_data(Comparison(getattr(predicted, part), getattr(measured, part)))
+                for part in (*_PARTS, "dispatch")
+            }
+            | {"cpu_bound": {"predicted": predicted.cpu_bound, "measured": measured.cpu_bound}}
             for name, (predicted, measured) in found.parts.items()
         },
+        "unattributed": [{"group": r.group, "phase": str(r.phase), **_comparison_data(r.time)} for r in found.unattributed],
+        "ranks": {rank: {**attrs.asdict(parts), "total": parts.total} for rank, parts in found.ranks.items()},
         "differences": [
             {"group": name, "changes_numbers": difference.changes_numbers, **attrs.asdict(difference)}
             for name, differing in found.differences.items()
@@ -151,10 +164,16 @@ def _verification_data(found: Verification, top: int) -> dict[str, Any]:
     }
 
 
+_MENTIONED = 0.01
+"""Share of a step from which on a small part of it is worth a row."""
 _PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
     "communication": "collectives while nothing is computed",
     "idle": "device idle",
-    "total": "step (measured: the recorded one)",
+    "recording": "slowed by the profiler",
+    "total": "= step",
 }
 
 
@@ -168,17 +187,33 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
 
     row("job", "iteration", found.iteration)
     for phase in found.phases:
-        row(phase.group or "job", f"{phase.phase}, {phase.resource}" if phase.group else "collectives, transfer", phase.time)
-    for name, waiting in found.waiting_ns.items():
-        rows.append([name, "collectives, waiting for other ranks", "", format_ns(waiting), ""])
+        if not phase.group:
+            row("job", "collectives, transfer", phase.time)
     for name, parts in found.parts.items():
-        for part in ("communication", "idle", "total"):
-            row(name, _PARTS[part], Comparison(*(getattr(one, part) for one in parts)))
+        for part, what in _PARTS.items():
+            time = Comparison(*(getattr(one, part) for one in parts))
+            if part != "recording" or time.measured:
+                row(name, what, time)
+        if name in found.waiting:
+            row(name, "waiting for other ranks in collectives", found.waiting[name])
+        dispatch = Comparison(*(one.dispatch for one in parts))
+        if parts[1].cpu_bound:
+            row(name, "CPU dispatch", dispatch)
+        elif any(one.dispatch for one in parts):
+            rows.append([name, "CPU dispatch", format_ns(dispatch.predicted), f"at most {format_ns(dispatch.measured)}", ""])
+    for rest in found.unattributed:
+        if max(rest.time.predicted, rest.time.measured) > _MENTIONED * found.iteration.measured:
+            row(rest.group, f"of {rest.phase}: of no single operator", rest.time)
     for name, comparison in found.memory.items():
         row(name, "peak memory", comparison, format_bytes)
     for operator in found.operators[:top]:
         row(operator.group, f"{operator.op_id} ({operator.phase}, {operator.resource})", operator.time)
     print_table(console, ["group", "what", "predicted", "measured", "error"], rows)
+    for name, parts in found.parts.items():
+        for source, one in zip(("predicted", "measured"), parts, strict=True):
+            if one.cpu_bound:
+                waits = f"the device is idle for {format_ns(one.idle)} of {format_ns(one.total)}, waiting for CPU dispatch"
+                console.print(f"group {name}, {source}: the CPU is the step; {waits}", markup=False)
     for name, differing in found.differences.items():
         for difference in differing:
             console.print(f"not as profiled: {difference.sentence(name)}", markup=False)

@@ -282,7 +282,11 @@ def _run_ahead(dfg: GlobalDfg, step: Step[int], state: list[int], iteration_ns: 
 
 
 def _intervals(seen: list[tuple[int, DfgNode, int, int]]) -> tuple[Interval, ...]:
-    """Nodes as intervals: device and communication times from the first of them, dispatch from each CPU's first."""
+    """Nodes as intervals: device and communication times from the first of them, dispatch from each CPU's first.
+
+    A collective is drawn as a rank's stream has it: from the moment at which this rank is ready and its collective before has
+    ended, so that waiting for other ranks is part of it; only the rank that comes last shows the transfer alone.
+    """
     device = [start for _, node, start, _ in seen if node.resource is not Resource.DISPATCH]
     origin = min(device, default=0)
     intervals = []
@@ -290,7 +294,12 @@ def _intervals(seen: list[tuple[int, DfgNode, int, int]]) -> tuple[Interval, ...
         own = [(node, start, duration) for rank, node, start, duration in seen if rank == g]
         dispatch = [start for node, start, _ in own if node.resource is Resource.DISPATCH]
         first = min(dispatch, default=origin)
+        ends = {node.node_id: start + duration for node, start, duration in own}
+        link_free = origin
         for node, start, duration in own:
-            zero = first if node.resource is Resource.DISPATCH else origin
-            intervals.append(Interval(node.name, node.op_id, node.phase, node.resource, g, start - zero, duration))
+            zero, begin, end = first if node.resource is Resource.DISPATCH else origin, start, start + duration
+            if node.resource is Resource.COMMUNICATION:
+                begin = min(start, max(link_free, *(ends[dep] for dep in node.deps)))
+                link_free = end
+            intervals.append(Interval(node.name, node.op_id, node.phase, node.resource, g, begin - zero, end - begin))
     return tuple(sorted(intervals, key=lambda i: (i.rank, i.resource, i.start_ns)))
