@@ -22,7 +22,8 @@ from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKin
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
-from qsync_planner.replayer.replay import Prediction, Replayer
+from qsync_planner.replayer.prediction import Prediction
+from qsync_planner.replayer.replay import Replayer
 
 FULL = Variant.of(FLOAT32)
 LADDERS = (

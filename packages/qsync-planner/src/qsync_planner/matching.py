@@ -8,9 +8,10 @@ import attrs
 
 from qsync_core.artifacts.files import digest
 from qsync_core.cluster_file import check_profiles as check_profiles_match_cluster
-from qsync_core.devices import precision_problem
+from qsync_core.devices import precision_problem, same_device
 from qsync_core.errors import ClusterError, ObservationError, PlanError, QSyncError
 from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
@@ -91,6 +92,35 @@ def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, P
                 f"the profile of group {name!r} was measured for another graph ({profile.model!r}, digest "
                 f"{profile.dag_digest[:12]}) than the one to plan ({dag.model!r}, digest {wanted[:12]}): "
                 f"{first_differences(expected, profile.cost_index)}; trace and profile the same job with the same batch size"
+            )
+
+
+def check_communication(costs: CollectiveCosts, dag: PrecisionDag, cluster: Cluster) -> None:
+    """The collective costs were measured for this model on this cluster's groups, with as many ranks or fewer.
+
+    Raises:
+        PlanError: when they are of another graph.
+        ClusterError: when they are of other groups, or of a group on other devices.
+    """
+    advice = "run 'qsync communicate' on all ranks of this job"
+    wanted = digest(dag)
+    if costs.dag_digest != wanted:
+        raise PlanError(
+            f"the collective costs are of another graph ({costs.model!r}, digest {costs.dag_digest[:12]}) than {dag.model!r}, "
+            f"digest {wanted[:12]}; {advice}"
+        )
+    names = [group.name for group in cluster.groups]
+    if set(names) != set(costs.ranks):
+        raise ClusterError(
+            f"the collective costs are of groups {', '.join(sorted(costs.ranks))}, but cluster {cluster.name!r} has "
+            f"{', '.join(sorted(names))}; {advice}"
+        )
+    for group in cluster.groups:
+        device = costs.devices[group.name]
+        if not same_device(group.device, device.name) or abs(group.share - device.share) > 1e-9:
+            raise ClusterError(
+                f"group {group.name!r} gets share {group.share:g} of each {group.device}, but the collective costs were measured "
+                f"with share {device.share:g} of each {device.name}; {advice}"
             )
 
 

@@ -14,7 +14,8 @@ from qsync_planner.allocator import allocate
 from qsync_planner.allocator.problem import Problem, SearchState, Unit, build_problem
 from qsync_planner.allocator.recovery import History, Refusal, Step, recover
 from qsync_planner.allocator.solution import added_time_text, reason, time_text
-from qsync_planner.replayer.replay import Prediction, Replayer
+from qsync_planner.replayer.prediction import Prediction
+from qsync_planner.replayer.replay import Replayer
 
 UNIT = Unit("a", (), LADDERS[0], (4.0, 1.0, 0.0))
 

@@ -61,6 +61,9 @@ class CommunicationSettings:
         return ", ".join(words) or "PyTorch's defaults"
 
 
+PYTORCH_DEFAULTS = CommunicationSettings()
+
+
 @attrs.frozen
 class MeasuredCollectives:
     """All-reduces of the whole job under one number of CTAs.

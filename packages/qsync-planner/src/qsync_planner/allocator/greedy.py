@@ -29,7 +29,7 @@ from qsync_planner.allocator.recovery import (
 )
 from qsync_planner.allocator.solution import Solution, reason
 from qsync_planner.replayer.incremental import Deferred
-from qsync_planner.replayer.replay import GroupPrediction
+from qsync_planner.replayer.prediction import GroupPrediction
 
 MAX_PASSES = 4
 """Passes of single changes after the brute force; borders between blocks change while blocks do."""

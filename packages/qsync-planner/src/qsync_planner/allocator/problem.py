@@ -23,7 +23,8 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_planner.replayer.replay import Prediction, Replayer
+from qsync_planner.replayer.prediction import Prediction
+from qsync_planner.replayer.replay import Replayer
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from qsync_planner.allocator.problem import SearchState
-from qsync_planner.replayer.replay import Prediction
+from qsync_planner.replayer.prediction import Prediction
 
 MAX_PASSES = 8
 """Passes over all units; a pass ends the repair when it frees nothing."""

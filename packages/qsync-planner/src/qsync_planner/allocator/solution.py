@@ -14,7 +14,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal
-from qsync_planner.replayer.replay import Prediction
+from qsync_planner.replayer.prediction import Prediction
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ from qsync_planner.cli.writing import print_table, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from qsync_planner.replayer.replay import Prediction
+    from qsync_planner.replayer.prediction import Prediction
     from qsync_planner.verify import Comparison, Verification
 
 _PATH = click.Path(path_type=Path)

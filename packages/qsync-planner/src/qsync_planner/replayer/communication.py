@@ -65,17 +65,18 @@ class AllReduce:
     Args:
         cluster: groups and links.
         profiles: by group name; only their collective costs are read.
+        together: what was measured over ranks of all groups together: in the place of the groups' own and of the links.
 
     Raises:
         ClusterError: when several ranks are to communicate and neither a profile nor a link says how fast.
     """
 
-    def __init__(self, cluster: Cluster, profiles: Mapping[str, Profile]) -> None:
+    def __init__(self, cluster: Cluster, profiles: Mapping[str, Profile], together: CollectiveModel | None = None) -> None:
         self._ranks = sum(group.count for group in cluster.groups)
         self._levels = _levels(len(cluster.groups))
         links: dict[str, list[Hop]] = {group.name: [] for group in cluster.groups}
         inside: dict[str, Hop] = {}
-        for link in cluster.links:
+        for link in cluster.links if together is None else ():
             hop = Hop(max(0.0, link.alpha_ns), max(0.0, link.beta_ns_per_byte))
             first, second = link.between
             if first == second:
@@ -87,7 +88,7 @@ class AllReduce:
         # Groups alike in everything that counts are worked out once.
         alike: dict[_Member, list[str]] = {}
         for group in cluster.groups:
-            model = profiles[group.name].collective if group.name in profiles else None
+            model = together or (profiles[group.name].collective if group.name in profiles else None)
             model = model if model is not None and model.world_size > 1 else None
             own = inside.get(group.name) if model is None else hop_of(model)
             member = _Member(group.count, own, tuple(dict.fromkeys(links[group.name])), model)

@@ -7,111 +7,33 @@ scratch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, CommunicationSettings
+from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import check_communication
 from qsync_planner.replayer.calibration import calibrated_model
-from qsync_planner.replayer.communication import AllReduce, compute_share
+from qsync_planner.replayer.contention import JointStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
+from qsync_planner.replayer.gradient_exchange import GradientExchange
 from qsync_planner.replayer.incremental import Deferred, Node
-from qsync_planner.replayer.max_plus import Work, kernel
+from qsync_planner.replayer.max_plus import kernel
 from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLedger
+from qsync_planner.replayer.prediction import GroupPrediction, GroupPredictions, Prediction
 from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTimes, StepTiming, bucket_positions
 
 Variants = Mapping[OpId, Variant]
-
-
-class GroupPrediction(NamedTuple):
-    """One rank of a group, in nanoseconds and bytes: its :class:`StepTimes`, and what the job makes of them.
-
-    Attributes:
-        peak_bytes: predicted peak memory.
-        slack_ns: how much longer the job's period is than ``period_ns``.
-    """
-
-    forward_ns: int
-    backward_ns: int
-    optimizer_ns: int
-    dispatch_ns: int
-    period_ns: int
-    bucket_ready: Deferred[tuple[int, ...]]
-    peak_bytes: int
-    slack_ns: int
-
-    @property
-    def busy_ns(self) -> int:
-        """Forward + backward + optimizer without waiting: the compute time, or the dispatch time where that is more."""
-        return max(self.forward_ns + self.backward_ns + self.optimizer_ns, self.dispatch_ns)
-
-    @property
-    def bucket_ready_ns(self) -> tuple[int, ...]:
-        """When each bucket's gradients are complete, from the start of the group's step."""
-        return self.bucket_ready.value
-
-    def as_dict(self) -> dict[str, object]:
-        """Every number by its name."""
-        names = ("busy_ns", "forward_ns", "backward_ns", "optimizer_ns", "peak_bytes", "slack_ns", "dispatch_ns", "period_ns")
-        return {name: getattr(self, name) for name in (*names, "bucket_ready_ns")}
-
-
-class GroupPredictions(Mapping[str, GroupPrediction]):
-    """What is predicted of every group, put together when it is asked for: a trial concerns one group of many.
-
-    Args:
-        entries: per group the times of its step and its peak memory.
-        period_ns: of the job.
-    """
-
-    __slots__ = ("_entries", "_period_ns")
-
-    def __init__(self, entries: Mapping[str, tuple[StepTimes, int]], period_ns: int) -> None:
-        self._entries, self._period_ns = entries, period_ns
-
-    def __getitem__(self, name: str) -> GroupPrediction:
-        times, peak_bytes = self._entries[name]
-        return GroupPrediction(*times, peak_bytes, self._period_ns - times.period_ns)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-@attrs.frozen
-class Prediction:
-    """The steady state of a job.
-
-    Attributes:
-        iteration_ns: the period of training steps.
-        groups: per group.
-    """
-
-    iteration_ns: int
-    groups: Mapping[str, GroupPrediction]
-    _bucket_end: Deferred[tuple[int, ...]]
-
-    @property
-    def bucket_end_ns(self) -> tuple[int, ...]:
-        """When each bucket's collective ends, counted from the end of the last collective of the step before."""
-        return self._bucket_end.value
-
-    def as_dict(self) -> dict[str, object]:
-        """Every number by its name."""
-        groups = {name: group.as_dict() for name, group in self.groups.items()}
-        return {"iteration_ns": self.iteration_ns, "groups": groups, "bucket_end_ns": self.bucket_end_ns}
 
 
 def base_rung(group: DeviceGroup) -> Variant:
@@ -178,38 +100,85 @@ class Replayer:
         dag: the model.
         cluster: the device groups.
         profiles: of every group, of this model on its device type (:func:`qsync_planner.matching.check_profiles`).
-        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.
+        communication: what was measured of all groups together; None: all-reduces of each group alone, and no contention.
+        settings: how the job communicates; beside the size of buckets they only matter where ``communication`` is given.
+        like: another replayer of the same model, whose cost models are taken where profiles are the same objects.  One with the
+            same ``communication`` may be of more groups.
 
     Raises:
-        ClusterError: when nothing says how fast the groups communicate.
+        ClusterError: when nothing says how fast the groups communicate, or ``communication`` was measured on other groups.
+        PlanError: when ``communication`` is of another model or was not measured under these settings, or the model's buckets
+            cannot have the size.
     """
 
     def __init__(
-        self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], *, like: Replayer | None = None
+        self,
+        dag: PrecisionDag,
+        cluster: Cluster,
+        profiles: Mapping[str, Profile],
+        *,
+        communication: CollectiveCosts | None = None,
+        settings: CommunicationSettings = PYTORCH_DEFAULTS,
+        like: Replayer | None = None,
     ) -> None:
-        self.dag = dag
-        self.cluster = cluster
+        if communication is not None and (like is None or like.communication is not communication):
+            check_communication(communication, dag, cluster)
+        self.dag: PrecisionDag = dag
+        self.cluster: Cluster = cluster
         self.profiles = dict(profiles)
-        self.ranks = sum(group.count for group in cluster.groups)
+        self.communication: CollectiveCosts | None = communication
+        self.settings = settings
+        self.ranks: int = sum(group.count for group in cluster.groups)
         self._models: dict[tuple[int, Variant], CostModel] = {} if like is None else like._models
         self._like = like  # keeps its profiles alive, by whose identity the models are known
-        all_reduce = AllReduce(cluster, profiles)
-        costs = [all_reduce.group_ns(bucket.nbytes) for bucket in dag.buckets]
-        self._collective = {group.name: tuple(cost[group.name] for cost in costs) for group in cluster.groups}
-        self.collective_ns: tuple[int, ...] = tuple(max(cost.values()) for cost in costs)
-        self._ready_after: tuple[int, ...] = bucket_positions(dag) if like is None else like._ready_after
-        shapes: dict[tuple[Work, float], StepShape] = {}
-        self._shapes = {group.name: self._shape(group, shapes) for group in cluster.groups}
+        self._exchange = GradientExchange.of(dag, cluster, profiles, communication, settings)
+        if like is not None and like.settings.bucket_cap_mb == settings.bucket_cap_mb:
+            self._ready_after: tuple[int, ...] = like._ready_after
+        else:
+            self._ready_after = bucket_positions(dag, self.buckets)
+        shapes: dict[tuple[object, ...], StepShape] = {}
+        self._shapes = {group.name: self._shape(group.name, shapes) for group in cluster.groups}
+        self._is_joint = any(shape.is_joint for shape in self._shapes.values())
         self._present: dict[str, GroupState] | None = None
         self._pending: GroupState | None = None
 
-    def _shape(self, group: DeviceGroup, known: dict[tuple[Work, float], StepShape]) -> StepShape:
-        calibration = self.model(group.name).calibration
+    def _shape(self, group: str, known: dict[tuple[object, ...], StepShape]) -> StepShape:
+        calibration, exchange = self.model(group).calibration, self._exchange
         optimizer = kernel(calibration.optimizer_dispatch_ns, calibration.optimizer_compute_ns)
-        key = (optimizer, compute_share(self.profiles[group.name]))
+        share, copies, slowdown = exchange.compute_share[group], exchange.copies_ns[group], exchange.slowdown[group]
+        key = (optimizer, share, copies, slowdown)
         if key not in known:
-            known[key] = StepShape.of(self._ready_after, self.collective_ns, key[1], optimizer)
+            known[key] = StepShape.of(
+                self._ready_after, exchange.collective_ns, share, optimizer, copies, slowdown, exchange.start_delay_ns
+            )
         return known[key]
+
+    def under(self, settings: CommunicationSettings) -> Replayer:
+        """The same job with another way to communicate; trials start anew.
+
+        Raises:
+            PlanError: as for a new one.
+        """
+        return Replayer(self.dag, self.cluster, self.profiles, communication=self.communication, settings=settings, like=self)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The gradient buckets, in the order of their collectives."""
+        return self._exchange.buckets
+
+    @property
+    def collective_ns(self) -> tuple[int, ...]:
+        """Duration of each bucket's collective."""
+        return self._exchange.collective_ns
+
+    @property
+    def start_delay_ns(self) -> int:
+        """How long after the last rank's optimizer every forward starts; 0: ranks do not wait for each other there."""
+        return self._exchange.start_delay_ns
+
+    def slowdown(self, group: str) -> int:
+        """c, what a rank of a group loses of its compute while a collective is open, in parts of ``contention.PARTS``."""
+        return self._exchange.slowdown[group]
 
     def model(self, group: str) -> CostModel:
         """The calibrated cost model of a group; groups of one profile and base share it."""
@@ -243,17 +212,17 @@ class Replayer:
     def _states_to_read(self, variants: Mapping[str, Variants]) -> dict[str, GroupState]:
         """As :meth:`_states_of`, with one state for groups of one device type under the same variants."""
         found: dict[str, GroupState] = {}
-        known: list[tuple[CostModel, bool, Variants, GroupState]] = []
+        known: list[tuple[CostModel, StepShape, bool, Variants, GroupState]] = []
         for group in self.cluster.groups:
             wanted = variants.get(group.name) or self.base_variants(group.name)
-            model = self.model(group.name)
-            for other, synchronises, theirs, state in known:
-                if other is model and synchronises == group.sync_per_step and theirs == wanted:
+            model, shape = self.model(group.name), self.shape(group.name)
+            for other, its_shape, synchronises, theirs, state in known:
+                if other is model and its_shape is shape and synchronises == group.sync_per_step and theirs == wanted:
                     found[group.name] = state
                     break
             else:
                 found[group.name] = GroupState(self, group, wanted)
-                known.append((model, group.sync_per_step, wanted, found[group.name]))
+                known.append((model, shape, group.sync_per_step, wanted, found[group.name]))
         return found
 
     @property
@@ -283,7 +252,9 @@ class Replayer:
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""
         state = self.group_state(group, variants)
-        return GroupPrediction(*state.times, state.peak_bytes, 0)
+        joint = self._joint({group: state.times})
+        ready = {} if joint is None else {group: joint.ready_ns[0]}
+        return GroupPredictions({group: (state.times, state.peak_bytes)}, state.times.period_ns, ready)[group]
 
     def condensed(self, group: str, variants: Variants) -> Condensed:
         """What the operators of a group take under some variants, as far as periods depend on it; whatever the other groups."""
@@ -291,12 +262,13 @@ class Replayer:
 
     def period_ns(self, work: Mapping[str, Condensed]) -> int:
         """The job's period with every group's operators condensed, perhaps by another replayer of the model."""
-        return max(
-            StepTiming(work[group.name], work[group.name].shape(self.shape(group.name)), synchronises=group.sync_per_step)
-            .times()
-            .period_ns
+        times = {
+            group.name: StepTiming(
+                work[group.name], work[group.name].shape(self.shape(group.name)), synchronises=group.sync_per_step
+            ).times()
             for group in self.cluster.groups
-        )
+        }
+        return self._job_period_ns(times, self._joint(times))
 
     def memory(self, group: str, variants: Variants | None = None) -> MemoryEstimate:
         """Predicted memory of one rank of a group, in its parts; without variants of the present state of trials."""
@@ -342,9 +314,26 @@ class Replayer:
 
     def _predict(self, states: Mapping[str, GroupState]) -> Prediction:
         entries = {name: (state.times, state.peak_bytes) for name, state in states.items()}
-        period = max([times.period_ns for times, _ in entries.values()])
-        ends = Deferred(lambda: self._bucket_ends([times for times, _ in entries.values()]))
-        return Prediction(period, GroupPredictions(entries, period), ends)
+        steps = {name: times for name, (times, _) in entries.items()}
+        joint = self._joint(steps)
+        period = self._job_period_ns(steps, joint)
+        if joint is None:
+            ends, ready = Deferred(lambda: self._bucket_ends([*steps.values()])), {}
+        else:
+            ends, ready = Deferred(lambda: joint.end_ns), dict(zip(steps, joint.ready_ns, strict=True))
+        return Prediction(period, GroupPredictions(entries, period, ready), ends)
+
+    def _joint(self, steps: Mapping[str, StepTimes]) -> JointStep | None:
+        """The groups' step together; None where the job's period is the longest that one of them alone would make it."""
+        if not self._is_joint:
+            return None
+        ranks = [times.rank_step(self.slowdown(name)) for name, times in steps.items()]
+        return joint_step(ranks, self.collective_ns, self.start_delay_ns)
+
+    def _job_period_ns(self, steps: Mapping[str, StepTimes], joint: JointStep | None) -> int:
+        """The period; each group alone bounds it too, through its dispatch."""
+        longest = max([times.period_ns for times in steps.values()])
+        return longest if joint is None else max(joint.period_ns, longest)
 
     def _bucket_ends(self, times: Sequence[StepTimes]) -> tuple[int, ...]:
         """The recurrence of the collectives over all groups."""
@@ -365,7 +354,7 @@ class Replayer:
                 group.name,
                 states[group.name].mapper,
                 self.shape(group.name),
-                self._collective[group.name],
+                self._exchange.group_ns[group.name],
                 sync_per_step=group.sync_per_step,
             )
             for group in self.cluster.groups

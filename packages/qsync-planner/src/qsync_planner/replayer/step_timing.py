@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import attrs
 
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.dag import Bucket, PrecisionDag
+from qsync_planner.replayer.contention import RankStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.incremental import Deferred, Node, SequenceTree
-from qsync_planner.replayer.max_plus import NEVER, Work, sequence
+from qsync_planner.replayer.max_plus import NEVER, Work, device_only, sequence
 
 
-def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
+def bucket_positions(dag: PrecisionDag, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """For each bucket the operator after whose backward it is ready: the earliest-executed user of any of its parameters.
 
     A bucket whose parameters no operator is known to use is ready at the end of the backward pass (position 0).
@@ -34,7 +35,7 @@ def bucket_positions(dag: PrecisionDag) -> tuple[int, ...]:
     for position, operator in enumerate(dag.operators):
         for parameter in operator.parameters:
             first_user.setdefault(parameter, position)
-    return tuple(min((first_user.get(name, 0) for name in bucket.parameters), default=0) for bucket in dag.buckets)
+    return tuple(min((first_user.get(name, 0) for name in bucket.parameters), default=0) for bucket in buckets)
 
 
 @attrs.frozen
@@ -44,10 +45,13 @@ class StepShape:
     Attributes:
         ready_after: per bucket the position of the operator after whose backward it is ready.
         cuts: the distinct ones of those, in order of the backward pass (descending).
-        host_work_ns: per bucket the compute time its collective takes from this rank's own backward (0 for the last one: nothing is
-            left to delay).
-        optimizer: the optimizer step.
+        host_work_ns: per bucket the compute time that its collective and its copies take from what is left of this rank's own
+            backward (0 for the last one: nothing is left to delay).
+        optimizer: the optimizer step, after the copies of the last bucket.
         left_ns: per bucket how long its collective and those after it take.
+        collective_ns: how long its collective takes.
+        slowdown: c while a collective is open, in parts of :data:`~qsync_planner.replayer.contention.PARTS`.
+        start_delay_ns: how long after the last rank's optimizer every forward starts; 0: each rank's own only.
     """
 
     ready_after: tuple[int, ...]
@@ -55,9 +59,21 @@ class StepShape:
     host_work_ns: tuple[int, ...]
     optimizer: Work
     left_ns: tuple[int, ...]
+    collective_ns: tuple[int, ...]
+    slowdown: int = 0
+    start_delay_ns: int = 0
 
     @classmethod
-    def of(cls, ready: tuple[int, ...], collective_ns: Sequence[int], compute_share: float, optimizer: Work) -> StepShape:
+    def of(
+        cls,
+        ready: tuple[int, ...],
+        collective_ns: tuple[int, ...],
+        compute_share: float,
+        optimizer: Work,
+        copies_ns: Sequence[int] = (),
+        slowdown: int = 0,
+        start_delay_ns: int = 0,
+    ) -> StepShape:
         """The shape of a model's step.
 
         Args:
@@ -65,12 +81,23 @@ class StepShape:
             collective_ns: duration of each bucket's collective.
             compute_share: share of it that runs on the rank's own compute resource.
             optimizer: the optimizer step.
+            copies_ns: per bucket what copies between it and its gradients take; nothing where there are none.
+            slowdown, start_delay_ns: see above.
         """
         host = [round(compute_share * duration) for duration in collective_ns]
+        copies = copies_ns or [0] * len(host)
         if host:
-            host[-1] = 0
+            host = [*(work + copy for work, copy in zip(host[:-1], copies[:-1], strict=True)), 0]
+            if copies[-1]:  # its gradients come back after its collective
+                optimizer = device_only(copies[-1]).then(optimizer)
         left = tuple(accumulate(reversed(collective_ns)))[::-1]
-        return cls(ready, tuple(sorted(set(ready), reverse=True)), tuple(host), optimizer, left)
+        cuts = tuple(sorted(set(ready), reverse=True))
+        return cls(ready, cuts, tuple(host), optimizer, left, collective_ns, slowdown, start_delay_ns)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the job's period is more than the longest that a group alone would make it."""
+        return self.slowdown > 0 or self.start_delay_ns > 0
 
     def host_work_after(self, cut: int) -> int:
         """Compute time that collectives of buckets ready at this operator take from what follows it."""
@@ -120,6 +147,7 @@ class StepTimes(NamedTuple):
         dispatch_ns: CPU time of the whole step.
         period_ns: the job's period if this group were the only one that limits it.
         bucket_ready: see :attr:`bucket_ready_ns`, worked out when it is asked for.
+        finished_ns: when its backward pass is finished and, where the step synchronises, all of it dispatched.
     """
 
     forward_ns: int
@@ -128,11 +156,17 @@ class StepTimes(NamedTuple):
     dispatch_ns: int
     period_ns: int
     bucket_ready: Deferred[tuple[int, ...]]
+    finished_ns: int
 
     @property
     def bucket_ready_ns(self) -> tuple[int, ...]:
-        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum."""
+        """Per bucket when its gradients are complete in the steady state, if dispatch does not bind through its sum and no
+        collective slows the rank down."""
         return self.bucket_ready.value
+
+    def rank_step(self, slowdown: int) -> RankStep:
+        """The step as collectives meet it."""
+        return RankStep(self.optimizer_ns, self.bucket_ready.value, self.finished_ns, slowdown)
 
 
 class StepTiming:
@@ -209,14 +243,13 @@ class StepTiming:
         if self.cold and dispatch > finished:
             finished = dispatch
         alone = max(finished + optimizer.compute_ns, dispatch)
-        return StepTimes(
-            forward,
-            backward,
-            optimizer.compute_ns,
-            dispatch,
-            max(alone, collected + optimizer.compute_ns),
-            Deferred(lambda: self._bucket_ready(root)),
-        )
+        period = max(alone, collected + optimizer.compute_ns)
+        ready = Deferred(lambda: self._bucket_ready(root))
+        times = StepTimes(forward, backward, optimizer.compute_ns, dispatch, period, ready, finished)
+        if self.shape.is_joint:
+            joint = joint_step([times.rank_step(self.shape.slowdown)], self.shape.collective_ns, self.shape.start_delay_ns)
+            return times._replace(period_ns=max(joint.period_ns, dispatch))
+        return times
 
     def _bucket_ready(self, root: Node) -> tuple[int, ...]:
         """Walks the backward pass, over runs without a bucket in one step."""

@@ -19,7 +19,8 @@ from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, S
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.memory import MemoryLayout
-from qsync_planner.replayer.replay import GroupPrediction, GroupState, Replayer
+from qsync_planner.replayer.prediction import GroupPrediction
+from qsync_planner.replayer.replay import GroupState, Replayer
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 _BYTES = 2.0**-20
