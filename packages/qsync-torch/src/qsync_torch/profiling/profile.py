@@ -9,8 +9,8 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -288,9 +288,10 @@ class _Bench:
             return self.store.read(name, OpCost)
         cost = None
         try:
-            cost = measure_operator(
-                item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.base
-            )
+            with self._noting(f"operator {item.holders[0]} in {item.variant.label}"):
+                cost = measure_operator(
+                    item.operator, item.variant, self.layouts, choice, self.stopwatch, self.operator_effort, self.dag.base
+                )
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
@@ -325,12 +326,24 @@ class _Bench:
         if known is not None:
             return known
         try:
-            measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
+            with self._noting(f"whole step in {variant.label}"):
+                measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
         except QSyncError:
             raise
         except Exception as error:
             raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), error)) from error
         return self.store.write(name, measured)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Says where a device's time could not be measured apart from the CPU's."""
+        before = self.stopwatch.given_up
+        yield
+        if self.stopwatch.given_up > before:
+            self.note(
+                f"{what}: the device waited for the CPU while its time was measured (it synchronises often, or launches more than "
+                "a launch queue holds within one call), so that its compute time may hold some of the CPU's"
+            )
 
 
 def _free(operator: Operator) -> OpCost:

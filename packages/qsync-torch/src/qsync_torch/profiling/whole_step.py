@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import attrs
 import torch
@@ -30,6 +29,12 @@ BATCHES = 4
 _LONG_STEP_NS = 300_000_000
 """Steps on a CPU beyond this are measured without their optimizer where that is known."""
 _LEAST_SAMPLES = 3
+_ISSUE_EFFORT = Effort(min_repeats=5, max_repeats=9, target=0.01, budget_s=1.0, warmup=1)
+"""The CPU's times scatter more than the device's."""
+_FILLS = 0.97
+"""Share of the period from which the device's work fills it: it is measured to about 1%."""
+_FAR_LESS = 0.8
+"""Dispatch below this share of compute cannot be what lengthens the period."""
 _PERIOD_STEPS = 10
 """Steps run back to back on a CUDA device to measure the steady-state period."""
 
@@ -208,60 +213,77 @@ def measure_while(runner: StepRunner, measured: StepMeasurement, busy: Callable[
 
 
 def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, effort: Effort, peak_bytes: int) -> StepMeasurement:
-    """Phases apart, then steps back to back.
-
-    Issue times are taken with the device idle at the start of each phase (behind a spin, a step's kernels would fill the launch
-    queue and the CPU would wait).  The resource that binds, CPU or device, is then scaled to fill the measured period, so that what
-    happens only in a running step (waits in the allocator, gaps between kernels) is not lost.
-    """
-    step = 0
-
-    def sample() -> tuple[int, ...]:
-        nonlocal step
-        step += 1
-        loss, forward_dispatch = _issue(stopwatch, lambda: runner.forward(step))
-        _, backward_dispatch = _issue(stopwatch, loss.backward)
-        del loss
-        _, optimizer_dispatch = _issue(stopwatch, runner.update)
-        while True:
-            (loss,), _, forward = stopwatch.time_each([lambda: runner.forward(step)])
-            if stopwatch.must_repeat:
-                continue
-            _, _, backward = stopwatch.time_each([loss.backward])
-            del loss
-            if not stopwatch.must_repeat:
-                break
-        _, _, optimizer = stopwatch.time_each([runner.update])
-        return forward_dispatch, forward, backward_dispatch, backward, optimizer_dispatch, optimizer
-
-    times = repeat(sample, effort).median_ns
+    """Phases apart, issue and device, then steps back to back (docs/design/cost-mapper.md#whole-steps-on-a-gpu)."""
+    steps = itertools.count()
+    dispatch = repeat(lambda: _issue_times(runner, next(steps), stopwatch), _ISSUE_EFFORT).median_ns
+    compute = repeat(lambda: _device_times(runner, next(steps), stopwatch), effort).median_ns
     periods = []
     for _ in range(3):
         stopwatch.synchronize()
-        start = time.perf_counter_ns()
+        start = stopwatch.clock()
         for index in range(_PERIOD_STEPS):
             runner.train_step(index)
         stopwatch.synchronize()
-        periods.append((time.perf_counter_ns() - start) / _PERIOD_STEPS)
+        periods.append((stopwatch.clock() - start) / _PERIOD_STEPS)
     period_ns = round(statistics.median(periods))
-    forward_issue, forward, backward_issue, backward, update_issue, update = _fill_period(times, period_ns)
-    spread = relative_spread(periods)
+    dispatch, compute = fill_period(dispatch, compute, period_ns)
     return StepMeasurement(
-        variant, period_ns, forward_issue, forward, backward_issue, backward, update_issue, update, peak_bytes, spread
+        variant,
+        period_ns,
+        *(dispatch[0], compute[0]),
+        *(dispatch[1], compute[1]),
+        *(dispatch[2], compute[2]),
+        peak_bytes,
+        relative_spread(periods),
     )
 
 
-def _issue(stopwatch: Stopwatch, phase: Callable[[], Any]) -> tuple[Any, int]:
-    """A phase's result, and how long the CPU takes to issue it to an idle device."""
-    stopwatch.synchronize()
-    start = time.perf_counter_ns()
-    result = phase()
-    return result, time.perf_counter_ns() - start
+def _issue_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[int, ...]:
+    """How long the CPU takes to issue forward, backward and optimizer, each to an idle device.
+
+    Behind a spin, a step's kernels would fill the launch queue and the CPU would wait.
+    """
+    loss: torch.Tensor | None = None
+
+    def forward() -> None:
+        nonlocal loss
+        loss = runner.forward(step)
+
+    def backward() -> None:
+        nonlocal loss
+        assert loss is not None
+        loss.backward()
+        loss = None
+
+    times = []
+    for phase in (forward, backward, runner.update):
+        stopwatch.synchronize()
+        start = stopwatch.clock()
+        phase()
+        times.append(stopwatch.clock() - start)
+    return tuple(times)
 
 
-def _fill_period(times: Sequence[int], period_ns: int) -> tuple[int, ...]:
-    """(dispatch, compute) of the three phases, the binding resource scaled so that its sum is the measured period."""
-    dispatch, compute = sum(times[0::2]), sum(times[1::2])
-    first = 0 if dispatch > compute else 1
-    busy = max(dispatch, compute, 1)
-    return tuple(ns * period_ns // busy if position % 2 == first else ns for position, ns in enumerate(times))
+def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[int, ...]:
+    """How long the device takes for forward, backward and optimizer where it never waits for the CPU."""
+    loss, forward = stopwatch.time_phase(lambda: runner.forward(step))
+    _, backward = stopwatch.time_phase(loss.backward)
+    del loss
+    _, optimizer = stopwatch.time_phase(runner.update)
+    return forward, backward, optimizer
+
+
+def fill_period(dispatch: Sequence[int], compute: Sequence[int], period_ns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dispatch and compute of the phases, the binding resource scaled so that its sum is the measured period.
+
+    The device binds where its work fills the period, or is far more than the CPU's.  The other resource is cut to the period:
+    that much it cannot have taken.
+    """
+    issued, computed = sum(dispatch), sum(compute)
+    if computed >= _FILLS * period_ns or issued < _FAR_LESS * computed:
+        return _scaled(dispatch, min(issued, period_ns)), _scaled(compute, period_ns)
+    return _scaled(dispatch, period_ns), _scaled(compute, min(computed, period_ns))
+
+
+def _scaled(times: Sequence[int], total: int) -> tuple[int, ...]:
+    return tuple(ns * total // max(1, sum(times)) for ns in times)

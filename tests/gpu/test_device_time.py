@@ -1,0 +1,51 @@
+"""Device time of a phase on a GPU: what its kernels take, however many there are and whether or not the CPU waits in between."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def stopwatch():
+    from qsync_torch.timing import make_stopwatch
+
+    return make_stopwatch(torch.device("cuda", 0))
+
+
+def test_thousands_of_short_kernels_take_what_a_few_of_them_take_each(stopwatch):
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+
+    def forward(count):
+        y = x
+        for _ in range(count):
+            y = y * 1.0001
+        return y.sum()
+
+    for _ in range(2):
+        stopwatch.time_phase(lambda: forward(10))
+    _, each_ns = stopwatch.time_series([lambda: x * 1.0001] * 200)
+    loss, forward_ns = stopwatch.time_phase(lambda: forward(4000))
+    _, backward_ns = stopwatch.time_phase(loss.backward)
+    assert forward_ns == pytest.approx(4000 * each_ns, rel=0.1)
+    assert backward_ns == pytest.approx(4000 * each_ns, rel=0.15)
+    assert stopwatch.given_up == 0
+
+
+def test_a_wait_for_the_device_costs_no_more_than_itself(stopwatch):
+    x = torch.randn(1 << 20, device="cuda")
+
+    def work(wait):
+        y = x
+        for number in range(1000):
+            y = y * 1.0001
+            if wait and number == 5:
+                y[0].item()
+        return y
+
+    stopwatch.time_phase(lambda: work(False))
+    _, without_ns = stopwatch.time_phase(lambda: work(False))
+    _, with_ns = stopwatch.time_phase(lambda: work(True))
+    assert with_ns == pytest.approx(without_ns, rel=0.05)
+    assert stopwatch.given_up == 0
