@@ -82,9 +82,11 @@ class _WidenedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad
         wide = grad.float()
-        grad_x = (wide @ weight.float()).to(x.dtype) if need_x else None
         rows = wide.reshape(-1, wide.shape[-1])
-        grad_w = (rows.t() @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype) if need_w else None
+        # Where ``backward()`` is called under autocast, that would bring the operands back to 16 bit.
+        with torch.autocast("cpu", enabled=False):
+            grad_x = (wide @ weight.float()).to(x.dtype) if need_x else None
+            grad_w = (rows.t() @ x.float().reshape(-1, x.shape[-1])).to(weight.dtype) if need_w else None
         return grad_x, grad_w, rows.sum(0).to(grad.dtype) if need_b else None
 
 

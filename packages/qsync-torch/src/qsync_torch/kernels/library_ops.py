@@ -266,9 +266,13 @@ def _quantization(key: str) -> Quantization:
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def without_autocast(*args: Any, **kwargs: Any) -> Any:  # which would turn the float32 products of kernels into its own format
+        with torch._C._DisableAutocast():
+            return run(*args, **kwargs)
+
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
 
 

@@ -348,7 +348,13 @@ _NO_TENSORS = (None,) * 6
 
 
 def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a quantized operator's inputs."""
+    """The gradients of a quantized operator's inputs.
+
+    Autocast may be active where the script calls ``backward()``, and would turn the float32 products inside into its own format.
+    """
+    if torch.is_autocast_enabled(grad.device.type):
+        with torch.autocast(grad.device.type, enabled=False):
+            return run_backward(ctx, grad, products)
     binding, needs, x_dtype, straight = ctx.binding, ctx.needs_input_grad[:3], ctx.x_dtype, is_plain(grad)
     x, x_scale, w, w_scale = ctx.saved_tensors
     saved = Saved(x, x_scale, w, w_scale, ctx.x_shape, x_dtype)
