@@ -2,8 +2,12 @@
 
 ATen's ``linear`` and ``conv2d`` are overridden in PyTorch's dispatcher, below modules, functions, hooks and checkpointing, and
 an operator is known by the weight that arrives there; ``x @ weight`` and ``addmm`` are seen by a mode of functions. int8
-products are sums of integers in float64, rounded to nearest; bfloat16 products are PyTorch's own on cast operands. What formats
-do in between is said once more in :class:`Promotion`.
+products are sums of integers in float64, rounded to nearest. What formats do in between is said once more in :class:`Promotion`.
+
+What formats mean leaves the sums of 16-bit products to the machine, so there are two references, and right is what agrees with
+one of them throughout (:data:`SUMS`, :func:`sums_by`): PyTorch's own 16-bit products, which on a CPU with instructions for the
+format also round the sums of an int8 operator's weight gradient; and float64's, rounded once to the format that is delivered.
+Other CPUs have PyTorch's own too, but sum some gradients of convolutions in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +28,18 @@ from qsync_core.ir.variant import Variant
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 ATEN = torch.ops.aten
+SUMS = ("library", "float64")
+"""Who sums products of 16-bit numbers."""
+
+
+@contextlib.contextmanager
+def sums_by(who: str) -> Iterator[None]:
+    """All references inside take these sums, in every thread."""
+    before, Reference.sums = Reference.sums, who
+    try:
+        yield
+    finally:
+        Reference.sums = before
 
 
 def quantized(x: torch.Tensor, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,9 +85,10 @@ class Int8(torch.autograd.Function):
             *three, groups = ctx.geometry
             grad_x, grad_w, _ = ATEN.convolution_backward(g, q_x, w, None, *three, False, [0, 0], groups, [True, True, False])
             grad_b = g.sum((0, 2, 3))
+        sums = to_bfloat16(grad_w) if Reference.sums == "library" else grad_w
         return (
             to_bfloat16(grad_x).to(ctx.dtype),
-            (to_bfloat16(grad_w) * s_x).float(),
+            (sums * s_x).float(),
             grad_b.float() if ctx.has_bias else None,
             None,
             None,
@@ -80,6 +97,8 @@ class Int8(torch.autograd.Function):
 
 class Reference:
     """A model whose operators run in variants, by FQN of their module or weight."""
+
+    sums = "library"
 
     def __init__(self, model: nn.Module, variants: Mapping[str, Variant]) -> None:
         self.model, self.variants = model, dict(variants)
@@ -144,7 +163,10 @@ class Reference:
         output = DTYPES[str(variant.output)]
         if variant.compute is not Precision.INT8:
             dtype = DTYPES[str(variant.compute)]
-            return plain(self._cast(x, dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(output)
+            operands = [self._cast(x, dtype), weight.to(dtype), None if bias is None else bias.to(dtype)]
+            if dtype in LOW and Reference.sums == "float64":
+                operands = [None if operand is None else operand.double() for operand in operands]
+            return plain(*operands).to(dtype).to(output)
         if geometry is None or x.ndim == 4:
             return Int8.apply(x, weight, bias, geometry, output)
         return Int8.apply(x[None], weight, bias, geometry, output)[0]

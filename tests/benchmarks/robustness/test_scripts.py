@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import attrs
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.variant import Variant
 from robustness import wrong_scripts, zoo_runs
-from robustness.reference import Reference
 
 JOBS = ("Encoder", "Repeated", "Tied", "weight_norm", "checkpointed", "checkpointed_closure_reentrant", "convolutions", "hooked")
 ELSEWHERE = ("two_ranks", "spawned", "compiled_")
@@ -37,11 +40,27 @@ def test_there_are_enough() -> None:
     assert len(wrong_scripts.SCRIPTS) >= 60
 
 
-def test_an_operator_in_another_format_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered = Reference.__init__
+FLOAT32, BFLOAT16, INT8 = wrong_scripts.FLOAT32, wrong_scripts.BFLOAT16, wrong_scripts.INT8
 
-    def wrong(self: Reference, model: object, variants: dict[str, object]) -> None:
-        lowered(self, model, {**variants, "a": attrs.evolve(wrong_scripts.BFLOAT16)})
 
-    monkeypatch.setattr(Reference, "__init__", wrong)
-    assert wrong_scripts.run("backward_twice").status == "silent"
+@pytest.mark.parametrize(
+    "variants",
+    [{"a": FLOAT32}, {"a": BFLOAT16}, {"b": FLOAT32}, {"b": INT8}, {"a": BFLOAT16, "b": INT8}, wrong_scripts.BASE],
+    ids=lambda variants: ",".join(f"{name}={variant.compute}" for name, variant in variants.items()),
+)
+@pytest.mark.parametrize("script", ["backward_twice", "pickled", "accumulated_and_clipped_gradients"])
+def test_an_operator_in_another_format_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, script: str, variants: dict[str, Variant]
+) -> None:
+    def plan(changed: Mapping[str, Variant] = wrong_scripts.BOTH, *args: Any, **kwargs: Any) -> PrecisionPlan:
+        return right({**changed, **variants}, *args, **kwargs)
+
+    right = wrong_scripts.plan
+    monkeypatch.setattr(wrong_scripts, "plan", plan)
+    assert wrong_scripts.run(script).status == "silent"
+
+
+def test_a_plan_that_does_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrong_scripts, "apply_", lambda *args, **kwargs: None)
+    for script in ("backward_twice", "deepcopied", "two_forwards_one_backward", "autocast_inside_the_model", "another_width"):
+        assert wrong_scripts.run(script).status == "silent", script

@@ -3,11 +3,12 @@
 Each job goes through the commands (trace, profile, observe, indicate, plan). The planner's plan then gets other variants in its
 inference group, so that something is lowered on any machine, in three ways: int8 and bfloat16 in turn; the same with float32
 between operators; int8, float32 and bfloat16 in turn (two operators or one: the planner's own choice). int8 rounds to nearest.
-In each of three steps outputs, loss, gradients and buffers must be those of :mod:`reference`, which has the same weights and
-batch, within eight times what the reference itself moves when its weights change in their last bits, or a quarter of what all
-roundings to bfloat16 move. Besides: by what arrives at PyTorch's dispatcher every operator runs in the format that was planned;
-gradients are finite and float32; ``remove()`` gives the plain model back; and it is counted how many plans with one operator
-changed are told apart by numbers alone. A job may instead be refused, in one sentence that names a line or an operator.
+In each of three steps outputs, loss, gradients and buffers must be those of :mod:`reference`, with the same weights and batch, and
+with the sums of 16-bit products that are nearer in the first step. They may differ by eight times what the reference itself moves
+when its weights change in their last bits, or a quarter of what all roundings to bfloat16 move. Besides: by what arrives at
+PyTorch's dispatcher every operator runs in the format that was planned; gradients are finite and float32; ``remove()`` gives the
+plain model back; and it is counted how many plans with one operator changed are told apart by numbers alone. A job may instead be
+refused, in one sentence that names a line or an operator.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
-from robustness.reference import Reference, attributes_of, quantized, widened_output
+from robustness.reference import SUMS, Reference, attributes_of, quantized, sums_by, widened_output
 from robustness.zoo import ZOO
 
 CLUSTER = """
@@ -303,7 +304,7 @@ def tried(name: str, label: str, variants: dict[str, Variant], plan: PrecisionPl
     restore(job.model, start)
     applied = apply_(job.model, with_variants(plan, variants), group="infer")
     optimizer = job.optimizer(job.model.parameters())
-    reference, worst = Reference(twin.model, variants), 0.0
+    reference, worst, sums = Reference(twin.model, variants), 0.0, SUMS
     seen_swaps = unseen = 0
     for step in range(STEPS):
         state = state_of(job.model)
@@ -312,29 +313,34 @@ def tried(name: str, label: str, variants: dict[str, Variant], plan: PrecisionPl
             if key.startswith("gradient") and not (value.isfinite().all() and value.dtype in (torch.float32, torch.complex64)):
                 raise Wrong(f"{label}, step {step}: {key} is {value.dtype}, or holds infinite values")
 
-        def expected(at: Mapping[str, torch.Tensor], of: Reference = reference, step: int = step) -> dict[str, Any]:
-            with of.running():
+        def expected(at: Mapping[str, torch.Tensor], who: str, of: Reference = reference, step: int = step) -> dict[str, Any]:
+            with sums_by(who), of.running():
                 return run_step(twin, twin.model, step, at, widen=True)
 
-        right = expected(state)
-        wide = Reference(twin.model, {fqn: FLOAT32 if v.compute is Precision.BFLOAT16 else v for fqn, v in variants.items()})
-        rounding = differences(expected(state, wide), right)
-        middle = sorted(rounding.values())[len(rounding) // 2]
-        response = [differences(expected(perturbed(state, seed)), right) for seed in range(3)]
-        typical = max(sorted(one.values())[len(one) // 2] for one in response)
-        actual = differences(found, right)
-        bounds = {
-            key: max(LEAST, 8 * max(one[key] for one in response), 8 * typical, max(rounding[key], middle) / 4) for key in actual
-        }
-        over = {key: value / bounds[key] for key, value in actual.items()}
-        key = max(over, key=lambda key: over[key])
-        worst = max(worst, over[key])
-        if over[key] > 1:
+        trials = []
+        for who in sums:
+            right = expected(state, who)
+            wide = Reference(twin.model, {fqn: FLOAT32 if v.compute is Precision.BFLOAT16 else v for fqn, v in variants.items()})
+            rounding = differences(expected(state, who, wide), right)
+            middle = sorted(rounding.values())[len(rounding) // 2]
+            response = [differences(expected(perturbed(state, seed), who), right) for seed in range(3)]
+            typical = max(sorted(one.values())[len(one) // 2] for one in response)
+            actual = differences(found, right)
+            bounds = {
+                key: max(LEAST, 8 * max(one[key] for one in response), 8 * typical, max(rounding[key], middle) / 4)
+                for key in actual
+            }
+            over = {key: value / bounds[key] for key, value in actual.items()}
+            key = max(over, key=lambda key: over[key])
+            trials.append((over[key], key, who, right, actual, bounds))
+        most, key, who, right, actual, bounds = min(trials, key=lambda trial: trial[0])
+        sums, worst = (who,), max(worst, most)
+        if most > 1:
             raise Wrong(f"{label}, step {step}: {key} differs by {actual[key]:.1e}, at most {bounds[key]:.1e} expected")
         if step == 0:
             for fqn in list(variants)[:swaps]:
                 other = Reference(twin.model, {**variants, fqn: OTHER[str(variants[fqn].compute)]})
-                changed = differences(expected(state, other), right)
+                changed = differences(expected(state, who, other), right)
                 seen_swaps += 1
                 unseen += all(value <= bounds[key] for key, value in changed.items())
         optimizer.step()
