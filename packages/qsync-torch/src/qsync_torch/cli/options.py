@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,18 @@ device_option = click.option(
 def chosen_device(text: str) -> torch.device:
     """The device that ``--device`` means; where it left the choice, what was chosen is printed on standard error.
 
+    Under torchrun ``auto`` is the CUDA device of the process's number on its machine, where that many are visible.
+
     Raises:
         QSyncError: when this machine does not have it.
     """
+    import torch
+
     from qsync_torch.devices import device_type, parse_device
 
-    device = parse_device(text)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    own = text == AUTO_DEVICE and local_rank < torch.cuda.device_count()
+    device = parse_device(f"cuda:{local_rank}" if own and "LOCAL_RANK" in os.environ else text)
     if text == AUTO_DEVICE:
         name = "" if device.type == "cpu" else f" ({device_type(device).name})"
         click.echo(f"device: {device}{name}; --device chooses another", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from qsync_core import errors
 from qsync_core.artifacts.files import digest
 from qsync_core.devices import same_device
-from qsync_core.errors import CompatibilityError, PlanError, QSyncError, RankError
+from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSyncError, RankError
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import DeviceKind
 from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Report, by_value, rank_list
@@ -62,28 +63,48 @@ def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = Non
     Raises:
         PlanError: when ``QSYNC_GROUP`` names a group the plan does not have, or it is not set and not exactly one group matches.
     """
-    names = [group.group for group in plan.groups]
-    environment = os.environ if environment is None else environment
+    groups = [(group.group, group.device.name, group.device.kind, group.device.share) for group in plan.groups]
+    return _own_group(groups, "plan", PlanError, os.environ if environment is None else environment)
+
+
+def which_group_of_cluster(cluster: Cluster, environment: Mapping[str, str] | None = None) -> str:
+    """:func:`which_group`, before there is a plan, by a cluster file.
+
+    Raises:
+        ClusterError: as :func:`which_group` raises a PlanError.
+    """
+    groups = [(group.name, group.device, None, group.share) for group in cluster.groups]
+    return _own_group(groups, "cluster file", ClusterError, os.environ if environment is None else environment)
+
+
+def _own_group(
+    groups: Sequence[tuple[str, str, DeviceKind | None, float]],
+    owner: str,
+    error: type[QSyncError],
+    environment: Mapping[str, str],
+) -> str:
+    """This process's group among (name, device, its kind where that is known, share)."""
+    names = [name for name, *_ in groups]
     if wanted := environment.get(GROUP_VARIABLE, ""):
         if wanted in names:
             return wanted
-        raise PlanError(f"{GROUP_VARIABLE} is {wanted!r}, but the plan's groups are {', '.join(names)}; set it to one of them")
+        raise error(f"{GROUP_VARIABLE} is {wanted!r}, but the {owner}'s groups are {', '.join(names)}; set it to one of them")
     if len(names) == 1:
         return names[0]
-    name, kind = device_name()
+    here, kind = device_name()
     percentage = environment.get(SHARE_VARIABLE, "")
     matching = [
-        group.group
-        for group in plan.groups
-        if group.device.kind is kind
-        and same_device(group.device.name, name)
-        and (not percentage or abs(group.device.share - float(percentage) / 100) < 0.005)
+        name
+        for name, device, its_kind, share in groups
+        if its_kind in (None, kind)
+        and same_device(device, here)
+        and (not percentage or abs(share - float(percentage) / 100) < 0.005)
     ]
     if len(matching) == 1:
         return matching[0]
     found = f"groups {', '.join(matching)} all match" if matching else "no group matches"
-    raise PlanError(
-        f"{found} this device ({name}, {kind}); the plan's groups are {', '.join(names)}: "
+    raise error(
+        f"{found} this device ({here}, {kind}); the {owner}'s groups are {', '.join(names)}: "
         f"set {GROUP_VARIABLE} to the one of this process"
     )
 
@@ -171,6 +192,20 @@ def together(
         raise _with_more(mine, str(wrong)) if wrong else mine
     if wrong is not None:
         raise wrong
+
+
+def told_by_all(what: str, mine: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+    """What every rank of the job says of itself, by rank; through the store, as :func:`together`.
+
+    Raises:
+        RankError: a rank has not come in time, or its process has ended; on every rank that came.
+    """
+    try:
+        exchange = Exchange(None, what, rank_timeout_s())
+        exchange.say(Report(what, mine))
+        return {rank: report.facts for rank, report in exchange.hear().items()}
+    except dist.DistError as error:
+        raise RankError(_store_has_gone(what, error)) from None
 
 
 def rank_timeout_s() -> float:

@@ -20,16 +20,22 @@ _SHARE_MATRIX = 192
 _CACHE_BYTES = 64 << 20
 _SHARE_PRODUCTS = 60
 """Enough of them for several periods of a CPU quota."""
+_WARMUP = 2
+_SPIN_CYCLES = 4_000_000
+"""About 2 ms on today's GPUs: longer than the CPU takes to issue a collective."""
 
 
-def measure_collective(bucket_bytes: Sequence[int], device: torch.device, *, repeats: int = 15) -> CollectiveModel | None:
-    """Measure all-reduces of the given sizes on the default process group; every rank gets the slowest rank's times.
+def measure_collective(
+    bucket_bytes: Sequence[int], device: torch.device, *, repeats: int = 15, group: dist.ProcessGroup | None = None
+) -> CollectiveModel | None:
+    """Measure all-reduces of the given sizes over all ranks; every rank gets the slowest rank's times.
 
     Args:
         bucket_bytes: sizes of the gradient buckets in bytes; two more sizes are added where there are fewer than three distinct
             ones, so that a line can be fitted.
         device: where the gradients live.
         repeats: samples of each size.
+        group: another process group of all ranks than the default one.
 
     Returns:
         The fitted model, or None without a process group of at least two ranks or without buckets.
@@ -39,12 +45,12 @@ def measure_collective(bucket_bytes: Sequence[int], device: torch.device, *, rep
     sizes = sorted(set(bucket_bytes))
     if len(sizes) < 3:
         sizes = sorted({*sizes, max(4, sizes[0] // 4), 2 * sizes[-1]})
-    measured = tuple((size, _all_reduce_ns(size, device, repeats)) for size in sizes)
+    measured = tuple((size, _all_reduce_ns(size, device, repeats, group)) for size in sizes)
     line = fit_line(measured)
     share = _compute_share(max(bucket_bytes), repeats) if device.type == "cpu" else 0.0
     return CollectiveModel(
         world_size=dist.get_world_size(),
-        backend=str(dist.get_backend()),
+        backend=str(dist.get_backend(group)),
         alpha_ns=line.intercept,
         beta_ns_per_byte=line.slope,
         measured=measured,
@@ -57,30 +63,51 @@ def _residuals(measured: Sequence[tuple[int, int]], alpha: float, beta: float) -
     return tuple(round(duration - (alpha + beta * size)) for size, duration in measured)
 
 
-def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int) -> int:
-    """Median duration of one all-reduce, the slowest rank's."""
+def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> int:
     tensor = torch.zeros(max(1, nbytes // 4), device=device)
+    return collective_ns(lambda: dist.all_reduce(tensor, group=group), device, repeats, group)
+
+
+def collective_ns(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None = None) -> int:
+    """Median duration of a collective that all ranks start together, the slowest rank's.
+
+    On a CUDA device it is the time between two events on the current stream.  A small all-reduce goes before the first one, after
+    which all ranks are level, and a spin before that, so that the device does not wait for the CPU in between.
+    """
+    sample = _cuda_samples if device.type == "cuda" else _cpu_samples
+    return round(maximum_over_ranks(statistics.median(sample(call, device, repeats + _WARMUP, group)[_WARMUP:]), device))
+
+
+def _cuda_samples(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> list[float]:
+    flag = torch.zeros(1, device=device)
+    events = []
+    with torch.cuda.device(device):
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(_SPIN_CYCLES)
+            dist.all_reduce(flag, group=group)
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e6 for begin, end in events]
+
+
+def _cpu_samples(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> list[float]:
     samples = []
-    for index in range(repeats + 2):
-        _leave_caches(device)
-        if device.type == "cuda":
-            dist.barrier(device_ids=[device.index or 0])
-            torch.cuda.synchronize(device)
-        else:
-            dist.barrier()
+    for _ in range(repeats):
+        _leave_caches()
+        dist.barrier(group)
         start = time.perf_counter_ns()
-        dist.all_reduce(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if index >= 2:
-            samples.append(time.perf_counter_ns() - start)
-    return round(_maximum_over_ranks(statistics.median(samples), device))
+        call()
+        samples.append(float(time.perf_counter_ns() - start))
+    return samples
 
 
-def _leave_caches(device: torch.device) -> None:
-    """On a CPU: push everything else out of the caches, as a backward pass between two all-reduces does."""
-    if device.type == "cpu":
-        torch.ones(_CACHE_BYTES // 4).add_(1)
+def _leave_caches() -> None:
+    """Push everything else out of a CPU's caches, as a backward pass between two all-reduces does."""
+    torch.ones(_CACHE_BYTES // 4).add_(1)
 
 
 def _compute_share(nbytes: int, repeats: int) -> float:
@@ -95,7 +122,7 @@ def _compute_share(nbytes: int, repeats: int) -> float:
     for _ in range(repeats):
         dist.barrier()
         given = _core_share(lambda: [a @ a for _ in range(_SHARE_PRODUCTS)])
-        _leave_caches(tensor.device)
+        _leave_caches()
         dist.barrier()
         taken = _core_share(lambda: dist.all_reduce(tensor))
         if given > 0:
@@ -110,7 +137,8 @@ def _core_share(work: Callable[[], object]) -> float:
     return (time.process_time_ns() - cpu) / (time.perf_counter_ns() - start)
 
 
-def _maximum_over_ranks(value: float, device: torch.device) -> float:
+def maximum_over_ranks(value: float, device: torch.device) -> float:
+    """The greatest of the ranks' values; by an all-reduce on the default process group, after which they are level."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor.item())

@@ -1,0 +1,151 @@
+"""``qsync communicate``: measure what communication costs a job, on all of its ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qsync_core.artifacts import files as artifact
+from qsync_core.cli.options import output_option
+from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cluster_file import read_cluster
+from qsync_core.errors import ClusterError, QSyncError
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.units import format_bytes, format_ns
+from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, dag_option, device_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qsync_core.ir.cluster import Cluster
+    from qsync_core.ir.communication import CollectiveCosts
+
+
+@click.command()
+@click.argument("job")
+@dag_option
+@output_option("collective costs")
+@device_option
+@click.option("--cluster", "cluster_path", type=PATH, help="Cluster file, to find each process's group and to check their ranks.")
+@batch_size_option()
+@json_option
+def communicate(
+    job: str,
+    dag_path: Path | None,
+    output: Path,
+    device: str,
+    cluster_path: Path | None,
+    batch_size: int | None,
+    json_flag: bool,
+) -> None:
+    """Measure what communication costs JOB: all-reduces, what they take from compute, copies, the broadcast of buffers.
+
+    Start it under torchrun with all processes of the job, as training is started; each is of the group that QSYNC_GROUP names, or
+    that its device has in the cluster file.  Rank 0 writes the output.
+    """
+    from qsync_torch.distributed.ranks import process_group_from_environment, together
+    from qsync_torch.job import check_same_job, check_same_model
+    from qsync_torch.load_job import job_code, load_job
+    from qsync_torch.profiling.communication import measure_communication
+    from qsync_torch.tracing.trace import trace
+
+    target = chosen_device(device)
+    with process_group_from_environment(target) as rank:
+        with together("qsync communicate", slow=True), job_code(job):
+            cluster = read_cluster(cluster_path) if cluster_path else None
+            group, share = _own_group(cluster)
+            loaded = load_job(job, batch_size)
+            if dag_path:
+                dag = artifact.load(dag_path, PrecisionDag)
+                check_same_model(loaded, dag)
+                check_same_job(dag, trace(loaded))
+            else:
+                dag = trace(loaded)
+        with job_code(job), progress_bar("communicate") as update:
+            found = measure_communication(
+                loaded,
+                dag,
+                group=group,
+                device=target,
+                share=share,
+                counts={entry.name: entry.count for entry in cluster.groups} if cluster else None,
+                progress=update,
+                note=lambda text: click.echo(f"note: {text}", err=True) if rank == 0 else None,
+            )
+        with together("qsync communicate"):
+            if rank == 0:
+                artifact.save(found, output)
+    if rank == 0:
+        emit(json_flag, _facts(found, output), lambda console: _render(found, output, console))
+
+
+def _own_group(cluster: Cluster | None) -> tuple[str, float]:
+    """This process's group and its share of the device.
+
+    Raises:
+        QSyncError: when neither the environment nor the cluster file tells the group.
+    """
+    from qsync_torch.distributed.ranks import GROUP_VARIABLE, SHARE_VARIABLE, which_group_of_cluster
+
+    if cluster is not None:
+        name = which_group_of_cluster(cluster)
+        return name, cluster.group(name).share
+    name = os.environ.get(GROUP_VARIABLE, "")
+    if not name:
+        raise ClusterError(f"this process's group is not known: set {GROUP_VARIABLE} for every process, or give --cluster")
+    percentage = os.environ.get(SHARE_VARIABLE, "") or "100"
+    try:
+        share = float(percentage) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise QSyncError(f"{SHARE_VARIABLE} is a percentage above 0 and at most 100, got {percentage!r}")
+    return name, share
+
+
+def _facts(found: CollectiveCosts, output: Path) -> dict[str, object]:
+    return {
+        "output": str(output),
+        "model": found.model,
+        "ranks": dict(found.ranks),
+        "measured": [
+            {
+                "max_ctas": entry.max_ctas,
+                "all_reduce": [{"bytes": size, "ns": duration} for size, duration in entry.all_reduce.measured],
+                "slowdown": dict(entry.slowdown),
+            }
+            for entry in found.measured
+        ],
+        "copy_ns_per_byte": dict(found.copy_ns_per_byte),
+        "broadcast_ns": found.broadcast_ns,
+    }
+
+
+def _render(found: CollectiveCosts, output: Path, console: Console) -> None:
+    from rich.table import Table
+
+    console.print(f"{found.model} on {', '.join(f'{count} × {name}' for name, count in found.ranks.items())}")
+    sizes = [size for size, _ in found.measured[0].all_reduce.measured]
+    table = Table(
+        "NCCL CTAs",
+        *(f"all-reduce of {format_bytes(size)}" for size in (sizes[0], sizes[-1])),
+        *(f"{name}'s compute loses" for name in found.ranks),
+        box=None,
+        pad_edge=False,
+    )
+    for entry in found.measured:
+        times = [duration for _, duration in entry.all_reduce.measured]
+        table.add_row(
+            str(entry.max_ctas or "its own"),
+            format_ns(times[0]),
+            format_ns(times[-1]),
+            *(f"{entry.slowdown[name]:.1%}" for name in found.ranks),
+        )
+    console.print(table)
+    rates = ", ".join(f"{rate * 2**20 / 1000:.1f} µs per MiB on {name}" for name, rate in found.copy_ns_per_byte.items())
+    console.print(f"copies of gradients into buckets and back: {rates}")
+    console.print(f"broadcast of buffers: {format_ns(found.broadcast_ns)}" if found.broadcast_ns else "no buffers to broadcast")
+    console.print(f"wrote {output}")

@@ -1,0 +1,272 @@
+"""What communication costs a job: all-reduces, what they take from compute, copies into buckets, the broadcast of buffers.
+
+See docs/design/simulator.md#communication.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.artifacts.files import digest
+from qsync_core.errors import ClusterError, JobError, PlanError, RankError
+from qsync_core.ir.communication import MOST_BUCKET_MB, CollectiveCosts, MeasuredCollectives, buckets_under
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.profile import DeviceType
+from qsync_core.progress import ProgressCallback, silent
+from qsync_torch.devices import device_type, parse_device, software_versions
+from qsync_torch.distributed.exchange import rank_list
+from qsync_torch.distributed.nccl import CHANNEL_VARIABLES, nccl_options
+from qsync_torch.distributed.ranks import together, told_by_all
+from qsync_torch.job import Job, check_same_model
+from qsync_torch.profiling.collective import collective_ns, maximum_over_ranks, measure_collective
+from qsync_torch.profiling.contention import Backward, Slowdown, measure_slowdown
+from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.timing import make_stopwatch
+
+WHAT = "communicate"
+MAX_CTAS = (0, 2, 4, 8, 16)
+"""Tried with NCCL; 0 is its own choice."""
+BUCKET_CAPS_MB = (None, 50.0, 100.0, MOST_BUCKET_MB)
+"""Bucket caps whose sizes are measured; the last one gives one bucket."""
+_MOST_SIZES = 8
+_REPEATS = 7
+_COPY_REPEATS = 5
+_BROADCAST_BYTES = 250 * 1024 * 1024
+"""In which pieces DistributedDataParallel broadcasts buffers."""
+
+
+@attrs.frozen
+class _Member:
+    """What a rank says of itself: its group and device, the GPU's own number (empty on a CPU) and its streaming multiprocessors."""
+
+    group: str
+    device: DeviceType
+    software: Mapping[str, str]
+    gpu: str = ""
+    sms: int = 0
+
+    @classmethod
+    def here(cls, group: str, device: torch.device, share: float) -> _Member:
+        """This rank."""
+        kind, software = device_type(device, share), {name: text for name, text in software_versions(device).items() if text}
+        if device.type != "cuda":
+            return cls(group, kind, software)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(group, kind, software, str(getattr(properties, "uuid", "")), properties.multi_processor_count)
+
+
+def measure_communication(
+    job: Job,
+    dag: PrecisionDag,
+    *,
+    group: str,
+    device: str | torch.device = "cpu",
+    share: float = 1.0,
+    counts: Mapping[str, int] | None = None,
+    progress: ProgressCallback = silent,
+    note: Callable[[str], None] = lambda text: None,
+) -> CollectiveCosts:
+    """Measure what communication costs a job, in the process group that all of its ranks have initialised.
+
+    All ranks call it, each with its own group.  With NCCL, all-reduces are measured under several numbers of CTAs, and for each the
+    slowdown of every group's compute while a collective is open; elsewhere under the library's own choice, with a slowdown of 0.
+
+    Args:
+        job: what is trained; its model is copied to the device and not changed.
+        dag: its graph, the same on all ranks.
+        group: the device group that this rank is of.
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        share: share of the device that the job gets; recorded.
+        counts: how many ranks each group must have, where that is known.
+        progress: receives how far it is.
+        note: receives sentences for people; on every rank.
+
+    Returns:
+        The costs, equal on all ranks.
+
+    Raises:
+        RankError: outside a process group of two or more ranks; when another rank does not come or fails.
+        QSyncError: when the graph is of another model or has no gradients; when groups are not as ``counts`` says, or one has
+            devices of two types; when two ranks have one GPU.  On every rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        raise RankError(
+            "communication is measured among all ranks of a job, and this process is alone: start it with torchrun on every "
+            "machine, as training is started"
+        )
+    variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
+    with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}) as facts:
+        target = parse_device(str(device))
+        facts["kind of device"] = target.type
+        check_same_model(job, dag)
+        sizes = bucket_sizes(dag)
+        mine = _Member.here(group, target, share)
+    members = _heard(mine, counts)
+    with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend())
+    tried = MAX_CTAS if with_nccl and not variables else (0,)
+    if with_nccl and variables:
+        note(f"{variables} in the environment stands above what a process group asks of NCCL, so only that is measured")
+
+    groups = tuple(dict.fromkeys(member.group for member in members.values()))
+    total, done = 2 + len(tried) * (1 + len(groups)), 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        progress(done, total, what)
+        done += 1
+
+    measured = []
+    with torch.cuda.device(target) if target.type == "cuda" else nullcontext():
+        with together(WHAT, slow=True):
+            runner = StepRunner.start(job, target, batches=1)
+            advance("copies of gradients")
+            copied = _copy_ns_per_byte(runner.model, dag, target)
+        copies = {rank: float(said["copy"]) for rank, said in told_by_all(WHAT, {"copy": repr(copied)}).items()}
+        advance("broadcast of buffers")
+        broadcast_ns = _broadcast_ns(runner.model, target)
+        with together(WHAT, slow=True):
+            backward = Backward(runner, target) if with_nccl else None
+            waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, device=target)
+        for max_ctas in tried:
+            label = f"{max_ctas} CTAs" if max_ctas else "its own CTAs"
+            with _process_group(max_ctas, target) if with_nccl else nullcontext() as process_group:
+                advance(f"all-reduces, {label}")
+                model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
+                assert model is not None  # there are ranks and buckets
+                model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target))
+                slowdown = dict.fromkeys(groups, 0.0)
+                for name in groups:
+                    advance(f"compute of {name}, {label}")
+                    if backward is None or process_group is None:
+                        continue
+                    own = [rank for rank, member in members.items() if member.group == name]
+                    measuring = own if len(own) < len(members) else own[:-1]  # someone must hold the collective open
+                    found = measure_slowdown(backward, process_group, waiting, measuring, WHAT)
+                    slowdown[name] = found.share
+                    note(_sentence(name, label, found, max_ctas, members[own[0]].sms))
+            measured.append(MeasuredCollectives(max_ctas, model, slowdown))
+    progress(total, total, "")
+    first = {name: next(member for member in members.values() if member.group == name) for name in groups}
+    return CollectiveCosts(
+        model=dag.model,
+        dag_digest=digest(dag),
+        ranks={name: sum(member.group == name for member in members.values()) for name in groups},
+        devices={name: member.device for name, member in first.items()},
+        software={name: member.software for name, member in first.items()},
+        measured=tuple(measured),
+        copy_ns_per_byte={name: max(copies[rank] for rank, member in members.items() if member.group == name) for name in groups},
+        broadcast_ns=broadcast_ns,
+    )
+
+
+def bucket_sizes(dag: PrecisionDag) -> tuple[int, ...]:
+    """The sizes of buckets that are measured, in bytes: those under :data:`BUCKET_CAPS_MB`, eight of them where there are more.
+
+    Raises:
+        JobError: for a graph without gradients.
+    """
+    try:
+        layouts = [buckets_under(dag, cap) for cap in BUCKET_CAPS_MB]
+    except ValueError:  # some parameters get no gradient: only the graph's own buckets are known
+        layouts = [dag.buckets]
+    sizes = sorted({bucket.nbytes for buckets in layouts for bucket in buckets})
+    if not sizes:
+        raise JobError(f"{dag.model} has no gradients to reduce: none of its parameters is trained")
+    if len(sizes) <= _MOST_SIZES:
+        return tuple(sizes)
+    return tuple(sizes[position * (len(sizes) - 1) // (_MOST_SIZES - 1)] for position in range(_MOST_SIZES))
+
+
+def _heard(mine: _Member, counts: Mapping[str, int] | None) -> dict[int, _Member]:
+    """All ranks' members, which all ranks judge alike.
+
+    Raises:
+        QSyncError: see :func:`measure_communication`.
+    """
+    told = told_by_all(WHAT, {"member": json.dumps(to_plain(mine))})
+    members = {rank: from_plain(json.loads(said["member"]), _Member) for rank, said in sorted(told.items())}
+    by_group: dict[str, list[int]] = {}
+    by_gpu: dict[str, list[int]] = {}
+    for rank, member in members.items():
+        by_group.setdefault(member.group, []).append(rank)
+        by_gpu.setdefault(member.gpu or f"none of rank {rank}", []).append(rank)
+    for name, expected in (counts or {}).items():
+        found = by_group.get(name, [])
+        if len(found) != expected:
+            raise ClusterError(
+                f"group {name!r} of the cluster file has {expected} ranks, and {len(found)} of this job's {len(members)} processes "
+                f"are in it{f' ({rank_list(found)})' if found else ''}: start the whole job, each process in its group "
+                "(QSYNC_GROUP)"
+            )
+    for name, ranks in by_group.items():
+        devices = {members[rank].device for rank in ranks}
+        if len(devices) > 1:
+            which = " and ".join(sorted(f"{device.name} at {device.share:.0%}" for device in devices))
+            raise PlanError(f"group {name!r} has devices of different types ({which}, {rank_list(ranks)}): give each its own group")
+    if twice := next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None):
+        raise RankError(
+            f"{rank_list(twice)} have the same GPU, which NCCL refuses: give each process its own, with --device or "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return members
+
+
+@contextmanager
+def _process_group(max_ctas: int, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A process group of all ranks under a number of CTAs, its communicator initialised."""
+    with together(WHAT):  # so that no rank enters a communicator's initialisation alone
+        options = nccl_options(max_ctas)
+    group = dist.new_group(backend="nccl", pg_options=options)
+    try:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize(device)
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _sentence(name: str, label: str, found: Slowdown, max_ctas: int, sms: int) -> str:
+    bound = " at least (the collective ended before compute did)" if found.is_bound else ""
+    estimate = f"; {max_ctas} of {sms} SMs are {max_ctas / sms:.3f}" if max_ctas and sms else ""
+    return f"while a collective of {label} is open, compute of group {name} loses {found.share:.3f}{bound}{estimate}"
+
+
+def _copy_ns_per_byte(model: torch.nn.Module, dag: PrecisionDag, device: torch.device) -> float:
+    """Device time of copying a model's gradients into buckets, divided by the number of ranks as DistributedDataParallel does it on
+    the way, and back, per byte of gradients."""
+    parameters = dict(model.named_parameters())
+    gradients = [torch.ones_like(parameters[name].detach()) for bucket in dag.buckets for name in bucket.parameters]
+    views = [torch.empty_like(gradient) for gradient in gradients]
+    factor = 1 / dist.get_world_size()
+
+    def copy() -> None:
+        for view, gradient in zip(views, gradients, strict=True):
+            torch.mul(gradient, factor, out=view)
+        for view, gradient in zip(views, gradients, strict=True):
+            gradient.copy_(view)
+
+    stopwatch = make_stopwatch(device)
+    times = [stopwatch.time_series([copy])[1] for _ in range(1 + _COPY_REPEATS)][1:]
+    return statistics.median(times) / sum(gradient.nbytes for gradient in gradients)
+
+
+def _broadcast_ns(model: torch.nn.Module, device: torch.device) -> int:
+    """One broadcast of a model's buffers from rank 0, coalesced as DistributedDataParallel does it; 0 where there are none."""
+    buffers: Sequence[torch.Tensor] = list(model.buffers())
+    if not buffers:
+        return 0
+    group = dist.group.WORLD
+    return collective_ns(
+        lambda: dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0),  # type: ignore[arg-type]
+        device,
+        _REPEATS,
+    )
