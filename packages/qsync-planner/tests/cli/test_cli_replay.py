@@ -96,6 +96,19 @@ def test_replay_prints_what_the_replayer_says(job: dict[str, object]) -> None:
     assert "peak memory" in text
 
 
+def test_parts_of_the_model_are_left_out_by_name(job: dict[str, object]) -> None:
+    folder: Path = job["folder"]  # type: ignore[assignment]
+    whole = json.loads(replay(folder, "--json").output)
+    less = json.loads(replay(folder, "--json", "--without", "casts", "--without", "dispatch").output)
+    assert (whole["without"], less["without"]) == ([], ["casts", "dispatch"])
+    assert less["iteration_ns"] < whole["iteration_ns"]
+    assert {group["dispatch_ns"] for group in less["groups"].values()} == {0}
+    assert "an iteration, without casts, dispatch" in replay(folder, "--without", "casts", "--without", "dispatch").output
+    refused = replay(folder, "--without", "kernels")
+    assert refused.exit_code == 2
+    assert "'kernels' is not one of 'casts', 'formats', 'dispatch', 'contention'" in refused.output
+
+
 def test_replay_writes_the_timeline_and_a_trace(job: dict[str, object], tmp_path: Path) -> None:
     result = replay(job["folder"], "-o", tmp_path / "t.qsync", "--perfetto", tmp_path / "t.json")  # type: ignore[arg-type]
     assert result.exit_code == 0, result.output

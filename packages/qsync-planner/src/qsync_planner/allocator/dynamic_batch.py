@@ -120,7 +120,9 @@ def replay_batches(
         batch = local_batches.get(group.name, dag.batch_size)
         profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(batch)
         peaks[group.name] = _MemoryScaling.of(dag, replayer.memory(group.name, variants[group.name])).peak_bytes(batch)
-    scaled = Replayer(dag, cluster, profiles)
+    scaled = Replayer(
+        dag, cluster, profiles, communication=replayer.communication, settings=replayer.settings, without=replayer.without
+    )
     return scaled, _with_peaks(scaled.replay(variants), peaks)
 
 

@@ -30,6 +30,13 @@ _PATH = click.Path(path_type=Path)
 @profiles_option
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(("casts", "formats", "dispatch", "contention")),
+    help="Leave a part out of the model, to see what it is worth (repeatable): the time of casts; the propagation of formats to "
+    "operators without a precision of their own; the CPU's timeline; what collectives take of the computation beside them.",
+)
 @output_option("predicted timeline", required=False)
 @click.option("--perfetto", type=OUTPUT, help="Write it as a trace for ui.perfetto.dev.")
 @json_option
@@ -40,6 +47,7 @@ def replay(
     profiles: dict[str, Path],
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
+    without: tuple[str, ...],
     output: Path | None,
     perfetto: Path | None,
     json_flag: bool,
@@ -57,6 +65,7 @@ def replay(
     from qsync_planner.allocator.dynamic_batch import replay_batches
     from qsync_planner.cli.plan import load_batch_profiles
     from qsync_planner.matching import check_plan, check_profiles, under_base
+    from qsync_planner.replayer.ablation import Ablation
     from qsync_planner.replayer.replay import Replayer, plan_variants
 
     graph, described, wanted = load(dag, PrecisionDag), read_cluster(cluster), load(plan, PrecisionPlan)
@@ -64,7 +73,7 @@ def replay(
     check_plan(wanted, graph)
     check_profiles(graph, described, measured)
     described, _ = under_base(described, graph)
-    replayer = Replayer(graph, described, measured)
+    replayer = Replayer(graph, described, measured, without=Ablation.of(without))
     variants = plan_variants(wanted, described)
     prediction = replayer.replay(variants)
     further = load_batch_profiles(batch_dag, batch_profiles)
@@ -78,12 +87,15 @@ def replay(
             save(timeline, output)
         if perfetto:
             write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
-    data = {**prediction.as_dict(), "local_batches": batches}
-    emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches))
+    data = {**prediction.as_dict(), "local_batches": batches, "without": list(replayer.without.names)}
+    emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches, replayer.without.names))
 
 
-def _print_prediction(console: Console, model: str, prediction: Prediction, batches: dict[str, int]) -> None:
-    console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration", markup=False)
+def _print_prediction(
+    console: Console, model: str, prediction: Prediction, batches: dict[str, int], without: tuple[str, ...]
+) -> None:
+    left_out = f", without {', '.join(without)}" if without else ""
+    console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration{left_out}", markup=False)
     rows = []
     for name, group in prediction.groups.items():
         times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)

@@ -24,6 +24,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.cost_mapper import BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.cost_model import Calibration, Correction, CostModel, PhaseTimes, Scale
 from qsync_planner.replayer.max_plus import sequence
@@ -48,15 +49,16 @@ def spread_integer(total: int, weights: Sequence[int]) -> list[int]:
     return [sign * part for part in parts]
 
 
-def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant) -> CostModel:
+def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant, without: Ablation = NOTHING) -> CostModel:
     """A cost model of this device that reproduces the profile's whole steps.
 
-    Without a measured step at the base precision, the plain sum of parts.
+    Without a measured step at the base precision, the plain sum of parts.  What ``without`` leaves out, is left out of the model
+    that the whole one is calibrated to.
     """
     plain = CostModel(dag, profile)
     base_step = next((step for step in profile.steps if step.variant == base), None)
     if base_step is None:
-        return plain
+        return CostModel(dag, profile, without=without) if without else plain
     calibration = attrs.evolve(
         _fit_base(dag, profile, plain, base_step), memory_floor_bytes=_memory_floor([step.peak_bytes for step in profile.steps])
     )
@@ -66,7 +68,7 @@ def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant) -> Cost
     for step in profile.steps:
         if step.variant != base:
             rungs.update(_fit_rung(dag, profile, calibration, step))
-    return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs))
+    return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without)
 
 
 def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: PhaseTimes) -> PhaseTimes:

@@ -18,6 +18,7 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.max_plus import Work, kernel
 
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
@@ -213,21 +214,27 @@ class CostModel:
         dag: the model.
         profile: its measurements on the device.
         calibration: how they are brought to whole steps; None for the plain sum of parts.
+        without: parts of the model that are left out.
     """
 
-    def __init__(self, dag: PrecisionDag, profile: Profile, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, dag: PrecisionDag, profile: Profile, calibration: Calibration | None = None, without: Ablation = NOTHING
+    ) -> None:
         self.dag = dag
         self.profile = profile
         self.synchronous = profile.device.is_synchronous
         if calibration is None:
             dispatch, compute = profile.optimizer_dispatch_ns, profile.optimizer_compute_ns
             calibration = Calibration(0, dispatch + compute) if self.synchronous else Calibration(dispatch, compute)
-        self.calibration = calibration
+        self._without_dispatch = Ablation.DISPATCH in without and not self.synchronous
+        self._without_casts = Ablation.CASTS in without
+        self.calibration = attrs.evolve(calibration, optimizer_dispatch_ns=0) if self._without_dispatch else calibration
         self.wiring = Wiring.of(dag)
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
         self._variants: dict[Variant, int] = {}
         self._variant_of: list[Variant] = []
         self._autocast = Autocast.of(dag.base, profile.device.kind)
+        self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
         self._evaluated: dict[tuple[int, int, tuple[Precision, ...]], Evaluation] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
@@ -261,6 +268,8 @@ class CostModel:
     def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
         operator = self.dag.operators[position]
         adjustable = operator.op_class is OpClass.ADJUSTABLE
+        if self._fixed_formats:
+            inputs = tuple(self._fixed_formats[producer] for producer in self.wiring.inputs[position])
         run = variant if adjustable else _PLAIN[run_precision(operator, inputs, self._autocast)]
         cost = self._measured(operator, run)
         times = self._calibrate(position, run, cost)
@@ -272,7 +281,8 @@ class CostModel:
         found = self._equal.get(key)
         if found is not None:
             return found
-        output = output_precision(operator, run, inputs, self._autocast)
+        fixed = self._fixed_formats
+        output = fixed[position] if fixed else output_precision(operator, run, inputs, self._autocast)
         priced = tuple(self._price(operator, cast) for cast in casts(operator, run if adjustable else None, inputs, self._autocast))
         copies = {p.cast.input_index: p for p in priced if p.cast.site is CastSite.INPUT}
         self._equal[key] = found = Evaluation(
@@ -289,6 +299,14 @@ class CostModel:
             memory_correction_bytes=memory_correction,
         )
         return found
+
+    def _base_formats(self) -> tuple[Precision, ...]:
+        """Per operator the format of its output where every operator runs at the base precision."""
+        formats: list[Precision] = []
+        for operator, producers in zip(self.dag.operators, self.wiring.inputs, strict=True):
+            arriving = [formats[producer] for producer in producers]
+            formats.append(output_precision(operator, _PLAIN[self.dag.base], arriving, self._autocast))
+        return tuple(formats)
 
     def _shape(self, position: int) -> int:
         """A number for everything about an operator but its name and its measurements; equal operators have equal numbers."""
@@ -330,6 +348,9 @@ class CostModel:
         return cost
 
     def _price(self, operator: Operator, cast: Cast) -> PricedCast:
+        share = _SHARE[cast.site, cast.key] if cast.shared else -1
+        if self._without_casts:
+            return PricedCast(cast, 0, 0, share)
         model = self._cast_models.get(cast.key)
         if model is None:
             key = cast.key
@@ -338,10 +359,9 @@ class CostModel:
                 f"({key.granularity}, {key.rounding}) that operator {operator.op_id} needs; profile again with this ladder"
             )
         compute = model.cost_ns(cast.numel)
-        share = _SHARE[cast.site, cast.key] if cast.shared else -1
         if self.synchronous:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
-        return PricedCast(cast, model.dispatch_ns, compute, share)
+        return PricedCast(cast, 0 if self._without_dispatch else model.dispatch_ns, compute, share)
 
     def _calibrate(self, position: int, run: Variant, cost: OpCost) -> PhaseTimes:
         forward, backward = cost.forward_dispatch_ns, cost.backward_dispatch_ns
@@ -354,6 +374,8 @@ class CostModel:
         added = [self.calibration.everywhere[position]] if self.calibration.everywhere else []
         for more in [*added, correction.times] if correction else added:
             times = [time + extra for time, extra in zip(times, more, strict=True)]
+        if self._without_dispatch:
+            times[0] = times[2] = 0
         return PhaseTimes(*(max(0, time) for time in times))
 
     def _saved_input(self, operator: Operator, index: int, copy: PricedCast | None, inputs: tuple[Precision, ...]) -> SavedInput:

@@ -78,6 +78,10 @@ class GradientExchange:
             0 if costs is None or alone or not settings.broadcast_buffers else costs.broadcast_ns,
         )
 
+    def without_contention(self) -> GradientExchange:
+        """The same exchange, which takes nothing of the computation beside it; copies and durations stay."""
+        return attrs.evolve(self, slowdown=dict.fromkeys(self.slowdown, 0), compute_share=dict.fromkeys(self.compute_share, 0.0))
+
 
 def _measured(costs: CollectiveCosts, settings: CommunicationSettings) -> MeasuredCollectives:
     try:

@@ -22,6 +22,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import check_communication
+from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.calibration import calibrated_model
 from qsync_planner.replayer.contention import JointStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
@@ -102,6 +103,7 @@ class Replayer:
         profiles: of every group, of this model on its device type (:func:`qsync_planner.matching.check_profiles`).
         communication: what was measured of all groups together; None: all-reduces of each group alone, and no contention.
         settings: how the job communicates; beside the size of buckets they only matter where ``communication`` is given.
+        without: parts of the model that are left out.
         like: another replayer of the same model, whose cost models are taken where profiles are the same objects.  One with the
             same ``communication`` may be of more groups.
 
@@ -119,6 +121,7 @@ class Replayer:
         *,
         communication: CollectiveCosts | None = None,
         settings: CommunicationSettings = PYTORCH_DEFAULTS,
+        without: Ablation = NOTHING,
         like: Replayer | None = None,
     ) -> None:
         if communication is not None and (like is None or like.communication is not communication):
@@ -128,10 +131,13 @@ class Replayer:
         self.profiles = dict(profiles)
         self.communication: CollectiveCosts | None = communication
         self.settings = settings
+        self.without = without
         self.ranks: int = sum(group.count for group in cluster.groups)
-        self._models: dict[tuple[int, Variant], CostModel] = {} if like is None else like._models
+        self._models: dict[tuple[int, Variant, Ablation], CostModel] = {} if like is None else like._models
         self._like = like  # keeps its profiles alive, by whose identity the models are known
         self._exchange = GradientExchange.of(dag, cluster, profiles, communication, settings)
+        if Ablation.CONTENTION in without:
+            self._exchange = self._exchange.without_contention()
         if like is not None and like.settings.bucket_cap_mb == settings.bucket_cap_mb:
             self._ready_after: tuple[int, ...] = like._ready_after
         else:
@@ -159,7 +165,10 @@ class Replayer:
         Raises:
             PlanError: as for a new one.
         """
-        return Replayer(self.dag, self.cluster, self.profiles, communication=self.communication, settings=settings, like=self)
+        communication, without = self.communication, self.without
+        return Replayer(
+            self.dag, self.cluster, self.profiles, communication=communication, settings=settings, without=without, like=self
+        )
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -183,9 +192,9 @@ class Replayer:
     def model(self, group: str) -> CostModel:
         """The calibrated cost model of a group; groups of one profile and base share it."""
         base = base_rung(self.cluster.group(group))
-        key = (id(self.profiles[group]), base)
+        key = (id(self.profiles[group]), base, self.without)
         if key not in self._models:
-            self._models[key] = calibrated_model(self.dag, self.profiles[group], base)
+            self._models[key] = calibrated_model(self.dag, self.profiles[group], base, self.without)
         return self._models[key]
 
     def shape(self, group: str) -> StepShape:
