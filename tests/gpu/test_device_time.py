@@ -49,3 +49,16 @@ def test_a_wait_for_the_device_costs_no_more_than_itself(stopwatch):
     _, with_ns = stopwatch.time_phase(lambda: work(True))
     assert with_ns == pytest.approx(without_ns, rel=0.05)
     assert stopwatch.given_up == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "waits"), [("resnet18:image=32,small_stem=true,classes=10", False), ("bert-base:layers=1,seq=16", True)]
+)
+def test_models_that_wait_for_the_device_are_found(name, waits):
+    from qsync_torch.load_job import load_job
+    from qsync_torch.profiling.whole_step import StepRunner
+
+    if name.startswith("bert"):
+        pytest.importorskip("transformers")
+    runner = StepRunner.start(load_job(name, 4), torch.device("cuda", 0))
+    assert runner.watch_synchronising(torch.device("cuda", 0)) is waits

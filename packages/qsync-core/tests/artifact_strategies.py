@@ -26,9 +26,11 @@ from qsync_core.ir.profile import (
     CastModel,
     CollectiveModel,
     DeviceKind,
+    DeviceMemory,
     DeviceType,
     OpCost,
     Profile,
+    RungMemory,
     StepMeasurement,
 )
 from qsync_core.ir.sensitivity import Sensitivity
@@ -148,6 +150,8 @@ def profiles(draw: st.DrawFn) -> Profile:
         input_bytes=draw(measured),
         collective=draw(st.none() | collectives),
         steps=draw(tuples(steps, unique_by=lambda step: step.variant)),
+        synchronises=draw(st.booleans()),
+        memory=draw(st.none() | st.builds(DeviceMemory, measured, tuples(st.builds(RungMemory, variants, measured, measured)))),
     )
 
 

@@ -230,7 +230,7 @@ def simulated_runner(device, forward, backward, update):
         launches(device, *forward)()
         return SimpleNamespace(backward=launches(device, *backward))
 
-    return SimpleNamespace(forward=run_forward, update=launches(device, *update), train_step=step)
+    return SimpleNamespace(forward=run_forward, update=launches(device, *update), train_step=step, synchronises=False)
 
 
 def test_a_step_that_dispatch_binds_keeps_its_device_time():
@@ -264,4 +264,6 @@ def test_which_resource_fills_the_period():
     assert fill_period((10, 10, 10), (40, 30, 10), 100) == ((10, 10, 10), (50, 37, 12))
     # Dispatch binds: compute stays as measured.
     assert fill_period((40, 40, 10), (20, 20, 8), 99) == ((44, 44, 11), (20, 20, 8))
+    # Of a step that synchronises the optimizer is computed last.
+    assert fill_period((40, 40, 10), (20, 20, 8), 98, synchronises=True) == ((40, 40, 10), (20, 20, 8))
     assert fill_period((0, 0, 0), (0, 0, 0), 100) == ((0, 0, 0), (0, 0, 0))

@@ -65,6 +65,18 @@ def under_base(cluster: Cluster, dag: PrecisionDag) -> tuple[Cluster, tuple[str,
     return attrs.evolve(cluster, groups=tuple(groups)), tuple(notes)
 
 
+def as_profiled(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
+    """The cluster with every group that has a measured step which waits for its device known to synchronise in every step."""
+    if not any(profile.synchronises for profile in profiles.values()):
+        return cluster
+    return attrs.evolve(
+        cluster,
+        groups=tuple(
+            attrs.evolve(group, sync_per_step=group.sync_per_step or profiles[group.name].synchronises) for group in cluster.groups
+        ),
+    )
+
+
 def one_of_each(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
     """The profiles by group, equal ones as one object: what is worked out for a profile is known by its identity."""
     kinds: list[Profile] = []

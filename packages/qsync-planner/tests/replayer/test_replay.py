@@ -57,6 +57,18 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, data: st.
         assert replayer.current() == replayer.replay(now)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.data())
+def test_groups_that_were_measured_to_synchronise_are_taken_as_such(case: Case, data: st.DataObject) -> None:
+    measured = {name: attrs.evolve(profile, synchronises=data.draw(st.booleans())) for name, profile in case.profiles.items()}
+    groups = tuple(
+        attrs.evolve(group, sync_per_step=group.sync_per_step or measured[group.name].synchronises) for group in case.cluster.groups
+    )
+    variants = {group.name: data.draw(assignments(case.dag)) for group in groups}
+    said = Replayer(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles).replay(variants)
+    assert Replayer(case.dag, case.cluster, measured).replay(variants) == said
+
+
 LONG_MODELS = {
     "bert": transformer(layers=5, hidden=64, heads=2, batch=1, tokens=8),
     "resnet": resnet((4, 3, 2), width=4, batch=1, image=32),

@@ -33,11 +33,18 @@ KINDS: dict[str, type] = {
 }
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
-_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {"Sensitivity": 2, "PrecisionDag": 2, "PrecisionPlan": 2, "Timeline": 2}
+_VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
+    "Sensitivity": 2,
+    "PrecisionDag": 2,
+    "PrecisionPlan": 2,
+    "Profile": 2,
+    "Timeline": 2,
+}
 
 _ADDED: dict[str, dict[str, Any]] = {
     "PrecisionDag": {"base": "float32"},
     "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None},
+    "Profile": {"synchronises": False, "memory": None},
     "Timeline": {"software": {}},
 }
 """Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.
@@ -52,6 +59,7 @@ _MIGRATIONS: dict[tuple[str, int], Migration] = {
     ("Sensitivity", 1): lambda fields: {**fields, "flips": {}},
     ("PrecisionDag", 1): lambda fields: {**fields, **_ADDED["PrecisionDag"]},
     ("PrecisionPlan", 1): lambda fields: {**fields, **_ADDED["PrecisionPlan"]},
+    ("Profile", 1): lambda fields: {**fields, **_ADDED["Profile"]},
     ("Timeline", 1): lambda fields: {**fields, **_ADDED["Timeline"]},
 }
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.

@@ -69,6 +69,8 @@ def _profile(profile: Profile) -> Lines:
         collective = profile.collective
         cost = f"{format_ns(collective.alpha_ns)} + {collective.beta_ns_per_byte:.3g} ns per byte"
         lines.append(("all-reduce", f"{cost}, {collective.world_size} ranks over {collective.backend}"))
+    if profile.synchronises:
+        lines.append(("CPU and device", "begin every step level: the step waits for the device"))
     for step in profile.steps:
         lines.append((f"step {step.variant.label}", f"{format_ns(step.iteration_ns)}, peak {format_bytes(step.peak_bytes)}"))
     return lines

@@ -150,6 +150,34 @@ class StepMeasurement:
 
 
 @attrs.frozen
+class RungMemory:
+    """What PyTorch's allocator held at the peak of steps measured with every adjustable operator at one rung.
+
+    Attributes:
+        variant: of the rung.
+        allocated_bytes: in tensors.
+        reserved_bytes: taken from the device for them.
+    """
+
+    variant: Variant
+    allocated_bytes: int = attrs.field(validator=checks.measured_int)
+    reserved_bytes: int = attrs.field(validator=checks.measured_int)
+
+
+@attrs.frozen
+class DeviceMemory:
+    """Memory of a GPU that a step takes beside its tensors (docs/design/memory.md#what-a-process-takes).
+
+    Attributes:
+        outside_bytes: of the process outside PyTorch's allocator: the CUDA context, libraries, NCCL.
+        rungs: what the allocator held, per measured rung.
+    """
+
+    outside_bytes: int = attrs.field(validator=checks.measured_int)
+    rungs: tuple[RungMemory, ...] = ()
+
+
+@attrs.frozen
 class Profile:
     """Measured costs of one model on one device type (docs/design/cost-mapper.md#profiled-costs).
 
@@ -165,6 +193,9 @@ class Profile:
         optimizer_state_bytes: bytes of optimizer state (two float32 copies for Adam).
         input_bytes: bytes of one batch on the device.
         steps: whole steps measured at the base precision and at every rung: what the sum of parts is calibrated with.
+        synchronises: a step waits for the device by itself (a model that asks for a value of a tensor), so that the CPU does not
+            run ahead into the next one.
+        memory: what a process takes of a GPU beside its tensors; absent where it was not measured.
     """
 
     device: DeviceType
@@ -180,6 +211,8 @@ class Profile:
     input_bytes: int = attrs.field(default=0, validator=checks.measured_int)
     collective: CollectiveModel | None = None
     steps: tuple[StepMeasurement, ...] = ()
+    synchronises: bool = False
+    memory: DeviceMemory | None = None
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():

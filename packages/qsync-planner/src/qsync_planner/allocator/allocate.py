@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -126,8 +126,14 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    notes = (*notes, *cut_notes)
+    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles))
     return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes, described)
+
+
+def _waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
+    for group in cluster.groups:
+        if profiles[group.name].synchronises and not group.sync_per_step:
+            yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
 
 
 def _planned(

@@ -23,6 +23,7 @@ from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
+from qsync_planner.matching import as_profiled
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
@@ -107,6 +108,7 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
     Raises:
         PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
     """
+    cluster = as_profiled(cluster, profiles)
     groups = tuple(
         GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity))
         for group in cluster.groups

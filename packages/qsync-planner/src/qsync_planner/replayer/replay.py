@@ -21,7 +21,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
-from qsync_planner.matching import check_communication
+from qsync_planner.matching import as_profiled, check_communication
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.calibration import calibrated_model
 from qsync_planner.replayer.contention import JointStep, joint_step
@@ -127,7 +127,7 @@ class Replayer:
         if communication is not None and (like is None or like.communication is not communication):
             check_communication(communication, dag, cluster)
         self.dag: PrecisionDag = dag
-        self.cluster: Cluster = cluster
+        self.cluster: Cluster = as_profiled(cluster, profiles)
         self.profiles = dict(profiles)
         self.communication: CollectiveCosts | None = communication
         self.settings = settings

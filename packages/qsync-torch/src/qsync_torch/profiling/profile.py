@@ -221,6 +221,7 @@ def profile(
         input_bytes=input_bytes,
         collective=collective,
         steps=tuple(steps),
+        synchronises=runner.watch_synchronising(target),
     )
 
 

@@ -21,6 +21,7 @@ from qsync_core.ir.profile import StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
+from qsync_torch.profiling.device_waits import waits_for_device
 from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
 
@@ -43,7 +44,8 @@ _PERIOD_STEPS = 10
 class StepRunner:
     """A private copy of a job's model on one device, with its optimizer and some batches, ready to train.
 
-    ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU.
+    ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
+    ``synchronises`` says whether a step waits for the device, once that was looked for.
     """
 
     job: Job
@@ -51,6 +53,7 @@ class StepRunner:
     optimizer: torch.optim.Optimizer
     batches: Sequence[Batch]
     update_rise: int | None = None
+    synchronises: bool | None = None
 
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
@@ -72,6 +75,12 @@ class StepRunner:
         """One whole step."""
         self.forward(step).backward()
         self.update()
+
+    def watch_synchronising(self, device: torch.device) -> bool:
+        """Whether a step waits for the device by itself; runs one the first time."""
+        if self.synchronises is None:
+            self.synchronises = waits_for_device(lambda: self.train_step(0), device)
+        return self.synchronises
 
     @property
     def optimizer_state_bytes(self) -> int:
@@ -108,6 +117,7 @@ def measure_step(
         entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
         applied = apply_(runner.model, entries, base=dag.base)
     try:
+        runner.watch_synchronising(stopwatch.device)
         # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)
         peak_bytes = _peak_bytes(runner, stopwatch.device, with_update=known is None)
@@ -226,7 +236,7 @@ def _measure_cuda(runner: StepRunner, variant: Variant, stopwatch: Stopwatch, ef
         stopwatch.synchronize()
         periods.append((stopwatch.clock() - start) / _PERIOD_STEPS)
     period_ns = round(statistics.median(periods))
-    dispatch, compute = fill_period(dispatch, compute, period_ns)
+    dispatch, compute = fill_period(dispatch, compute, period_ns, synchronises=bool(runner.synchronises))
     return StepMeasurement(
         variant,
         period_ns,
@@ -273,16 +283,19 @@ def _device_times(runner: StepRunner, step: int, stopwatch: Stopwatch) -> tuple[
     return forward, backward, optimizer
 
 
-def fill_period(dispatch: Sequence[int], compute: Sequence[int], period_ns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def fill_period(
+    dispatch: Sequence[int], compute: Sequence[int], period_ns: int, *, synchronises: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dispatch and compute of the phases, the binding resource scaled so that its sum is the measured period.
 
     The device binds where its work fills the period, or is far more than the CPU's.  The other resource is cut to the period:
-    that much it cannot have taken.
+    that much it cannot have taken.  Where the step synchronises, the optimizer is computed after all else is dispatched, so that
+    dispatch that binds takes the rest.
     """
     issued, computed = sum(dispatch), sum(compute)
     if computed >= _FILLS * period_ns or issued < _FAR_LESS * computed:
         return _scaled(dispatch, min(issued, period_ns)), _scaled(compute, period_ns)
-    return _scaled(dispatch, period_ns), _scaled(compute, min(computed, period_ns))
+    return _scaled(dispatch, period_ns - synchronises * compute[-1]), _scaled(compute, min(computed, period_ns))
 
 
 def _scaled(times: Sequence[int], total: int) -> tuple[int, ...]:
