@@ -52,13 +52,13 @@ class JointStep(NamedTuple):
         period_ns: from step to step.
         end_ns: when each bucket's collective ends, from the end of the last collective of the step before.
         ready_ns: per rank when it has each bucket's gradients and those of all buckets before, from its own start.
-        finished_ns: per rank when its backward pass is finished, from its own start.
+        lost_ns: per rank and bucket how much longer than alone it takes to the next bucket, or the end of the backward pass.
     """
 
     period_ns: int
     end_ns: tuple[int, ...]
     ready_ns: tuple[tuple[int, ...], ...]
-    finished_ns: tuple[int, ...]
+    lost_ns: tuple[tuple[int, ...], ...]
 
 
 def joint_step(ranks: Sequence[RankStep], collective_ns: Sequence[int], start_delay_ns: int = 0) -> JointStep:
@@ -91,9 +91,12 @@ def joint_step(ranks: Sequence[RankStep], collective_ns: Sequence[int], start_de
         ends = [moment + since for moment in ends]
     else:
         period = max(collected)
-    *buckets, finished = [[at - start for at, start in zip(row, starts, strict=True)] for row in ready]
-    by_rank = tuple(zip(*buckets, strict=True)) if buckets else ((),) * len(ranks)
-    return JointStep(period, tuple(ends), by_rank, tuple(finished))
+    by_rank = [[moment - start for moment in row] for row, start in zip(zip(*ready, strict=True), starts, strict=True)]
+    lost = tuple(
+        tuple(after - before - segment for (before, after), segment in zip(pairwise(row), segments, strict=True))
+        for row, (_, segments) in zip(by_rank, ways, strict=True)
+    )
+    return JointStep(period, tuple(ends), tuple(tuple(row[:-1]) for row in by_rank), lost)
 
 
 def _after(before: int, segment: int, end: int, slowdown: int) -> int:

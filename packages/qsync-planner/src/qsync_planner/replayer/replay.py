@@ -358,6 +358,8 @@ class Replayer:
         from qsync_planner.replayer.simulator import build_local_dfg
 
         states = self._states_of(variants)
+        joint = self._joint({name: state.times for name, state in states.items()})
+        lost: Mapping[str, Sequence[int]] = {} if joint is None else dict(zip(states, joint.lost_ns, strict=True))
         locals_: list[LocalDfg] = [
             build_local_dfg(
                 group.name,
@@ -365,6 +367,7 @@ class Replayer:
                 self.shape(group.name),
                 self._exchange.group_ns[group.name],
                 sync_per_step=group.sync_per_step,
+                lost_ns=lost.get(group.name, ()),
             )
             for group in self.cluster.groups
         ]

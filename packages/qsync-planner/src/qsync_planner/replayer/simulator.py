@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Generic, TypeVar
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,7 @@ from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.timeline import Interval, Timeline
+from qsync_planner.replayer.contention import PARTS
 from qsync_planner.replayer.cost_mapper import AFTER_BACKWARD, BEFORE_BACKWARD, BEFORE_FORWARD, CostMapper
 from qsync_planner.replayer.max_plus import NEVER, NOTHING, Work
 from qsync_planner.replayer.step_timing import StepShape
@@ -145,13 +148,20 @@ def max_cycle_mean(matrix: Times) -> Fraction:
 
 
 def build_local_dfg(
-    group: str, mapper: CostMapper, shape: StepShape, collective_ns: Sequence[int], *, sync_per_step: bool
+    group: str,
+    mapper: CostMapper,
+    shape: StepShape,
+    collective_ns: Sequence[int],
+    *,
+    sync_per_step: bool,
+    lost_ns: Sequence[int] = (),
 ) -> LocalDfg:
     """One group's training step as timed nodes, in the order in which a rank issues them.
 
     Every kernel is a dispatch node and a compute node that waits for it; a synchronous device has compute nodes only (the cost
     model merged dispatch into them).  Data dependencies between kernels of one rank need no edges: the compute resource is serial
-    and runs them in this order.  The optimizer's computation waits for the last bucket.
+    and runs them in this order.  The optimizer's computation waits for the last bucket.  Compute nodes last as long as they do
+    while collectives slow them down.  A broadcast at the start of every forward stands at the end of the step before.
 
     Args:
         group: the device group's name.
@@ -159,17 +169,26 @@ def build_local_dfg(
         shape: buckets, host work and optimizer.
         collective_ns: duration of this group's node of each bucket's collective.
         sync_per_step: the step ends with a synchronisation.
+        lost_ns: per bucket what collectives take from the computation between it and the next one; nothing where they take none.
     """
     dag, build = mapper.dag, _Builder(mapper)
     for position in range(len(dag.operators)):
         build.kernels(position, Phase.FORWARD)
+    lost_after: dict[int, int] = {}
+    for position, lost in zip(accumulate(shape.ready_after, min), lost_ns, strict=False):
+        lost_after[position] = lost_after.get(position, 0) + lost
     gradients: dict[int, tuple[int, ...]] = {}
+    first, lost = 0, 0
     for position in reversed(range(len(dag.operators))):
         build.kernels(position, Phase.BACKWARD)
         gradients[position] = build.last_compute
+        if position in lost_after:
+            build.slow_down(first, lost, shape.slowdown)
+            first, lost = len(build.nodes), lost_after[position]
         host = shape.host_work_after(position)
         if host:
             build.compute("collective on this device", None, Phase.BACKWARD, host)
+    build.slow_down(first, lost, shape.slowdown)
     last_bucket: tuple[int, ...] = ()
     for bucket, (ready_after, duration) in enumerate(zip(shape.ready_after, collective_ns, strict=True)):
         ready = gradients[ready_after]
@@ -180,6 +199,17 @@ def build_local_dfg(
     if dispatch:
         last_bucket += build.add("optimizer", None, Phase.OPTIMIZER, Resource.DISPATCH, dispatch)
     build.compute("optimizer", None, Phase.OPTIMIZER, compute, last_bucket)
+    if shape.start_delay_ns:
+        broadcast = build.add(
+            "broadcast of buffers",
+            None,
+            Phase.COMMUNICATION,
+            Resource.COMMUNICATION,
+            shape.start_delay_ns,
+            build.last_compute,
+            bucket=len(shape.ready_after),
+        )
+        build.compute("buffers received", None, Phase.FORWARD, 0, broadcast)
     return LocalDfg(group, tuple(build.nodes), mapper.model.synchronous, sync_per_step)
 
 
@@ -209,6 +239,15 @@ class _Builder:
     def compute(self, name: str, op_id: OpId | None, phase: Phase, duration_ns: int, deps: tuple[int, ...] = ()) -> None:
         """Add a compute node."""
         self.last_compute = self.add(name, op_id, phase, Resource.COMPUTE, duration_ns, deps)
+
+    def slow_down(self, first: int, lost_ns: int, slowdown: int) -> None:
+        """Let the compute nodes from index ``first`` on take so much longer together: each all that it can before the next."""
+        found = [node for node in self.nodes[first:] if node.resource is Resource.COMPUTE]
+        for node in found:
+            most = lost_ns if node is found[-1] else -(-slowdown * node.duration_ns // (PARTS - slowdown))
+            added = min(lost_ns, most)
+            self.nodes[node.node_id] = attrs.evolve(node, duration_ns=node.duration_ns + added)
+            lost_ns -= added
 
     def kernels(self, position: int, phase: Phase) -> None:
         """Add the charged casts and the kernel of an operator's forward or backward."""
