@@ -152,6 +152,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         steps=draw(tuples(steps, unique_by=lambda step: step.variant)),
         synchronises=draw(st.booleans()),
         memory=draw(st.none() | st.builds(DeviceMemory, measured, tuples(st.builds(RungMemory, variants, measured, measured)))),
+        estimated_from=draw(st.sampled_from(["", "NVIDIA H200"])),
     )
 
 

@@ -67,10 +67,18 @@ _BEFORE_AMPERE_EMULATED = frozenset({_BFLOAT16})
 
 
 def _chip(
-    name: str, capability: str, memory_gb: int, bandwidth_gb_s: int, float32: float, sixteen: float, eight: float = 0
+    name: str,
+    capability: str,
+    memory_gb: int,
+    bandwidth_gb_s: int,
+    float32: float,
+    sixteen: float,
+    int8: float = 0,
+    float8: float | None = None,
 ) -> Chip:
-    """A chip whose two 16-bit formats are equally fast where it has both, and whose 8-bit ones are."""
-    speeds = {_FLOAT32: float32, _FLOAT16: sixteen, _BFLOAT16: sixteen, _INT8: eight, _FLOAT8: eight}
+    """A chip whose two 16-bit formats are equally fast where it has both, and whose 8-bit ones are unless ``float8`` is given."""
+    eight = int8 if float8 is None else float8
+    speeds = {_FLOAT32: float32, _FLOAT16: sixteen, _BFLOAT16: sixteen, _INT8: int8, _FLOAT8: eight}
     formats = _BY_CAPABILITY[capability]
     emulated = frozenset() if _BFLOAT16 in formats else _BEFORE_AMPERE_EMULATED
     return Chip(name, capability, {p: speeds[p] for p in formats}, memory_gb, bandwidth_gb_s, emulated)
@@ -129,11 +137,11 @@ _WORKSTATION = (
 def _geforce(capability: str, sixteen_over_float32: int, *cards: tuple[str, int, int, float]) -> tuple[Chip, ...]:
     """Cards of one generation, (name, GB, GB/s, float32 peak): 16-bit peaks are a multiple of float32's, 8-bit ones of those.
 
-    GeForce cards accumulate 16-bit products in float32 at half the rate of workstation cards; integers are not slowed down.
+    GeForce cards accumulate 16-bit and float8 products in float32 at half the rate of workstation cards; integers are not slowed.
     """
     low = sixteen_over_float32
     return tuple(
-        _chip(f"RTX {name}", capability, memory_gb, bandwidth_gb_s, peak, low * peak, 4 * low * peak)
+        _chip(f"RTX {name}", capability, memory_gb, bandwidth_gb_s, peak, low * peak, 4 * low * peak, 2 * low * peak)
         for name, memory_gb, bandwidth_gb_s, peak in cards
     )
 

@@ -43,8 +43,8 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
 
 _ADDED: dict[str, dict[str, Any]] = {
     "PrecisionDag": {"base": "float32"},
-    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None},
-    "Profile": {"synchronises": False, "memory": None},
+    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None, "estimated": {}},
+    "Profile": {"synchronises": False, "memory": None, "estimated_from": ""},
     "Timeline": {"software": {}},
 }
 """Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -60,6 +60,7 @@ def _profile(profile: Profile) -> Lines:
     lines = [
         ("model", profile.model),
         ("device", f"{device.name} ({device.kind}), share {device.share:g}{cap}"),
+        *([("estimated", f"not measured: scaled from {profile.estimated_from}")] if profile.estimated_from else []),
         ("software", ", ".join(f"{name} {version}" for name, version in sorted(profile.software.items()))),
         ("costs", f"{len(profile.costs)} distinct, for {len(profile.cost_index)} operators"),
         ("casts", f"{len(profile.casts)} models, lowest R² {min((cast.r2 for cast in profile.casts), default=1.0):.3f}"),
@@ -72,7 +73,12 @@ def _profile(profile: Profile) -> Lines:
     if profile.synchronises:
         lines.append(("CPU and device", "begin every step level: the step waits for the device"))
     for step in profile.steps:
-        lines.append((f"step {step.variant.label}", f"{format_ns(step.iteration_ns)}, peak {format_bytes(step.peak_bytes)}"))
+        lines.append(
+            (
+                f"{'estimated ' if profile.estimated_from else ''}step {step.variant.label}",
+                f"{format_ns(step.iteration_ns)}, peak {format_bytes(step.peak_bytes)}",
+            )
+        )
     return lines
 
 

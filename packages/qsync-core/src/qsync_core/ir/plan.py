@@ -99,6 +99,7 @@ class PrecisionPlan:
             prediction holds for a job that has the same.  Groups of which they are not known are absent.
         weight_shapes: by the FQN of an operator the shape of its weight, which ``apply_`` compares with the model's.
         communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
+        estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
     """
 
     model: str
@@ -122,6 +123,7 @@ class PrecisionPlan:
     software: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
     weight_shapes: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
     communication: PlannedCommunication | None = None
+    estimated: Mapping[str, str] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
@@ -131,7 +133,7 @@ class PrecisionPlan:
             raise ValueError(f"the job's base is {self.base}, but group {other.group!r} has base {other.base}")
         if self.rank0_group and self.rank0_group not in names:
             raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
-        for what in ("local_batches", "software"):
+        for what in ("local_batches", "software", "estimated"):
             if stray := sorted(set(getattr(self, what)) - set(names)):
                 raise ValueError(f"{what} has an entry for group {stray[0]!r}, but the plan's groups are {names}")
         if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):

@@ -196,6 +196,7 @@ class Profile:
         synchronises: a step waits for the device by itself (a model that asks for a value of a tensor), so that the CPU does not
             run ahead into the next one.
         memory: what a process takes of a GPU beside its tensors; absent where it was not measured.
+        estimated_from: the device whose measurements these costs were scaled from (docs/absent-gpus.md); empty where measured.
     """
 
     device: DeviceType
@@ -213,6 +214,7 @@ class Profile:
     steps: tuple[StepMeasurement, ...] = ()
     synchronises: bool = False
     memory: DeviceMemory | None = None
+    estimated_from: str = ""
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():

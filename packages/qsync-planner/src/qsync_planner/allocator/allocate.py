@@ -255,6 +255,11 @@ def _plan(
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
+    estimated = {name: profile.estimated_from for name, profile in problem.profiles.items() if profile.estimated_from}
+    notes = (
+        *notes,
+        *(f"the costs of group {name} are estimated from {device}, not measured" for name, device in estimated.items()),
+    )
     digests = {"cluster": digest(described), "dag": digest(dag)}
     by_id = {id(profile): digest(profile) for profile in {id(p): p for p in problem.profiles.values()}.values()}
     digests |= {f"profile:{name}": by_id[id(profile)] for name, profile in sorted(problem.profiles.items())}
@@ -284,5 +289,6 @@ def _plan(
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
         base=dag.base,
+        estimated=estimated,
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},
     )

@@ -68,7 +68,8 @@ def judge(
     others = [_replay(whole, work, training, subset) for subset in _subsets(everyone)]
     alone = others[0]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
-    return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, _sentence(hybrid, alone, others, speedup))
+    estimated = "estimated: " if any(profile.estimated_from for profile in whole.profiles.values()) else ""
+    return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, estimated + _sentence(hybrid, alone, others, speedup))
 
 
 def _rate(samples: int, period_ns: int) -> float:

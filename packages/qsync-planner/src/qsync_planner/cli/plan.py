@@ -136,7 +136,8 @@ def explain(plan_path: Path, fqn: str | None, json_flag: bool) -> None:
         if fqn is None:
             _render_plan(console, loaded, None)
         for group in data["groups"]:
-            console.print(f"\n{group['group']}: {group['count']} × {group['device']}, {group['role']}", markup=False)
+            estimated = f", costs estimated from {group['estimated_from']}" if group["estimated_from"] else ""
+            console.print(f"\n{group['group']}: {group['count']} × {group['device']}, {group['role']}{estimated}", markup=False)
             rows = [[o["operator"], o["label"], o["backend"], o["reason"]] for o in group["operators"]]
             print_table(console, ["operator", "runs as", "backend", "because"], rows)
 
@@ -181,7 +182,8 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
         batch = str(plan.local_batches.get(group.group, ""))
-        rows.append([f"{group.group} ({group.count} × {group.device.name})", operators, memory, batch])
+        estimated = ", estimated" if group.group in plan.estimated else ""
+        rows.append([f"{group.group} ({group.count} × {group.device.name}{estimated})", operators, memory, batch])
     print_table(console, ["group", "operators", "peak memory", "local batch"], rows)
     if plan.verdict is not None:
         console.print(f"verdict: {plan.verdict.sentence}", markup=False)

@@ -87,19 +87,30 @@ def replay(
             save(timeline, output)
         if perfetto:
             write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
-    data = {**prediction.as_dict(), "local_batches": batches, "without": list(replayer.without.names)}
-    emit(json_flag, data, lambda console: _print_prediction(console, graph.model, prediction, batches, replayer.without.names))
+    estimated = {name: profile.estimated_from for name, profile in measured.items() if profile.estimated_from}
+    data = {**prediction.as_dict(), "local_batches": batches, "without": list(replayer.without.names), "estimated": estimated}
+    about = "".join(
+        [", estimated" * bool(estimated), f", without {', '.join(replayer.without.names)}" * bool(replayer.without.names)]
+    )
+    title = f"{graph.model}: {format_ns(prediction.iteration_ns)} an iteration{about}"
+    emit(json_flag, data, lambda console: _print_prediction(console, title, prediction, batches, estimated))
 
 
 def _print_prediction(
-    console: Console, model: str, prediction: Prediction, batches: dict[str, int], without: tuple[str, ...]
+    console: Console, title: str, prediction: Prediction, batches: dict[str, int], estimated: dict[str, str]
 ) -> None:
-    left_out = f", without {', '.join(without)}" if without else ""
-    console.print(f"{model}: {format_ns(prediction.iteration_ns)} an iteration{left_out}", markup=False)
+    console.print(title, markup=False)
     rows = []
     for name, group in prediction.groups.items():
         times = (group.forward_ns, group.backward_ns, group.optimizer_ns, group.dispatch_ns, group.slack_ns)
-        rows.append([name, *(format_ns(time) for time in times), format_bytes(group.peak_bytes), batches[name]])
+        rows.append(
+            [
+                f"{name}, estimated" if name in estimated else name,
+                *(format_ns(time) for time in times),
+                format_bytes(group.peak_bytes),
+                batches[name],
+            ]
+        )
     head = ["group", "forward", "backward", "optimizer", "CPU dispatch", "slack", "peak memory", "local batch"]
     print_table(console, head, rows)
 

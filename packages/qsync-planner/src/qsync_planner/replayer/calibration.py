@@ -105,6 +105,15 @@ def _modelled(mapper: CostMapper) -> PhaseTimes:
     return PhaseTimes(forward.dispatch_ns, forward.compute_ns, backward.dispatch_ns, backward.compute_ns)
 
 
+def uniform_times(dag: PrecisionDag, model: CostModel, variant: Variant) -> PhaseTimes:
+    """What a model says of a step with every adjustable operator in one variant.
+
+    Raises:
+        PlanError: when an operator was not measured so.
+    """
+    return _modelled(_uniform(dag, model, variant))
+
+
 def _fit_base(dag: PrecisionDag, profile: Profile, plain: CostModel, step: StepMeasurement) -> Calibration:
     mapper = _uniform(dag, plain, step.variant)
     modelled = _modelled(mapper)

@@ -69,6 +69,7 @@ def _group(plan: PrecisionPlan, group: GroupPlan, chosen: tuple[OpId, ...]) -> d
         "role": str(group.role),
         "count": group.count,
         "device": group.device.name,
+        "estimated_from": plan.estimated.get(group.group),
         "base": str(group.base),
         "local_batch": plan.local_batches.get(group.group),
         "predicted_busy_ns": group.predicted_busy_ns,

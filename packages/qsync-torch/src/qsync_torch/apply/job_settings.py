@@ -39,6 +39,12 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
     refused = [difference for difference in found if difference.changes_numbers and difference.name not in allowed]
     if problem := _unknown(allowed) or _refusal(refused, group):
         raise PlanError(problem)
+    if warn and group in plan.estimated:
+        warnings.warn(
+            f"the plan's times and memory for group {group} are estimated from {plan.estimated[group]}, not measured; "
+            "profile the device, plan again, and compare with 'qsync plan --diff'",
+            stacklevel=3,
+        )
     for difference in found:
         if warn and not difference.changes_numbers:
             warnings.warn(f"the plan's times may not hold: {difference.sentence(group)}", stacklevel=3)
