@@ -51,14 +51,30 @@ class JointStep(NamedTuple):
     Attributes:
         period_ns: from step to step.
         end_ns: when each bucket's collective ends, from the end of the last collective of the step before.
-        ready_ns: per rank when it has each bucket's gradients and those of all buckets before, from its own start.
-        lost_ns: per rank and bucket how much longer than alone it takes to the next bucket, or the end of the backward pass.
+        starts: per rank when it starts.
+        segments: per rank how long it takes alone from bucket to bucket, and from the last one to the end of its backward pass.
+        moments: the beginnings and ends of these; per rank each.
     """
 
     period_ns: int
     end_ns: tuple[int, ...]
-    ready_ns: tuple[tuple[int, ...], ...]
-    lost_ns: tuple[tuple[int, ...], ...]
+    starts: Sequence[int]
+    segments: Sequence[Sequence[int]]
+    moments: Sequence[Sequence[int]]
+
+    @property
+    def ready_ns(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank when it has each bucket's gradients and those of all buckets before, from its own start."""
+        by_rank = zip(*self.moments, strict=True)
+        return tuple(tuple(at - start for at in row[:-1]) for row, start in zip(by_rank, self.starts, strict=True))
+
+    @property
+    def lost_ns(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank how much longer than alone each segment takes."""
+        return tuple(
+            tuple(after - before - segment for (before, after), segment in zip(pairwise(row), segments, strict=True))
+            for row, segments in zip(zip(*self.moments, strict=True), self.segments, strict=True)
+        )
 
 
 def joint_step(ranks: Sequence[RankStep], collective_ns: Sequence[int], start_delay_ns: int = 0) -> JointStep:
@@ -76,31 +92,27 @@ def joint_step(ranks: Sequence[RankStep], collective_ns: Sequence[int], start_de
     starts = [0 if start_delay_ns else rank.optimizer_ns for rank in ranks]
     # Buckets leave in order, so one that is ready early waits for those before it.
     alone = [(*accumulate(rank.ready_ns, max), rank.finished_ns) for rank in ranks]
-    ways = [(rank.slowdown, [after - before for before, after in pairwise(row)]) for rank, row in zip(ranks, alone, strict=True)]
+    segments = [[after - before for before, after in pairwise(row)] for row in alone]
+    slowdowns = [rank.slowdown for rank in ranks]
     now = [start + row[0] for start, row in zip(starts, alone, strict=True)]
-    ready, ends, end = [now], [], 0
+    moments, ends, end = [now], [], 0
     for bucket, duration in enumerate(collective_ns):
         end = max(end, *now) + duration
         ends.append(end)
-        now = [_after(before, row[bucket], end, slowdown) for before, (slowdown, row) in zip(now, ways, strict=True)]
-        ready.append(now)
+        now = [_after(at, row[bucket], end, slowdown) for at, row, slowdown in zip(now, segments, slowdowns, strict=True)]
+        moments.append(now)
     collected = [max(end, finished) for finished in now]
     if start_delay_ns:
-        period = max(done + rank.optimizer_ns for done, rank in zip(collected, ranks, strict=True)) + start_delay_ns
-        since = max(rank.optimizer_ns for rank in ranks) + start_delay_ns
+        period = max([done + rank.optimizer_ns for done, rank in zip(collected, ranks, strict=True)]) + start_delay_ns
+        since = max([rank.optimizer_ns for rank in ranks]) + start_delay_ns
         ends = [moment + since for moment in ends]
     else:
         period = max(collected)
-    by_rank = [[moment - start for moment in row] for row, start in zip(zip(*ready, strict=True), starts, strict=True)]
-    lost = tuple(
-        tuple(after - before - segment for (before, after), segment in zip(pairwise(row), segments, strict=True))
-        for row, (_, segments) in zip(by_rank, ways, strict=True)
-    )
-    return JointStep(period, tuple(ends), tuple(tuple(row[:-1]) for row in by_rank), lost)
+    return JointStep(period, tuple(ends), starts, segments, moments)
 
 
 def _after(before: int, segment: int, end: int, slowdown: int) -> int:
     """When a segment is done that begins as the rank has a bucket's gradients, whose collective ends at ``end``."""
     while_open = slowdown * (end - before) >> _BITS
     throughout = slowdown * segment // (PARTS - slowdown)
-    return before + segment + min(while_open, throughout)
+    return before + segment + (while_open if while_open < throughout else throughout)

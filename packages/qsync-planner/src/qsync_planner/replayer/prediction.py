@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import attrs
 
+from qsync_planner.replayer.contention import JointStep
 from qsync_planner.replayer.incremental import Deferred
 from qsync_planner.replayer.step_timing import StepTimes
 
@@ -53,20 +54,18 @@ class GroupPredictions(Mapping[str, GroupPrediction]):
     Args:
         entries: per group the times of its step and its peak memory.
         period_ns: of the job.
-        ready_ns: per group when its buckets are ready, where groups slow each other down.
+        joint: the groups' step, in this order, where they slow each other down.
     """
 
-    __slots__ = ("_entries", "_period_ns", "_ready_ns")
+    __slots__ = ("_entries", "_joint", "_period_ns")
 
-    def __init__(
-        self, entries: Mapping[str, tuple[StepTimes, int]], period_ns: int, ready_ns: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._entries, self._period_ns, self._ready_ns = entries, period_ns, ready_ns
+    def __init__(self, entries: Mapping[str, tuple[StepTimes, int]], period_ns: int, joint: JointStep | None) -> None:
+        self._entries, self._period_ns, self._joint = entries, period_ns, joint
 
     def __getitem__(self, name: str) -> GroupPrediction:
         times, peak_bytes = self._entries[name]
-        joint = self._ready_ns.get(name)
-        ready = times.bucket_ready if joint is None else Deferred(lambda: joint or ())
+        joint = self._joint
+        ready = times.bucket_ready if joint is None else Deferred(lambda: joint.ready_ns[list(self._entries).index(name)])
         forward, backward, optimizer, dispatch, period = times[:5]
         return GroupPrediction(forward, backward, optimizer, dispatch, period, ready, peak_bytes, self._period_ns - period)
 

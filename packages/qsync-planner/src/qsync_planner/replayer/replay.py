@@ -261,9 +261,8 @@ class Replayer:
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""
         state = self.group_state(group, variants)
-        joint = self._joint({group: state.times})
-        ready = {} if joint is None else {group: joint.ready_ns[0]}
-        return GroupPredictions({group: (state.times, state.peak_bytes)}, state.times.period_ns, ready)[group]
+        entries = {group: (state.times, state.peak_bytes)}
+        return GroupPredictions(entries, state.times.period_ns, self._joint({group: state.times}))[group]
 
     def condensed(self, group: str, variants: Variants) -> Condensed:
         """What the operators of a group take under some variants, as far as periods depend on it; whatever the other groups."""
@@ -326,11 +325,8 @@ class Replayer:
         steps = {name: times for name, (times, _) in entries.items()}
         joint = self._joint(steps)
         period = self._job_period_ns(steps, joint)
-        if joint is None:
-            ends, ready = Deferred(lambda: self._bucket_ends([*steps.values()])), {}
-        else:
-            ends, ready = Deferred(lambda: joint.end_ns), dict(zip(steps, joint.ready_ns, strict=True))
-        return Prediction(period, GroupPredictions(entries, period, ready), ends)
+        ends = Deferred(lambda: self._bucket_ends([*steps.values()]) if joint is None else joint.end_ns)
+        return Prediction(period, GroupPredictions(entries, period, joint), ends)
 
     def _joint(self, steps: Mapping[str, StepTimes]) -> JointStep | None:
         """The groups' step together; None where the job's period is the longest that one of them alone would make it."""
