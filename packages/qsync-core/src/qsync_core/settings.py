@@ -33,6 +33,11 @@ _MATMUL = "torch.backends.cuda.matmul.allow_{name} = {{}}"
 
 SETTINGS: dict[str, Setting] = {
     "device": Setting("the device", "start this process on a {}", True),
+    "share": Setting(
+        "the share of the GPU's SMs",
+        "call qsync_torch.use_share at the top of the script, before CUDA starts, which asks MPS for {} (docs/shared-gpus.md)",
+        True,
+    ),
     "autocast": Setting("autocast in the forward pass", "run it with autocast {}", True),
     "float32_matmul": Setting("the precision of float32 products", 'torch.set_float32_matmul_precision("{}")', True),
     "cudnn_tf32": Setting("TF32 in cuDNN's convolutions", "torch.backends.cudnn.allow_tf32 = {}", True),

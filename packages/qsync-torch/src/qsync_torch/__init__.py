@@ -12,6 +12,8 @@ _PUBLIC = {
     "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
     "apply_": "qsync_torch.apply.apply",
     "check_ranks_agree": "qsync_torch.distributed.ranks",
+    "green_share": "qsync_torch.sharing.share",
+    "use_share": "qsync_torch.sharing.share",
     "which_group": "qsync_torch.distributed.ranks",
 }
 """Names that are imported on first use: importing this package (which plugin discovery does) must not import torch."""

@@ -15,7 +15,9 @@ from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.devices import driver_version
 from qsync_torch.distributed.exchange import Exchange, Report, by_value
+from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.observing.collectors import installed_collectors
+from qsync_torch.sharing.mps import CONTROL, START, Daemon, find_daemon, pipe_directory
 
 _RENDEZVOUS = timedelta(seconds=30)
 """How long to wait for the other ranks."""
@@ -24,7 +26,13 @@ _RENDEZVOUS = timedelta(seconds=30)
 def doctor_lines() -> list[DoctorLine]:
     """All findings; under torchrun with a comparison of the ranks."""
     lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
-    lines += [*_collective_lines(), *_compiler_lines(), *problem_lines("collectors", installed_collectors)]
+    lines += [
+        *mps_lines(find_daemon()),
+        *_allocator_lines(),
+        *_collective_lines(),
+        *_compiler_lines(),
+        *problem_lines("collectors", installed_collectors),
+    ]
     return lines + _agreement_lines(lines)
 
 
@@ -73,7 +81,11 @@ def _cuda_lines() -> list[DoctorLine]:
         ]
     lines = [DoctorLine("cuda", f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, driver {driver_version()}")]
     for index in range(torch.cuda.device_count()):
-        lines += _device_lines(index)
+        try:
+            lines += _device_lines(index)
+        except RuntimeError as error:  # also AcceleratorError: busy or unavailable
+            advice = "another process has it to itself, or an MPS server has failed: see the lines on mps below; wait some seconds"
+            lines.append(DoctorLine(f"cuda:{index}", str(error).partition("\n")[0], Status.ERROR, advice))
     return lines
 
 
@@ -106,6 +118,36 @@ def _device_lines(index: int) -> list[DoctorLine]:
             )
         )
     return lines
+
+
+def mps_lines(daemon: Daemon) -> list[DoctorLine]:
+    """Whether processes that start here can get a share of a GPU, and whether this one asks for it; nothing without CUDA."""
+    if not torch.backends.cuda.is_built():
+        return []
+    asked = os.environ.get(SHARE_VARIABLE, "")
+    mine = f"; {SHARE_VARIABLE} is {asked}" if asked else ""
+    if daemon.problem:
+        status = Status.WARNING if asked else Status.INFO
+        start = START if shutil.which(CONTROL) else f"{CONTROL} is not in PATH; it comes with NVIDIA's driver (docs/shared-gpus.md)"
+        return [DoctorLine("mps", daemon.problem + mine, status, f"a group with a share below 1 needs one: {start}")]
+    servers = ", ".join(f"{number} {status}".strip() for number, status in daemon.servers.items())
+    found = f"a daemon answers at {pipe_directory()}, {f'servers {servers}' if servers else 'no server yet'}{mine}"
+    lines = [DoctorLine("mps", found)]
+    if any("FAULT" in status for status in daemon.servers.values()):
+        advice = (
+            "until it has gone, new processes are told that the device is busy or unavailable: wait some seconds; if it stays, end "
+            f"its clients, then 'echo quit | {CONTROL}', and {START}"
+        )
+        lines.append(DoctorLine("mps server", "a client died of an error and took the server with it", Status.WARNING, advice))
+    return lines
+
+
+def _allocator_lines() -> list[DoctorLine]:
+    if not torch.backends.cuda.is_built():
+        return []
+    said = {name: os.environ[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)}
+    found = ", ".join(f"{name}={value}" for name, value in said.items()) or "PyTorch's defaults"
+    return [DoctorLine("cuda allocator", found, Status.INFO)]
 
 
 def has_kernels(capability: tuple[int, int], arch_list: Sequence[str]) -> bool:

@@ -52,7 +52,7 @@ def test_other_numbers_are_refused_with_the_way_out():
 def test_what_the_caller_allows_is_not_refused():
     model = ConvNet()
     apply_(model, _plan(float32_matmul="high"), allow_flags=["float32_matmul"])
-    with pytest.raises(PlanError, match=r"allow_flags names 'tf32'; the settings that are refused are device, autocast, "):
+    with pytest.raises(PlanError, match=r"allow_flags names 'tf32'; the settings that are refused are device, share, autocast, "):
         apply_(ConvNet(), _plan(), allow_flags=["tf32"])
 
 

@@ -28,6 +28,7 @@ from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, 
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.kernels.selection import default_backend
+from qsync_torch.sharing.job_check import check_job
 
 MARK = "_qsync_applied"
 """Attribute of a model that has a plan: its :class:`AppliedPlan`."""
@@ -168,6 +169,8 @@ class AppliedPlan(Installation):
                 if plan is not None and group is not None:  # settings may have changed since apply_
                     check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
                 self._meet(device)
+            if plan is not None and group is not None:  # by now the model is on its GPU
+                check_job(plan, group, self.model, self._planned.allow_flags, warn=False)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
         self._steps.advance()

@@ -27,6 +27,7 @@ from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
+from qsync_torch.sharing.job_check import check_job
 
 
 def apply_(
@@ -92,6 +93,8 @@ def apply_(
             planned = Planned(_read(plan), None, backend, base)
         applied = AppliedPlan(model, planned, seed=_rank_seed(seed), lower_eval=lower_eval)
         applied.check_kernels()
+    if isinstance(plan, PrecisionPlan) and group is not None:
+        check_job(plan, group, model, allow_flags)
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from qsync_core.errors import PlanError
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.settings import SETTINGS, Difference, differences
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.devices import job_software
+from qsync_torch.distributed.ranks import same_share
+from qsync_torch.sharing.share import memory_problem, share_in_force
 
 
 def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
@@ -34,10 +36,10 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
     Raises:
         PlanError: when it computes otherwise than its profile, or ``allowed`` has an unknown name.
     """
-    device = next((entry.device for entry in plan.groups if entry.group == group), None)
-    found = () if device is None else job_differences(plan, group, device, model)
+    entry = next((entry for entry in plan.groups if entry.group == group), None)
+    found = () if entry is None else job_differences(plan, group, entry.device, model)
     refused = [difference for difference in found if difference.changes_numbers and difference.name not in allowed]
-    if problem := _unknown(allowed) or _refusal(refused, group):
+    if problem := _unknown(allowed) or _refusal(refused, group) or (_memory(entry, model) if entry else ""):
         raise PlanError(problem)
     if warn and group in plan.estimated:
         warnings.warn(
@@ -57,6 +59,10 @@ def job_differences(plan: PrecisionPlan, group: str, device: DeviceType, model: 
     if job["autocast"] == "off":
         del job["autocast"]  # a script enters it around the forward, long after this
     measured = {**plan.software.get(group, {}), "device": device.name}
+    if target.type == "cuda":
+        share, problem = share_in_force()
+        measured["share"] = f"{device.share:g}"
+        job["share"] = measured["share"] if same_share(share, device.share) else f"{share:g}{problem and f' ({problem})'}"
     return differences(measured, job)
 
 
@@ -66,6 +72,13 @@ def _target(device: DeviceType, model: nn.Module) -> torch.device:
     if here.type == "cpu" and device.kind is DeviceKind.CUDA and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return here if here.type == "cuda" else torch.device("cpu")
+
+
+def _memory(entry: GroupPlan, model: nn.Module) -> str:
+    target = _target(entry.device, model)
+    if target.type == "cpu":
+        return ""
+    return memory_problem(entry.group, entry.memory_budget_bytes, torch.cuda.get_device_properties(target).total_memory)
 
 
 def _unknown(allowed: Collection[str]) -> str:

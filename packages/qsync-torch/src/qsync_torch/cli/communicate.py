@@ -12,7 +12,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.cluster_file import read_cluster
-from qsync_core.errors import ClusterError, QSyncError
+from qsync_core.errors import ClusterError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns
 from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, dag_option, device_option
@@ -50,8 +50,12 @@ def communicate(
     from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.communication import measure_communication
+    from qsync_torch.sharing.share import find_share, is_gpu, take_sms
     from qsync_torch.tracing.trace import trace
 
+    if cluster_path and is_gpu(device):  # before anything starts CUDA
+        own = find_share(read_cluster(cluster_path))
+        take_sms(own.fraction, f"group {own.group!r}")
     target = chosen_device(device)
     with process_group_from_environment(target) as rank:
         with together("qsync communicate", slow=True), job_code(job):
@@ -88,7 +92,7 @@ def _own_group(cluster: Cluster | None) -> tuple[str, float]:
     Raises:
         QSyncError: when neither the environment nor the cluster file tells the group.
     """
-    from qsync_torch.distributed.ranks import GROUP_VARIABLE, SHARE_VARIABLE, which_group_of_cluster
+    from qsync_torch.distributed.ranks import GROUP_VARIABLE, asked_share, which_group_of_cluster
 
     if cluster is not None:
         name = which_group_of_cluster(cluster)
@@ -96,14 +100,7 @@ def _own_group(cluster: Cluster | None) -> tuple[str, float]:
     name = os.environ.get(GROUP_VARIABLE, "")
     if not name:
         raise ClusterError(f"this process's group is not known: set {GROUP_VARIABLE} for every process, or give --cluster")
-    percentage = os.environ.get(SHARE_VARIABLE, "") or "100"
-    try:
-        share = float(percentage) / 100
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise QSyncError(f"{SHARE_VARIABLE} is a percentage above 0 and at most 100, got {percentage!r}")
-    return name, share
+    return name, asked_share(os.environ) or 1.0
 
 
 def _facts(found: CollectiveCosts, output: Path) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
@@ -50,7 +50,11 @@ def _in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = None) -> str:
+FindDevice = Callable[[], tuple[str, DeviceKind]]
+"""Name and kind of this process's device, as :func:`device_name` finds them; asked where nothing else decides."""
+
+
+def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = None, find_device: FindDevice | None = None) -> str:
     """The plan's device group that this process belongs to (docs/training.md#which-group-am-i).
 
     It is the one that ``QSYNC_GROUP`` names, else the only one whose device matches: name, kind and the share that
@@ -59,22 +63,25 @@ def which_group(plan: PrecisionPlan, environment: Mapping[str, str] | None = Non
     Args:
         plan: the plan.
         environment: environment variables, ``os.environ`` by default.
+        find_device: :func:`device_name` by default, which starts CUDA.
 
     Raises:
         PlanError: when ``QSYNC_GROUP`` names a group the plan does not have, or it is not set and not exactly one group matches.
     """
     groups = [(group.group, group.device.name, group.device.kind, group.device.share) for group in plan.groups]
-    return _own_group(groups, "plan", PlanError, os.environ if environment is None else environment)
+    return _own_group(groups, "plan", PlanError, os.environ if environment is None else environment, find_device)
 
 
-def which_group_of_cluster(cluster: Cluster, environment: Mapping[str, str] | None = None) -> str:
+def which_group_of_cluster(
+    cluster: Cluster, environment: Mapping[str, str] | None = None, find_device: FindDevice | None = None
+) -> str:
     """:func:`which_group`, before there is a plan, by a cluster file.
 
     Raises:
         ClusterError: as :func:`which_group` raises a PlanError.
     """
     groups = [(group.name, group.device, None, group.share) for group in cluster.groups]
-    return _own_group(groups, "cluster file", ClusterError, os.environ if environment is None else environment)
+    return _own_group(groups, "cluster file", ClusterError, os.environ if environment is None else environment, find_device)
 
 
 def _own_group(
@@ -82,6 +89,7 @@ def _own_group(
     owner: str,
     error: type[QSyncError],
     environment: Mapping[str, str],
+    find_device: FindDevice | None,
 ) -> str:
     """This process's group among (name, device, its kind where that is known, share)."""
     names = [name for name, *_ in groups]
@@ -91,14 +99,12 @@ def _own_group(
         raise error(f"{GROUP_VARIABLE} is {wanted!r}, but the {owner}'s groups are {', '.join(names)}; set it to one of them")
     if len(names) == 1:
         return names[0]
-    here, kind = device_name()
-    percentage = environment.get(SHARE_VARIABLE, "")
+    here, kind = (find_device or device_name)()
+    asked = asked_share(environment)
     matching = [
         name
         for name, device, its_kind, share in groups
-        if its_kind in (None, kind)
-        and same_device(device, here)
-        and (not percentage or abs(share - float(percentage) / 100) < 0.005)
+        if its_kind in (None, kind) and same_device(device, here) and (asked is None or same_share(share, asked))
     ]
     if len(matching) == 1:
         return matching[0]
@@ -107,6 +113,29 @@ def _own_group(
         f"{found} this device ({here}, {kind}); the {owner}'s groups are {', '.join(names)}: "
         f"set {GROUP_VARIABLE} to the one of this process"
     )
+
+
+def asked_share(environment: Mapping[str, str]) -> float | None:
+    """The share of a GPU that ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` asks for; None where it is not set.
+
+    Raises:
+        PlanError: for a value that is no percentage.
+    """
+    text = environment.get(SHARE_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        percentage = float(text)
+    except ValueError:
+        percentage = 0.0
+    if not 0 < percentage <= 100:
+        raise PlanError(f"{SHARE_VARIABLE} is {text!r}; set it to a percentage above 0 and at most 100, or unset it")
+    return percentage / 100
+
+
+def same_share(one: float, other: float) -> bool:
+    """Whether two shares are the same half percent."""
+    return abs(one - other) < 0.005
 
 
 def device_name() -> tuple[str, DeviceKind]:
@@ -197,15 +226,22 @@ def together(
 def told_by_all(what: str, mine: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
     """What every rank of the job says of itself, by rank; through the store, as :func:`together`.
 
+    Outside a process group, and alone in one, this is rank 0.
+
     Raises:
-        RankError: a rank has not come in time, or its process has ended; on every rank that came.
+        RankError: a rank has not come in time, is in another call, or its process has ended; on every rank that came.
     """
+    if not _in_process_group() or dist.get_world_size() < 2:
+        return {0: mine}
     try:
         exchange = Exchange(None, what, rank_timeout_s())
         exchange.say(Report(what, mine))
-        return {rank: report.facts for rank, report in exchange.hear().items()}
+        reports = exchange.hear()
     except dist.DistError as error:
         raise RankError(_store_has_gone(what, error)) from None
+    if elsewhere := _different_calls(reports):
+        raise elsewhere
+    return {rank: report.facts for rank, report in reports.items()}
 
 
 def rank_timeout_s() -> float:
@@ -293,10 +329,16 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _difference(reports: Mapping[int, Report]) -> QSyncError | None:
+def _different_calls(reports: Mapping[int, Report]) -> RankError | None:
     calls = {rank: report.what for rank, report in reports.items()}
-    if len(set(calls.values())) > 1:
-        return RankError(f"the ranks of this job are in different calls ({by_value(calls)}); make the same calls on every rank")
+    if len(set(calls.values())) == 1:
+        return None
+    return RankError(f"the ranks of this job are in different calls ({by_value(calls)}); make the same calls on every rank")
+
+
+def _difference(reports: Mapping[int, Report]) -> QSyncError | None:
+    if elsewhere := _different_calls(reports):
+        return elsewhere
     names = dict.fromkeys([VERSIONS, *(name for report in reports.values() for name in report.facts)])
     for name in names:
         values = {rank: report.facts.get(name, "nothing") for rank, report in reports.items()}

@@ -1,0 +1,173 @@
+"""``use_share`` puts a process under its group's share, or says why it cannot; the GPUs are made up."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+from qsync_core.artifacts.files import save
+from qsync_core.cluster_file import parse_cluster
+from qsync_core.errors import ClusterError, PlanError
+from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_torch import green_share, use_share
+from qsync_torch.sharing import share as module
+from qsync_torch.sharing.mps import Daemon
+from qsync_torch.sharing.share import Share, share_in_force, start_under_share
+
+VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+CLUSTER = """
+[[group]]
+name = "train"
+device = "H200"
+count = 1
+role = "train"
+
+[[group]]
+name = "infer"
+device = "H200"
+count = 1
+role = "infer"
+share = {share}
+ladder = ["bfloat16", "float32"]
+memory = "{memory}"
+"""
+
+
+def plan_of(share: float = 0.5, memory_bytes: int = 0, name: str = "NVIDIA H200") -> PrecisionPlan:
+    kind = DeviceKind.CPU if name == "cpu" else DeviceKind.CUDA
+    train = GroupPlan("train", Role.TRAIN, 1, DeviceType(name, kind), Precision.FLOAT32, {})
+    infer = attrs.evolve(
+        train, group="infer", role=Role.INFER, device=DeviceType(name, kind, share), memory_budget_bytes=memory_bytes
+    )
+    return PrecisionPlan("m", "", (), {}, "by hand", "", 1, 1, 0.0, None, (train, infer), "train")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Two H200s and a T4, with an MPS daemon; CUDA has not started.  Holds the cap of each GPU, as a fraction."""
+    caps: dict[int, float] = {}
+    gpus = [("NVIDIA H200", 140), ("NVIDIA H200", 140), ("Tesla T4", 15)]
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv("QSYNC_GROUP", raising=False)
+    monkeypatch.setattr(module, "find_daemon", Daemon)
+    monkeypatch.setattr(module, "cuda_has_started", lambda: False)
+    monkeypatch.setattr(module, "gpu_names", lambda: ("NVIDIA H200",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index][0])
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(total_memory=gpus[index][1] << 30, multi_processor_count=132),
+    )
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, index: caps.update({index: fraction}))
+    return caps
+
+
+def test_a_share_is_asked_of_mps_and_memory_is_capped_on_gpus_of_the_groups_type(machine):
+    assert use_share(plan_of(0.5, 70 << 30), "infer") == Share("infer", "NVIDIA H200", 0.5, 70 << 30)
+    assert os.environ[VARIABLE] == "50"
+    assert machine == {0: 0.5, 1: 0.5}
+    assert share_in_force() == (0.5, "")
+
+
+def test_a_group_with_the_whole_of_its_device_needs_nothing(machine, monkeypatch):
+    monkeypatch.setattr(module, "find_daemon", lambda: pytest.fail("not asked"))
+    use_share(plan_of(), "train")
+    assert (os.environ[VARIABLE], machine, share_in_force()) == ("", {}, (1.0, ""))
+
+
+def test_on_a_cpu_there_is_nothing_to_share(machine):
+    assert not use_share(plan_of(memory_bytes=1 << 30, name="cpu"), "infer").on_gpu
+    assert (os.environ[VARIABLE], machine) == ("", {})
+
+
+def test_a_plan_file_and_a_cluster_file_say_the_same(tmp_path, machine):
+    text = CLUSTER.format(share=0.25, memory="35 GiB")
+    (tmp_path / "cluster.toml").write_text(text)
+    save(plan_of(0.25, 35 << 30), tmp_path / "plan.qsync")
+    wanted = Share("infer", "H200", 0.25, 35 << 30)
+    assert use_share(parse_cluster(text), "infer") == use_share(tmp_path / "cluster.toml", "infer") == wanted
+    assert use_share(str(tmp_path / "plan.qsync"), "infer") == attrs.evolve(wanted, device="NVIDIA H200")
+    assert machine == {0: 0.25, 1: 0.25}
+
+
+def test_the_group_is_found_as_apply_finds_it(monkeypatch):
+    with pytest.raises(PlanError, match=r"groups train, infer all match this device \(NVIDIA H200, cuda\); .* set QSYNC_GROUP"):
+        use_share(plan_of())
+    with pytest.raises(ClusterError, match="QSYNC_GROUP is 'other', but the cluster file's groups are train, infer"):
+        use_share(parse_cluster(CLUSTER.format(share=0.5, memory="1 GiB")), "other")
+    monkeypatch.setenv(VARIABLE, "50")
+    assert use_share(plan_of()).group == "infer"
+    monkeypatch.setenv("QSYNC_GROUP", "infer")
+    assert use_share(plan_of()).fraction == 0.5
+
+
+@pytest.mark.parametrize("group, fraction, remedy", [("infer", "0.5", "set it to 50"), ("train", "1", "set it to 100")])
+def test_another_percentage_in_the_environment_is_refused(monkeypatch, group, fraction, remedy):
+    monkeypatch.setenv(VARIABLE, "30")
+    with pytest.raises(
+        PlanError, match=rf"group '{group}' has share {fraction} of its GPU, but {VARIABLE} is 30: unset it, or {remedy}"
+    ):
+        use_share(plan_of(), group)
+
+
+def test_without_a_daemon_it_is_refused_and_does_not_count_as_a_share(monkeypatch):
+    monkeypatch.setattr(module, "find_daemon", lambda: Daemon("no MPS daemon answers at /p"))
+    with pytest.raises(
+        PlanError, match=r"share 0.5 of its GPU, but no MPS daemon answers at /p: start it with 'nvidia-cuda-mps-control -d'"
+    ):
+        use_share(plan_of(), "infer")
+    monkeypatch.setenv(VARIABLE, "50")
+    assert share_in_force() == (1.0, "no MPS daemon answers at /p")
+
+
+def test_after_cuda_has_started_it_is_too_late_unless_the_environment_said_it_before(monkeypatch):
+    monkeypatch.setattr(module, "cuda_has_started", lambda: True)
+    with pytest.raises(PlanError, match=rf"CUDA has started before .* or start the process with {VARIABLE}=50"):
+        use_share(plan_of(), "infer")
+    monkeypatch.setenv(VARIABLE, "50")
+    assert use_share(plan_of(), "infer").fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    "device, gpus, asked", [("cpu", ("T4",), ""), ("auto", (), ""), ("auto", ("T4",), "50"), ("cuda:1", (), "50")]
+)
+def test_a_command_starts_under_its_share_where_it_runs_on_a_gpu(monkeypatch, device, gpus, asked):
+    monkeypatch.setattr(module, "gpu_names", lambda: gpus)
+    start_under_share(device, 0.5, "this profile")
+    assert os.environ[VARIABLE] == asked
+    if asked:
+        with pytest.raises(PlanError, match=f"this profile has share 1 of its GPU, but {VARIABLE} is 50: unset it"):
+            start_under_share(device, 1.0, "this profile")
+
+
+def test_memory_that_the_device_does_not_have_is_refused(machine):
+    with pytest.raises(
+        PlanError, match="group 'infer' has memory 150 GiB, but this device has 140 GiB: correct the group's memory"
+    ):
+        use_share(plan_of(1.0, 150 << 30), "infer")
+    assert machine == {}
+
+
+def test_memory_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlanError, match=r"group 'infer' has GPUs \(NVIDIA H200\), but torch sees none here"):
+        use_share(plan_of(1.0, 1 << 30), "infer")
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has green contexts")
+def test_green_contexts_that_torch_does_not_have_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    refusal = r"group 'infer' is to run in a green context, and this PyTorch .* makes none: .*Green Context.*; use MPS"
+    with pytest.raises(PlanError, match=refusal), green_share(plan_of(), "infer"):
+        pytest.fail("entered")
+    with green_share(plan_of(), "train") as whole:
+        assert whole.fraction == 1
+        assert share_in_force() == (1.0, "")
