@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from click.testing import CliRunner
 
 from qsync_core.artifacts.files import save
 from qsync_core.cluster_file import parse_cluster
@@ -16,9 +17,10 @@ from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_torch import green_share, use_share
+from qsync_torch.cli.profile import profile
 from qsync_torch.sharing import share as module
 from qsync_torch.sharing.mps import Daemon
-from qsync_torch.sharing.share import Share, share_in_force, start_under_share
+from qsync_torch.sharing.share import Share, is_gpu, share_in_force
 
 VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 CLUSTER = """
@@ -137,15 +139,22 @@ def test_after_cuda_has_started_it_is_too_late_unless_the_environment_said_it_be
 
 
 @pytest.mark.parametrize(
-    "device, gpus, asked", [("cpu", ("T4",), ""), ("auto", (), ""), ("auto", ("T4",), "50"), ("cuda:1", (), "50")]
+    "device, gpus, found", [("cpu", ("T4",), False), ("auto", (), False), ("auto", ("T4",), True), ("cuda:1", (), True)]
 )
-def test_a_command_starts_under_its_share_where_it_runs_on_a_gpu(monkeypatch, device, gpus, asked):
+def test_whether_a_command_will_run_on_a_gpu(monkeypatch, device, gpus, found):
     monkeypatch.setattr(module, "gpu_names", lambda: gpus)
-    start_under_share(device, 0.5, "this profile")
-    assert os.environ[VARIABLE] == asked
-    if asked:
-        with pytest.raises(PlanError, match=f"this profile has share 1 of its GPU, but {VARIABLE} is 50: unset it"):
-            start_under_share(device, 1.0, "this profile")
+    assert is_gpu(device) is found
+
+
+def test_qsync_profile_starts_under_its_share(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "take_sms", lambda fraction, who: asked.append(fraction))
+    for options in (["--share", "0.5"], []):
+        done = CliRunner().invoke(profile, ["resnet18", "-o", "x.qsync", "--device", "cuda:99", *options])
+        assert "cuda:99 was asked for" in str(done.exception)
+    monkeypatch.delenv(VARIABLE)
+    CliRunner().invoke(profile, ["resnet18", "-o", "x.qsync", "--device", "cuda:99"])
+    assert asked == [0.5, 1.0]  # not where nothing asks for one
 
 
 def test_memory_that_the_device_does_not_have_is_refused(machine):
