@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 from click.testing import CliRunner
-from synthetic import FLOAT16_RUNG, LADDER, T4, roofline_profile, transformer
+from synthetic import FLOAT16_RUNG, LADDER, T4, hybrid_cluster, roofline_profile, transformer
 
 from qsync_core.artifacts.files import digest, from_bytes, load, save, to_bytes
 from qsync_core.artifacts.summary import summarize
@@ -21,10 +21,12 @@ from qsync_core.ir.profile import DeviceKind, DeviceMemory, DeviceType, Profile,
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.estimating import estimate
 from qsync_planner.replayer.calibration import uniform_times
 from qsync_planner.replayer.cost_model import CostModel
 from qsync_planner.replayer.replay import Replayer
+from qsync_planner.reporting.tradeoff_page import render_page
 
 H200 = Path(__file__).resolve().parents[4] / "tests" / "data" / "h200"
 BFLOAT16, FLOAT16, INT8 = Precision.BFLOAT16, Precision.FLOAT16, Precision.INT8
@@ -239,6 +241,18 @@ def test_a_plan_says_which_of_its_groups_are_estimated(resnet: tuple[PrecisionDa
     assert "an iteration, estimated" in replayed
     assert "train, estimated" in replayed
     assert json.loads(run("replay", paths["plan"], *job, "--json"))["estimated"] == {"train": "NVIDIA H200"}
+
+
+def test_a_trade_off_says_which_of_its_groups_are_estimated() -> None:
+    dag = transformer(layers=1, batch=2, tokens=32)
+    device = DeviceType("H200", DeviceKind.CUDA)
+    measured = attrs.evolve(roofline_profile(dag, T4, LADDER), device=device, dag_digest=digest(dag))
+    profiles = {"train": estimate(dag, measured, "V100").profile, "infer": estimate(dag, measured, "T4").profile}
+    omega = {operator.op_id: {rung: 1.0 / rung.compute.nbytes for rung in LADDER[:2]} for operator in dag.adjustable}
+    sensitivity = Sensitivity(dag.model, digest(dag), "", "drawn", omega)
+    found = tradeoff(dag, hybrid_cluster(), profiles, sensitivity, budgets=1, limits=3)
+    assert found.as_dict()["estimated"] == {"train": "H200", "infer": "H200"}
+    assert "The costs of group infer are estimated from H200, not measured." in render_page(found)
 
 
 def test_a_plan_from_measured_profiles_says_nothing_of_estimates(resnet: tuple[PrecisionDag, Profile, Profile]) -> None:

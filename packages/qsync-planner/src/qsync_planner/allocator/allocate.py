@@ -34,6 +34,7 @@ from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan
 from qsync_planner.allocator.verdict import error_notes, judge
+from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
 from qsync_planner.replayer.replay import Replayer
 
@@ -255,11 +256,8 @@ def _plan(
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
-    estimated = {name: profile.estimated_from for name, profile in problem.profiles.items() if profile.estimated_from}
-    notes = (
-        *notes,
-        *(f"the costs of group {name} are estimated from {device}, not measured" for name, device in estimated.items()),
-    )
+    estimated = estimated_groups(problem.profiles)
+    notes = (*notes, *estimate_notes(estimated))
     digests = {"cluster": digest(described), "dag": digest(dag)}
     by_id = {id(profile): digest(profile) for profile in {id(p): p for p in problem.profiles.values()}.values()}
     digests |= {f"profile:{name}": by_id[id(profile)] for name, profile in sorted(problem.profiles.items())}

@@ -253,6 +253,7 @@ def show_tradeoff(
 
 
 def _render(console: Console, found: Tradeoff, output: Path | None) -> None:
+    from qsync_planner.estimating.marks import estimate_notes
     from qsync_planner.reporting.tradeoff_page import gap_text, memory_lines, operators_lines
 
     groups = list(found.budgets[-1])
@@ -274,5 +275,7 @@ def _render(console: Console, found: Tradeoff, output: Path | None) -> None:
     print_table(console, header, rows)
     for name, duration_ns in sorted(found.baselines.items()):
         console.print(f"{name} precision: {format_ns(duration_ns)}", markup=False)
+    for note in estimate_notes(found.estimated):
+        console.print(f"note: {note}", markup=False)
     if output is None:
         console.print("with -o PAGE.html this is a picture to pick from", markup=False)

@@ -64,6 +64,7 @@ def replay(
     from qsync_core.ir.profile import Profile
     from qsync_planner.allocator.dynamic_batch import replay_batches
     from qsync_planner.cli.plan import load_batch_profiles
+    from qsync_planner.estimating.marks import estimated_groups
     from qsync_planner.matching import check_plan, check_profiles, under_base
     from qsync_planner.replayer.ablation import Ablation
     from qsync_planner.replayer.replay import Replayer, plan_variants
@@ -87,7 +88,7 @@ def replay(
             save(timeline, output)
         if perfetto:
             write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
-    estimated = {name: profile.estimated_from for name, profile in measured.items() if profile.estimated_from}
+    estimated = estimated_groups(measured)
     data = {**prediction.as_dict(), "local_batches": batches, "without": list(replayer.without.names), "estimated": estimated}
     about = "".join(
         [", estimated" * bool(estimated), f", without {', '.join(replayer.without.names)}" * bool(replayer.without.names)]

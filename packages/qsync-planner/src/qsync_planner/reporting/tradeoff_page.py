@@ -13,6 +13,7 @@ from html import escape
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.search import PROVEN_GAP
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint
+from qsync_planner.estimating.marks import estimate_notes
 from qsync_planner.reporting.html_page import html_page, svg, svg_line, svg_text
 
 WIDTH, HEIGHT = 960, 460
@@ -39,6 +40,7 @@ def notes(tradeoff: Tradeoff) -> str:
         "precision. “Proven within” is how far below its Ω a plan of at most the same time and memory could be. Times and peaks "
         "are predicted for one step and one device. Arguments are added to ‘qsync plan’ with the same artifacts; a memory line "
         "replaces that of the group in the cluster file."
+        + "".join(f" {note[0].upper()}{note[1:]}." for note in estimate_notes(tradeoff.estimated))
     )
 
 

@@ -41,10 +41,11 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
     refused = [difference for difference in found if difference.changes_numbers and difference.name not in allowed]
     if problem := _unknown(allowed) or _refusal(refused, group) or (_memory(entry, model) if entry else ""):
         raise PlanError(problem)
-    if warn and group in plan.estimated:
+    if warn and plan.estimated:
+        groups = ", ".join(f"{name} (from {device})" for name, device in plan.estimated.items())
         warnings.warn(
-            f"the plan's times and memory for group {group} are estimated from {plan.estimated[group]}, not measured; "
-            "profile the device, plan again, and compare with 'qsync plan --diff'",
+            f"the plan rests on estimated costs, not measured ones, of {groups}; profile these devices, plan again, and compare "
+            "with 'qsync plan --diff'",
             stacklevel=3,
         )
     for difference in found:

@@ -32,6 +32,7 @@ from qsync_planner.allocator.exact.solve import check_deadline_form, relative_ga
 from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState, build_problem
 from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
+from qsync_planner.estimating.marks import estimated_groups
 from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
 from qsync_planner.replayer.replay import Replayer
 
@@ -112,6 +113,7 @@ class Tradeoff:
         budgets: the memory budgets, least first: bytes by inference group (0: none); the last are the cluster file's own.
         points: none dominates another; fastest first.
         baselines: step time in ns of ``full`` and ``uniform`` precision within the cluster file's budgets.
+        estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
     """
 
     model: str
@@ -119,6 +121,7 @@ class Tradeoff:
     budgets: tuple[Mapping[str, int], ...]
     points: tuple[TradeoffPoint, ...]
     baselines: Mapping[str, int]
+    estimated: Mapping[str, str] = attrs.field(factory=dict)
 
     def curve(self, level: int) -> tuple[TradeoffPoint, ...]:
         """The points within one of the budgets of which none is both slower and of higher Σ Ω than another; fastest first."""
@@ -142,6 +145,7 @@ class Tradeoff:
             "model": self.model,
             "indicator": self.indicator,
             "baselines_ns": dict(self.baselines),
+            "estimated": dict(self.estimated),
             "points": [point.as_dict() for point in self.points],
             "curves": [
                 {"budget_bytes": dict(budget), "points": [positions[id(point)] for point in self.curve(level)]}
@@ -199,6 +203,7 @@ def tradeoff(
         tuple(level.budgets for level in levels),
         points,
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
+        estimated_groups(profiles),
     )
 
 
