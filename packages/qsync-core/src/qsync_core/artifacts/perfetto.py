@@ -35,7 +35,7 @@ def comparison_to_perfetto(predicted: Timeline, measured: Timeline) -> dict[str,
     Measured ranks, whose clocks are not compared, are brought together at the ends of their collectives, and the prediction to
     where the first rank's device begins its step.
     """
-    shifts = _measured_shifts(measured)
+    shifts = collective_shifts(measured)
     first = {group: rank for rank, group in sorted(measured.rank_group.items(), reverse=True)}
     common = [rank for rank, group in sorted(predicted.rank_group.items()) if group in first]
     ahead = 0
@@ -94,7 +94,7 @@ def _events(timeline: Timeline, rank: int, process: int, shift_ns: int) -> list[
     return events
 
 
-def _measured_shifts(measured: Timeline) -> dict[int, int]:
+def collective_shifts(measured: Timeline) -> dict[int, int]:
     """What to add to each rank's times so that collectives, which end on all ranks at once, end together: the median over them."""
     ends: dict[int, dict[tuple[str, int], int]] = {rank: {} for rank in sorted(measured.rank_group)}
     seen: Counter[tuple[int, str]] = Counter()

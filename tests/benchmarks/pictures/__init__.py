@@ -1,0 +1,1 @@
+"""Pictures of measured and predicted figures, as plain SVG."""
