@@ -14,6 +14,7 @@ from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import InfeasibleError
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.communication import CollectiveCosts, MeasuredCollectives
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan, Role
@@ -177,6 +178,30 @@ def random_case(
     }
     sensitivity = Sensitivity(dag.model, digest(dag), "", "drawn", omega)
     return Case(dag, Cluster("drawn", tuple(groups), links), profiles, sensitivity)
+
+
+def random_costs(case: Case, rng: random.Random, *, ctas: tuple[int, ...] = (0, 2), broadcast: bool = True) -> CollectiveCosts:
+    """What communication costs a drawn job: up to all of its compute, more under some numbers of CTAs than under others."""
+    groups = case.cluster.groups
+    ranks = sum(group.count for group in groups)
+    measured = tuple(
+        MeasuredCollectives(
+            number,
+            CollectiveModel(ranks, "nccl", rng.uniform(1e3, 1.5e5), rng.uniform(1, 40)),
+            {group.name: rng.uniform(0, 0.6) for group in groups},
+        )
+        for number in ctas
+    )
+    return CollectiveCosts(
+        model=case.dag.model,
+        dag_digest=digest(case.dag),
+        ranks={group.name: group.count for group in groups},
+        devices={group.name: case.profiles[group.name].device for group in groups},
+        software={group.name: {} for group in groups},
+        measured=measured,
+        copy_ns_per_byte={group.name: rng.uniform(0, 1) for group in groups},
+        broadcast_ns=rng.randrange(1, 50_000) if broadcast else 0,
+    )
 
 
 def leanest(case: Case, group: str = "infer0") -> int:

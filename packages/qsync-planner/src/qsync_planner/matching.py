@@ -136,6 +136,20 @@ def check_communication(costs: CollectiveCosts, dag: PrecisionDag, cluster: Clus
             )
 
 
+def check_ranks(costs: CollectiveCosts, cluster: Cluster) -> None:
+    """The collective costs were measured over exactly the ranks of this cluster; more of them are slower, and contend otherwise.
+
+    Raises:
+        ClusterError: naming the group and both numbers.
+    """
+    for group in cluster.groups:
+        if (measured := costs.ranks.get(group.name)) != group.count:
+            raise ClusterError(
+                f"the collective costs were measured with {measured} ranks of group {group.name!r}, but cluster "
+                f"{cluster.name!r} has {group.count}; run 'qsync communicate' on all ranks of this job"
+            )
+
+
 def _check_graph(
     error: type[QSyncError],
     start: str,

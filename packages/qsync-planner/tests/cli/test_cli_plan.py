@@ -12,10 +12,12 @@ from click.testing import CliRunner, Result
 from synthetic import FLOAT32_RUNG, LADDER, T4, V100, roofline_profile, transformer
 
 from qsync_core.artifacts.files import digest, load, save
-from qsync_core.errors import InfeasibleError, PlanError, QSyncError
+from qsync_core.errors import ClusterError, InfeasibleError, PlanError, QSyncError
+from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings, MeasuredCollectives
+from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import LOSSVAR, W_VAR_GRAD, X_VAR_GRAD, Y_VAR_GRAD, Observations, Series
 from qsync_core.ir.plan import PrecisionPlan
-from qsync_core.ir.profile import Profile
+from qsync_core.ir.profile import CollectiveModel, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.plugin import qsync_register_commands
@@ -107,6 +109,91 @@ def test_from_observations_to_an_explained_plan(folder: Path) -> None:
     assert "layer.1.attention.query#0" in result.output
     assert "layer.0" not in result.output
     assert "a training group keeps its base precision" in result.output
+
+
+@pytest.fixture
+def costs(folder: Path) -> Path:
+    """What communication costs the folder's job."""
+    dag = load(folder / "dag.qsync", PrecisionDag)
+    devices = {name: load(folder / f"{name}-dag.qsync", Profile).device for name in ("train", "infer")}
+    measured = tuple(
+        MeasuredCollectives(ctas, CollectiveModel(4, "nccl", 30_000.0, 0.05), {"train": slow, "infer": 2 * slow})
+        for ctas, slow in ((0, 0.12), (2, 0.02))
+    )
+    found = CollectiveCosts(
+        dag.model,
+        digest(dag),
+        {"train": 2, "infer": 2},
+        devices,
+        {"train": {}, "infer": {}},
+        measured,
+        {"train": 0.001, "infer": 0.002},
+    )
+    save(found, folder / "costs.qsync")
+    return folder / "costs.qsync"
+
+
+def test_a_plan_says_how_to_communicate_and_replays_so(folder: Path, costs: Path) -> None:
+    result = run(*plan_arguments(folder, "plan.qsync", "--sensitivity", indicate(folder), "--communication", costs))
+    assert result.exit_code == 0
+    plan = load(folder / "plan.qsync", PrecisionPlan)
+    assert plan.communication is not None
+    assert plan.communication.settings.max_ctas == 2
+    explained = run("explain", folder / "plan.qsync").output
+    for output in (result.output, explained):
+        words = " ".join(output.split())
+        assert "communication of this plan" in words
+        assert "PyTorch's defaults" in words
+        assert "apply it: DistributedDataParallel(model, **applied.ddp_options())" in words
+        assert "NCCL_MAX_CTAS=2 in the environment of every rank" in words
+    data = json.loads(run("explain", folder / "plan.qsync", "--json").output)["communication"]
+    assert data["settings"]["max_ctas"] == 2
+    assert data["alternatives"][0] == {
+        "label": plan.communication.settings.label,
+        "settings": attrs.asdict(plan.communication.settings),
+        "iteration_ns": plan.predicted_iteration_ns,
+    }
+    job = plan_arguments(folder, "x")[1:-2]
+    replayed = json.loads(run("replay", folder / "plan.qsync", *job, "--communication", costs, "--json").output)
+    assert replayed["iteration_ns"] == plan.predicted_iteration_ns
+    assert CommunicationSettings(**replayed["communication"]) == plan.communication.settings
+    others = {choice.settings: choice.iteration_ns for choice in plan.communication.alternatives}
+    result = run("replay", folder / "plan.qsync", *job, "--communication", costs, "--communication-settings", "ctas=0", "--json")
+    ways = [way for way in others if way == attrs.evolve(plan.communication.settings, max_ctas=0)]
+    assert [others[way] for way in ways] == [json.loads(result.output)["iteration_ns"]]
+    text = " ".join(run("replay", folder / "plan.qsync", *job).output.split())
+    assert "without what open all-reduces take from compute: pass --communication" in text
+    assert "an iteration, with 2 NCCL CTAs" in " ".join(
+        run("replay", folder / "plan.qsync", *job, "--communication", costs).output.split()
+    )
+
+
+def test_settings_of_communication_that_are_given(folder: Path, costs: Path) -> None:
+    uniform = ("--solver", "uniform", "--communication", costs, "--communication-settings")
+    assert run(*plan_arguments(folder, "a.qsync", *uniform, "ctas=0,bucket=own,view=off")).exit_code == 0
+    plan = load(folder / "a.qsync", PrecisionPlan)
+    assert plan.communication is not None
+    assert plan.communication.settings == CommunicationSettings()
+    for text, words in (
+        ("ctas=3", "all-reduces with 3 CTAs were not measured"),
+        ("ctas", "communication settings are written ctas=N"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            run(*plan_arguments(folder, "b.qsync", *uniform, text))
+    for command in (
+        plan_arguments(folder, "b.qsync", "--solver", "uniform"),
+        ["replay", folder / "a.qsync", *plan_arguments(folder, "x")[1:-2]],
+    ):
+        with pytest.raises(PlanError, match="communication settings need measured costs: run 'qsync communicate'"):
+            run(*command, "--communication-settings", "ctas=0")
+    fewer = attrs.evolve(load(costs, CollectiveCosts), ranks={"train": 2, "infer": 1})
+    save(fewer, costs)
+    with pytest.raises(ClusterError, match="measured with 1 ranks of group 'infer', but cluster 'hybrid' has 2"):
+        run("replay", folder / "a.qsync", *plan_arguments(folder, "x")[1:-2], "--communication", costs)
+    result = run(*plan_arguments(folder, "c.html", "--pareto", "--communication", costs))
+    assert result.exit_code == 2
+    assert "--pareto has no contention in it" in result.output
+    assert not (folder / "b.qsync").exists()
 
 
 def test_json_of_every_command(folder: Path) -> None:

@@ -14,7 +14,7 @@ import attrs
 import click
 import pytest
 from click.testing import CliRunner, Result
-from planning_cases import LADDERS, random_case
+from planning_cases import LADDERS, random_case, random_costs
 
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import QSyncError
@@ -76,6 +76,7 @@ def set_of_files() -> dict[str, bytes]:
         "other": allocate(*CASE.arguments, solver="full"),
         "timeline": timeline,
         "measured": attrs.evolve(timeline, source="measured"),
+        "costs": random_costs(CASE, random.Random(1)),
     }
     return {name: to_bytes(artifact) for name, artifact in found.items()}
 
@@ -93,12 +94,14 @@ def commands(at: Path) -> list[list[object]]:
         [*plan, "--solver", "greedy-paper"],
         [*plan, "--solver", "dynamic-batch", *batch],
         [*plan, "--minimise", "memory"],
+        [*plan, "--communication", at / "costs"],
         ["plan", *job, "-o", at / "out", "--solver", "uniform"],
         ["plan", "--diff", at / "plan", at / "other"],
         ["explain", at / "plan"],
         ["explain", at / "plan", "head", "--json"],
         ["replay", at / "plan", *job, "-o", at / "out", "--perfetto", at / "trace.json"],
         ["replay", at / "plan", *job, *batch, "--json"],
+        ["replay", at / "plan", *job, "--communication", at / "costs"],
         ["verify", at / "timeline", at / "measured"],
         indicate,
         [*indicate, "--cluster", at / "cluster.toml"],

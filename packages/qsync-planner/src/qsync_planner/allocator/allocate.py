@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import OpClass, PrecisionDag
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import (
     EXPECTED,
@@ -24,6 +27,7 @@ from qsync_planner.allocator.baselines import (
     solve_uniform,
     time_limit_ns,
 )
+from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
 from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.exact.program import is_installed
@@ -35,8 +39,7 @@ from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
-from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
-from qsync_planner.replayer.replay import Replayer
+from qsync_planner.matching import check_profiles, check_ranks, check_sensitivity, one_of_each, under_base
 
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
 """The first four plan; the others are the baselines they are compared with."""
@@ -46,6 +49,9 @@ OBJECTIVES = ("omega", "memory", "time")
 
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
+
+ROUNDS = 3
+"""Ways to communicate under which a plan is looked for, at most."""
 
 
 def allocate(
@@ -60,9 +66,14 @@ def allocate(
     tolerance: float = 0.0,
     seconds: float | None = None,
     batch_profiles: Mapping[str, BatchProfile] | None = None,
+    communication: CollectiveCosts | None = None,
+    settings: Fixed | None = None,
     progress: Progress = lambda text: None,
 ) -> PrecisionPlan:
     """Find a plan.  The same inputs give the same bytes, unless ``seconds`` is given.
+
+    With ``communication`` a job takes the way to communicate under which it is the fastest: uniform precision, whose period is then
+    the time limit, every baseline, and the plan (docs/design/allocator.md#communication).
 
     Args:
         dag: the model.
@@ -77,6 +88,9 @@ def allocate(
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
         batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
+        communication: what all-reduces over all ranks of this job cost, and what they take from compute while they are open; None
+            where it was not measured: all-reduces then follow from the profiles and the cluster's links.
+        settings: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that are decided already.
         progress: receives a line that says how far ``exact`` or ``auto`` is.
 
     Raises:
@@ -91,14 +105,19 @@ def allocate(
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
         check_sensitivity(sensitivity, dag)
+    if settings and communication is None:
+        raise PlanError(NEEDS_COSTS)
     described = cluster
     cluster, cut_notes = under_base(cluster, dag)
     problem = build_problem(dag, cluster, profiles, sensitivity)
-    state = SearchState(problem, Replayer(dag, cluster, profiles))
-    full = Solution.of(state)
+    ways = Ways(dag, cluster, profiles, communication, settings or {})
+    if communication is not None:
+        check_ranks(communication, cluster)
+    state = SearchState(problem, ways.at(ways.settings[0]))
+    full = _under_the_best(Solution.of(state), ways, {})
     if solver != "dynamic-batch":
         check_training_memory(cluster, full)
-    balanced = balance_batches(problem, state.replayer, full, batch_profiles or {})
+    balanced = balance_batches(problem, ways, full, batch_profiles or {})
     solution = None
     if solver == "full":
         solution = solve_full(problem, full)
@@ -111,24 +130,81 @@ def allocate(
     programs = Programs(state.replayer)
     starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
     uniform = Solution.of(state)
+    uniform = _under_the_best(uniform, ways, problem.variants(uniform.rungs))
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
+    effort = EXACT if solver == "exact" else AUTO
+
+    def solve(state: SearchState, starts: Mapping[str, UniformStart], programs: Programs) -> tuple[Solution, int]:
+        if objective == "memory":
+            return least_memory_plan(state, starts, limit_ns, effort, programs), limit_ns
+        if objective == "time":
+            return least_time_plan(state, starts, omega_limit, effort, programs)
+        return _planned(state, starts, limit_ns, solver, programs, seconds, progress), limit_ns
+
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
-    elif objective == "memory":
-        solution = least_memory_plan(state, starts, limit_ns, EXACT if solver == "exact" else AUTO, programs)
-    elif objective == "time":
-        solution, limit_ns = least_time_plan(state, starts, omega_limit, EXACT if solver == "exact" else AUTO, programs)
-    elif solver in PLANNERS:
-        solution = _planned(state, starts, limit_ns, solver, programs, seconds, progress)
-    assert solution is not None
+    elif solution is None:
+        solution, limit_ns = _under_ways(state, programs, ways, uniform, starts, solve, ROUNDS if objective == "omega" else 1)
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles))
-    return _plan(state, solution, sensitivity, solver, limit_ns, baselines, notes, described)
+    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles), *_contention_notes(problem, communication))
+    return _plan(problem, ways, solution, sensitivity, solver, limit_ns, baselines, notes, described)
+
+
+def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Mapping[OpId, Variant]]) -> Solution:
+    """A solution, predicted under the first way to communicate, under the one that is the fastest for it."""
+    if len(ways.settings) == 1:
+        way = ways.settings[0]
+        return attrs.evolve(solution, way=way, periods_ns={way: solution.prediction.iteration_ns})
+    periods = ways.periods_ns(variants)
+    way = fastest(periods)
+    return attrs.evolve(solution, prediction=ways.at(way).replay(variants), way=way, periods_ns=periods)
+
+
+def _under_ways(
+    state: SearchState,
+    programs: Programs,
+    ways: Ways,
+    uniform: Solution,
+    starts: Mapping[str, UniformStart],
+    solve: Callable[[SearchState, Mapping[str, UniformStart], Programs], tuple[Solution, int]],
+    rounds: int,
+) -> tuple[Solution, int]:
+    """Plan under the way that is the best for uniform precision, then under the one that is the best for the plan found, and so on.
+
+    Args:
+        state, programs: of the first way, at uniform precision.
+        solve: the plan and its time limit, of a state, a plan that keeps the limits, and programs.
+
+    Returns:
+        The plan of the least Σ Ω, of equal ones the fastest, and its time limit.
+    """
+    problem, first = state.problem, (state, programs)
+    way, found = uniform.way, []
+    for _ in range(rounds):
+        assert way is not None
+        state, programs = first
+        if way != ways.settings[0]:
+            state = SearchState(problem, ways.at(way))
+            programs = Programs(state.replayer)
+        if state.all_rungs() != {name: start.rungs for name, start in starts.items()}:
+            for name, start in starts.items():
+                state.move_to(name, start.rungs)
+        solution, limit_ns = solve(state, starts, programs)
+        periods = {way: solution.prediction.iteration_ns}
+        if len(ways.settings) > 1:
+            periods = ways.periods_ns(problem.variants(solution.rungs))
+        found.append((attrs.evolve(solution, way=way, periods_ns=periods), limit_ns))
+        way = fastest(periods)
+        if any(way == other.way for other, _ in found):
+            break
+        # Uniform precision may be too slow under another way; this plan is faster there than where it kept the limit.
+        starts = {name: attrs.evolve(start, rungs=solution.rungs[name]) for name, start in starts.items()}
+    return min(found, key=lambda entry: (problem.objective(entry[0].rungs), entry[0].prediction.iteration_ns))
 
 
 def _waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
@@ -234,8 +310,21 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
     return notes
 
 
+def _contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
+    """That nobody knows what all-reduces take from compute, on GPUs that have any."""
+    groups = problem.cluster.groups
+    on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
+    if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
+        return []
+    return [
+        "what all-reduces take from compute was not measured, so the time limit may be missed (by 3 to 9% where all ranks finish "
+        "together): run 'qsync communicate' on all ranks, and plan with --communication"
+    ]
+
+
 def _plan(
-    state: SearchState,
+    problem: Problem,
+    ways: Ways,
     solution: Solution,
     sensitivity: Sensitivity | None,
     solver: str,
@@ -245,8 +334,8 @@ def _plan(
     described: Cluster,
 ) -> PrecisionPlan:
     """The plan as an artifact; ``described`` is the cluster as it was given."""
-    problem = state.problem
     dag, cluster = problem.dag, problem.cluster
+    assert solution.way is not None
     groups = tuple(group_plan(problem, group, solution) for group in cluster.groups)
     variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in groups}
     period = solution.prediction.iteration_ns
@@ -263,6 +352,8 @@ def _plan(
     digests |= {f"profile:{name}": by_id[id(profile)] for name, profile in sorted(problem.profiles.items())}
     if sensitivity is not None:
         digests["sensitivity"] = digest(sensitivity)
+    if ways.costs is not None:
+        digests["communication"] = digest(ways.costs)
     return PrecisionPlan(
         model=dag.model,
         dag_digest=digests["dag"],
@@ -276,7 +367,7 @@ def _plan(
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
-        verdict=judge(state.replayer, variants, period, local_batches),
+        verdict=judge(ways.at(solution.way), variants, period, local_batches),
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,
@@ -289,4 +380,5 @@ def _plan(
         base=dag.base,
         estimated=estimated,
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},
+        communication=ways.planned(solution.way, solution.periods_ns),
     )

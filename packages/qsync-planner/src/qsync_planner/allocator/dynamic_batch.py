@@ -19,6 +19,7 @@ from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
+from qsync_planner.allocator.communication import Ways, fastest
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.solution import Solution
 from qsync_planner.replayer.memory import MemoryEstimate
@@ -42,18 +43,18 @@ class Balanced:
     does_not_fit: str
 
 
-def balance_batches(problem: Problem, replayer: Replayer, full: Solution, further: Mapping[str, BatchProfile]) -> Balanced:
+def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mapping[str, BatchProfile]) -> Balanced:
     """Balance the local batches of all groups and predict the job with them.
 
     Args:
-        replayer: of the job at equal batches, in the state of the base precision.
+        ways: to communicate, of which the job takes the fastest; the first one's replayer is in the state of the base precision.
         full: the solution at base precision and equal batches.
         further: per group a second profile, at another batch size.
 
     Raises:
         PlanError: when a second profile does not go with the first.
     """
-    dag, groups = problem.dag, problem.cluster.groups
+    dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
     memory = {g.name: _MemoryScaling.of(dag, replayer.memory(g.name)) for g in groups}
     counts = [group.count for group in groups]
@@ -70,11 +71,13 @@ def balance_batches(problem: Problem, replayer: Replayer, full: Solution, furthe
         batches = balance(counts, total, unlimited, times, traced)
         assert batches is not None, "equal batches always add up to the global batch"
     local = {group.name: batch for group, batch in zip(groups, batches, strict=True)}
-    balanced = Replayer(dag, problem.cluster, _scaled_profiles(problem, scalings, local, further))
-    predicted = balanced.replay({})
+    ways = ways.with_profiles(_scaled_profiles(problem, scalings, local, further))
+    periods = ways.periods_ns({})
+    way = fastest(periods)
+    predicted = ways.at(way).replay({})
     predicted = _with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
     notes = tuple(_batch_note(traced, name, batch, name in further) for name, batch in local.items())
-    solution = Solution(full.rungs, predicted, local_batches=local, notes=notes)
+    solution = Solution(full.rungs, predicted, local_batches=local, notes=notes, way=way, periods_ns=periods)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
 
 

@@ -98,6 +98,10 @@ class Problem:
         """Σ Ω over all inference devices: a group of n ranks counts n times (paper, eq. 1)."""
         return sum(group.group.count * group.omega(rungs[group.name]) for group in self.groups)
 
+    def variants(self, rungs: Mapping[str, Sequence[int]]) -> dict[str, dict[OpId, Variant]]:
+        """The plan as the replayer takes it, by inference group."""
+        return {group.name: group.variants(rungs[group.name]) for group in self.groups}
+
 
 def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity | None) -> Problem:
     """Collect the decisions.

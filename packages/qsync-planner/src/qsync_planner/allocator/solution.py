@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.plan import Assignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -28,6 +29,8 @@ class Solution:
         local_batches: per group; empty means the traced batch size everywhere.
         notes: what a reader of the plan must know.
         bound: Σ Ω over all inference devices that no plan is below; None where nothing was proven.
+        way: how the job communicates; None while that is not chosen.
+        periods_ns: its period under every way that is considered.
     """
 
     rungs: Mapping[str, tuple[int, ...]]
@@ -36,6 +39,8 @@ class Solution:
     local_batches: Mapping[str, int] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
     bound: float | None = None
+    way: CommunicationSettings | None = None
+    periods_ns: Mapping[CommunicationSettings, int] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, state: SearchState) -> Solution:

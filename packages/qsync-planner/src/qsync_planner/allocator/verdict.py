@@ -89,7 +89,8 @@ def _replay(whole: Replayer, work: Mapping[str, Condensed], training: Sequence[D
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
     smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
-    replayer = Replayer(dag, smaller, {group.name: profiles[group.name] for group in groups}, like=whole)
+    kept_profiles = {group.name: profiles[group.name] for group in groups}
+    replayer = Replayer(dag, smaller, kept_profiles, communication=whole.communication, settings=whole.settings, like=whole)
     period = replayer.period_ns(work)
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
 

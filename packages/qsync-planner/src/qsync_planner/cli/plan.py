@@ -12,12 +12,14 @@ import click
 from qsync_core.cli.options import artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option, progress_bar, progress_line
 from qsync_core.units import format_bytes, format_ns
+from qsync_planner.cli.options import communication_options
 from qsync_planner.cli.writing import check_page_name, print_table, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from qsync_core.ir.cluster import Cluster
+    from qsync_core.ir.communication import PlannedCommunication
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.plan import PrecisionPlan
     from qsync_core.ir.profile import Profile
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _PATH = click.Path(path_type=Path)
+_WAYS_SHOWN = 5
+"""Ways to communicate in the table of a plan, the fastest; --json has all."""
 
 
 @click.command()
@@ -50,6 +54,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--omega-limit", type=float, metavar="Ω", help="Largest Σ Ω, for --minimise time.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
 @click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
+@communication_options
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
@@ -66,6 +71,8 @@ def plan(
     omega_limit: float | None,
     time_limit: float | None,
     tolerance: float,
+    communication: Path | None,
+    communication_settings: str | None,
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
     pareto: bool,
@@ -76,10 +83,12 @@ def plan(
     """Find the precision of every operator on every device group, show what others cost (--pareto), or compare two (--diff A B)."""
     from qsync_core.artifacts.files import load, save
     from qsync_core.cluster_file import read_cluster
+    from qsync_core.ir.communication import CollectiveCosts
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.profile import Profile
     from qsync_core.ir.sensitivity import Sensitivity
     from qsync_planner.allocator import allocate
+    from qsync_planner.allocator.communication import parse_settings
     from qsync_planner.reporting.explain import explain as explain_plan
 
     if diff_paths is not None:
@@ -95,6 +104,8 @@ def plan(
     if pareto:
         if (solver, objective, omega_limit, time_limit, tolerance) != ("auto", "omega", None, None, 0.0):
             raise click.UsageError("--pareto goes through all limits: leave out --solver, --minimise, --tolerance and the limits.")
+        if communication is not None or communication_settings is not None:
+            raise click.UsageError("--pareto has no contention in it: leave out --communication and --communication-settings.")
         show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
         return
     assert output is not None
@@ -110,6 +121,8 @@ def plan(
             tolerance=tolerance,
             seconds=time_limit,
             batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
+            communication=load(communication, CollectiveCosts) if communication else None,
+            settings=parse_settings(communication_settings) if communication_settings else None,
             progress=progress,
         )
     save(found, output)
@@ -185,10 +198,24 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
         estimated = ", estimated" if group.group in plan.estimated else ""
         rows.append([f"{group.group} ({group.count} × {group.device.name}{estimated})", operators, memory, batch])
     print_table(console, ["group", "operators", "peak memory", "local batch"], rows)
+    if plan.communication is not None:
+        _render_communication(console, plan.communication)
     if plan.verdict is not None:
         console.print(f"verdict: {plan.verdict.sentence}", markup=False)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
+
+
+def _render_communication(console: Console, communication: PlannedCommunication) -> None:
+    from qsync_planner.allocator.communication import how_to_apply
+
+    rows = [[choice.settings.label, format_ns(choice.iteration_ns)] for choice in communication.alternatives[:_WAYS_SHOWN]]
+    if (hidden := len(communication.alternatives) - _WAYS_SHOWN) > 0:
+        rows.append([f"{hidden} slower ways", f"up to {format_ns(communication.alternatives[-1].iteration_ns)}"])
+    print_table(console, ["communication of this plan", "predicted"], rows)
+    console.print(f"communication: {communication.reason}", markup=False)
+    for line in how_to_apply(communication):
+        console.print(f"apply it: {line}", markup=False)
 
 
 def _show_diff(before: Path, after: Path, json_flag: bool) -> None:

@@ -12,6 +12,7 @@ import click
 from qsync_core.cli.options import OUTPUT, FiniteRange, artifact_argument, output_option, profiles_option
 from qsync_core.cli.output import emit, json_option
 from qsync_core.units import format_bytes, format_ns
+from qsync_planner.cli.options import communication_options
 from qsync_planner.cli.writing import print_table, write_text
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--dag", type=_PATH, required=True, help="The job's PrecisionDag, from 'qsync trace'.")
 @click.option("--cluster", type=_PATH, required=True, help="The cluster file (TOML).")
 @profiles_option
+@communication_options
 @click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for a plan by dynamic-batch.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option(
@@ -45,6 +47,8 @@ def replay(
     dag: Path,
     cluster: Path,
     profiles: dict[str, Path],
+    communication: Path | None,
+    communication_settings: str | None,
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
     without: tuple[str, ...],
@@ -52,20 +56,25 @@ def replay(
     perfetto: Path | None,
     json_flag: bool,
 ) -> None:
-    """Predict iteration time and memory of a job under a plan."""
+    """Predict iteration time and memory of a job under a plan.
+
+    With --communication it takes the plan's settings, where --communication-settings says nothing else.
+    """
     import attrs
 
     from qsync_core.artifacts.files import load, save
     from qsync_core.artifacts.perfetto import to_perfetto
     from qsync_core.cluster_file import read_cluster
     from qsync_core.errors import PlanError
+    from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.plan import PrecisionPlan
     from qsync_core.ir.profile import Profile
+    from qsync_planner.allocator.communication import NEEDS_COSTS, parse_settings
     from qsync_planner.allocator.dynamic_batch import replay_batches
     from qsync_planner.cli.plan import load_batch_profiles
     from qsync_planner.estimating.marks import estimated_groups
-    from qsync_planner.matching import check_plan, check_profiles, under_base
+    from qsync_planner.matching import check_plan, check_profiles, check_ranks, under_base
     from qsync_planner.replayer.ablation import Ablation
     from qsync_planner.replayer.replay import Replayer, plan_variants
 
@@ -74,7 +83,14 @@ def replay(
     check_plan(wanted, graph)
     check_profiles(graph, described, measured)
     described, _ = under_base(described, graph)
-    replayer = Replayer(graph, described, measured, without=Ablation.of(without))
+    costs = load(communication, CollectiveCosts) if communication else None
+    if costs is None and communication_settings is not None:
+        raise PlanError(NEEDS_COSTS)
+    settings = wanted.communication.settings if wanted.communication and costs else PYTORCH_DEFAULTS
+    settings = attrs.evolve(settings, **parse_settings(communication_settings or ""))
+    replayer = Replayer(graph, described, measured, communication=costs, settings=settings, without=Ablation.of(without))
+    if costs is not None:
+        check_ranks(costs, described)
     variants = plan_variants(wanted, described)
     prediction = replayer.replay(variants)
     further = load_batch_profiles(batch_dag, batch_profiles)
@@ -89,11 +105,20 @@ def replay(
         if perfetto:
             write_text(perfetto, json.dumps(to_perfetto(timeline)), PlanError)
     estimated = estimated_groups(measured)
-    data = {**prediction.as_dict(), "local_batches": batches, "without": list(replayer.without.names), "estimated": estimated}
-    about = "".join(
-        [", estimated" * bool(estimated), f", without {', '.join(replayer.without.names)}" * bool(replayer.without.names)]
-    )
-    title = f"{graph.model}: {format_ns(prediction.iteration_ns)} an iteration{about}"
+    data = {
+        **prediction.as_dict(),
+        "local_batches": batches,
+        "communication": attrs.asdict(settings) if costs else None,
+        "without": list(replayer.without.names),
+        "estimated": estimated,
+    }
+    about = [
+        ", estimated" * bool(estimated),
+        f", with {settings.label}" * bool(costs),
+        ", without what open all-reduces take from compute: pass --communication" * bool(wanted.communication and not costs),
+        f", without {', '.join(replayer.without.names)}" * bool(replayer.without.names),
+    ]
+    title = f"{graph.model}: {format_ns(prediction.iteration_ns)} an iteration{''.join(about)}"
     emit(json_flag, data, lambda console: _print_prediction(console, title, prediction, batches, estimated))
 
 

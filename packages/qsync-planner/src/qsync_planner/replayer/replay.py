@@ -58,11 +58,11 @@ def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId,
 
 
 class GroupState:
-    """One group's mapper, times and memory, changed together."""
+    """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given."""
 
-    def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants) -> None:
+    def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None) -> None:
         self.mapper = CostMapper(replayer.dag, replayer.model(group.name), variants)
-        self.timing = StepTiming(self.mapper, replayer.shape(group.name), synchronises=group.sync_per_step)
+        self.timing = StepTiming(self.mapper, shape or replayer.shape(group.name), synchronises=group.sync_per_step)
         self.memory = MemoryLedger(self.mapper, distributed=replayer.ranks > 1)
         self.times: StepTimes = self.timing.times()
         self.peak_bytes = self.memory.peak_bytes()
@@ -254,9 +254,9 @@ class Replayer:
         """What the operators of a group cost under some variants; does not depend on the other groups."""
         return CostMapper(self.dag, self.model(group), variants)
 
-    def group_state(self, group: str, variants: Variants) -> GroupState:
-        """One group under some variants, to be changed without any of the others."""
-        return GroupState(self, self.cluster.group(group), variants)
+    def group_state(self, group: str, variants: Variants, shape: StepShape | None = None) -> GroupState:
+        """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
+        return GroupState(self, self.cluster.group(group), variants, shape)
 
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""

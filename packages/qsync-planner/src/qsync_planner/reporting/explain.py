@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.communication import PlannedCommunication
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
+from qsync_planner.allocator.communication import how_to_apply
 from qsync_planner.allocator.exact.solve import relative_gap
 from qsync_planner.matching import first_differences
 
@@ -58,8 +60,22 @@ def explain(plan: PrecisionPlan, fqn: str | None = None) -> dict[str, Any]:
         "baselines_ns": dict(sorted(plan.baselines.items())),
         "verdict": None if verdict is None else {"sentence": verdict.sentence, "speedup": verdict.speedup},
         "rank0_group": plan.rank0_group,
+        "communication": None if plan.communication is None else _communication(plan.communication),
         "groups": [_group(plan, group, chosen) for group in plan.groups],
         "notes": list(plan.notes),
+    }
+
+
+def _communication(planned: PlannedCommunication) -> dict[str, Any]:
+    return {
+        "settings": attrs.asdict(planned.settings),
+        "label": planned.settings.label,
+        "reason": planned.reason,
+        "how_to_apply": list(how_to_apply(planned)),
+        "alternatives": [
+            {"label": choice.settings.label, "settings": attrs.asdict(choice.settings), "iteration_ns": choice.iteration_ns}
+            for choice in planned.alternatives
+        ],
     }
 
 

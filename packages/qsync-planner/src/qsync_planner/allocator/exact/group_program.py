@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import attrs
 import numpy as np
 
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.exact.choices import Choice, Choices
+from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
+from qsync_planner.replayer.contention import joint_step
 from qsync_planner.replayer.memory import MemoryLayout
 from qsync_planner.replayer.prediction import GroupPrediction
 from qsync_planner.replayer.replay import GroupState, Replayer
@@ -51,7 +55,8 @@ class Replayed:
 
     Attributes:
         rungs: of every unit.
-        period_ns: the job's period if this group were the only one.
+        period_ns: the period that the program limits: the job's if this group were the only one and open collectives delayed it by
+            no more than they must (:func:`~qsync_planner.allocator.exact.joint_rows.relaxed`), or that of the whole job.
         peak_bytes: peak memory.
         peak_moment: when it is reached.
     """
@@ -65,13 +70,17 @@ class Replayed:
 class GroupProgram:
     """Builds a group's program and reads plans off its solutions.
 
+    Args:
+        group, replayer: the group and the job.
+        rest: all other ranks, for a program of the whole job's time; None for deadlines of the group's own.
+
     Attributes:
         program, choices: what HiGHS solves, and what its columns stand for.
         memory: rows that hold the memory of single moments below the budget.
     """
 
-    def __init__(self, group: GroupProblem, replayer: Replayer) -> None:
-        self._group, self._replayer = group, replayer
+    def __init__(self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None) -> None:
+        self._group, self._replayer, self._rest = group, replayer, rest
         self._state: GroupState | None = None
         model = replayer.model(group.name)
         self.program = Program()
@@ -85,7 +94,17 @@ class GroupProgram:
         self._slowest_ns = sum(map(_longest_ns, self.choices.of)) + 2 * sum(replayer.collective_ns) + sum(shape.optimizer[:2])
         self._unit_ns = unit_ns(self._slowest_ns)
         steps = StepExpressions(self.choices, list(charged_casts(self.choices, self.program)))
-        rows = TimeRows(self.program, self._limit, shape, time_after(shape, replayer.collective_ns), self._unit_ns)
+        rows: TimeRows | JointRows
+        if rest is None:
+            optimizers = [replayer.shape(other.name).optimizer.compute_ns for other in replayer.cluster.groups]
+            self._shape = relaxed(shape, segments_of(steps, shape), max(optimizers))
+            if self._shape is not shape:
+                self._slowest_ns += sum(self._shape.host_work_ns) + sum(self._shape.left_ns[:1]) + self._shape.optimizer.compute_ns
+            rows = TimeRows(self.program, self._limit, self._shape, time_after(self._shape), self._unit_ns)
+        else:
+            self._shape, self._slowest_ns = shape, ANY_TIME_NS
+            rows = JointRows(self.program, self._limit, shape, rest, self._unit_ns)
+            rows.add_rest()
         if group.group.sync_per_step and not model.synchronous:
             rows.add_synchronising(steps)
         else:
@@ -132,12 +151,16 @@ class GroupProgram:
     def replay(self, rungs: Sequence[int]) -> Replayed:
         """What a plan takes, exactly."""
         if self._state is None:
-            self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs))
+            self._state = self._replayer.group_state(self._group.name, self._group.variants(rungs), self._shape)
         else:
             self._state.update(self._group.variants(rungs))
             self._state.commit()
-        moments = self._state.memory.moments_bytes()
-        return Replayed(tuple(rungs), self._state.times.period_ns, self._state.peak_bytes, moments.index(max(moments)))
+        moments, times, rest = self._state.memory.moments_bytes(), self._state.times, self._rest
+        period = times.period_ns
+        if rest is not None:
+            ranks = (times.rank_step(self._shape.slowdown), *rest.ranks)
+            period = max(period, joint_step(ranks, self._shape.collective_ns, self._shape.start_delay_ns).period_ns)
+        return Replayed(tuple(rungs), period, self._state.peak_bytes, moments.index(max(moments)))
 
     def solve(self, limits: Limits, start: Sequence[int] | None = None, on_improved: OnImproved | None = None) -> Solved:
         """The solution, beginning at a plan; ``on_improved`` as in :meth:`Program.solve`."""
@@ -179,6 +202,8 @@ class Programs:
         self._built: dict[int, GroupProgram] = {}
         self._leanest: dict[int, Replayed | None] = {}
         self._at_rungs: dict[int, tuple[GroupPrediction, ...]] = {}
+        self.contended = any(replayer.slowdown(group.name) for group in replayer.cluster.groups)
+        """Whether open collectives delay any rank, so that the job's time is not a matter of each group alone."""
 
     def kind(self, group: GroupProblem) -> int:
         """A number for everything about a group that its program depends on."""
@@ -195,6 +220,18 @@ class Programs:
         if kind not in self._built:
             self._built[kind] = GroupProgram(group, self._replayer)
         return self._built[kind]
+
+    def joint(
+        self, group: GroupProblem, variants: Mapping[str, Mapping[OpId, Variant]], alike: Set[str], limit_ns: int
+    ) -> GroupProgram:
+        """A program of the whole job's time: the groups ``alike`` share one plan, all others run as in ``variants``."""
+        ranks = []
+        for other in self._replayer.cluster.groups:
+            if other.name not in alike:
+                wanted = variants.get(other.name) or self._replayer.base_variants(other.name)
+                times = self._replayer.group_state(other.name, wanted).times
+                ranks.append(times.rank_step(self._replayer.slowdown(other.name)))
+        return GroupProgram(group, self._replayer, Rest(tuple(ranks), limit_ns))
 
     def leanest(self, group: GroupProblem) -> Replayed | None:
         """The plan of the smallest peak."""
@@ -214,6 +251,7 @@ class Programs:
     def _is_alike(self, group: GroupProblem, other: GroupProblem) -> bool:
         return (
             self._replayer.model(group.name) is self._replayer.model(other.name)
+            and self._replayer.shape(group.name) == self._replayer.shape(other.name)
             and group.group.sync_per_step == other.group.sync_per_step
             and group.units == other.units
         )

@@ -23,7 +23,7 @@ from qsync_planner.allocator.exact.choices import TooManyCombinations
 from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs, Quantity, least
 from qsync_planner.allocator.exact.program import SolverFailed, is_installed, require_solver
 from qsync_planner.allocator.exact.search import PROVEN_GAP, Answer, Effort, Progress, Search
-from qsync_planner.allocator.problem import Problem, SearchState
+from qsync_planner.allocator.problem import GroupProblem, Problem, SearchState
 from qsync_planner.allocator.recovery import History, new_history, slack_ns, sweep_until_stable
 from qsync_planner.allocator.solution import Solution, added_time_text, refusal_text, rounded_up, slack_text
 
@@ -92,8 +92,55 @@ def solve_exactly(
     starts = {name: start.rungs for name, start in uniform.items()}
     answers = answer(state, programs, starts, limit_ns, effort, seconds=seconds, progress=progress)
     bound = adopt(state, answers)
+    if state.prediction.iteration_ns > limit_ns:
+        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
+        bound = max(bound, solve_jointly(state, starts, limit_ns, attrs.evolve(effort, seconds=left), programs, progress))
     late = seconds is not None and time.monotonic() - begin > seconds / 2
     return with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
+
+
+def solve_jointly(
+    state: SearchState,
+    starts: Mapping[str, Sequence[int]],
+    limit_ns: int,
+    effort: Effort,
+    programs: Programs,
+    progress: Progress = lambda text: None,
+    budgets: Mapping[str, int] | None = None,
+) -> float:
+    """Leave the state at a plan that keeps a limit which is not a matter of each group alone, because open collectives delay ranks.
+
+    Groups of one kind and budget, which share their plan, are solved for with all others as they are, until nothing gets better.
+
+    Args:
+        starts: a plan that keeps every limit.
+        budgets: memory budgets other than the groups' own.
+
+    Returns:
+        Σ Ω over all inference devices that no plan is below; minus infinity where more than one group is free.
+    """
+    groups, bound = state.problem.groups, -math.inf
+    budgets = budgets or {group.name: group.group.memory_bytes for group in groups}
+    for name, rungs in starts.items():
+        state.move_to(name, rungs)
+    blocks: dict[tuple[object, ...], list[GroupProblem]] = {}
+    for group in groups:
+        blocks.setdefault((programs.kind(group), budgets[group.name], tuple(starts[group.name])), []).append(group)
+    better = True
+    while better:
+        better = False
+        for block in blocks.values():
+            first, present = block[0], state.rungs(block[0].name)
+            names = {group.name for group in block}
+            program = programs.joint(first, state.problem.variants(state.all_rungs()), names, limit_ns)
+            found = Search(first, program, limit_ns, budgets[first.name], effort, progress).run(present)
+            if len(groups) == 1:
+                bound = first.group.count * found.bound
+            if found.plan is not None and first.omega(found.plan.rungs) < first.omega(present):
+                for name in names:
+                    state.move_to(name, found.plan.rungs)
+                better = len(blocks) > 1
+    return bound
 
 
 def answer(
@@ -225,13 +272,22 @@ def least_memory_plan(
     """Every inference group at the smallest peak within the time limit, and of those plans the one of least Σ Ω."""
     require_solver("the objective memory")
     check_deadline_form(state.problem.dag)
-    budgets, starts = {}, {}
+    for name, start in uniform.items():
+        state.move_to(name, start.rungs)
+    budgets = {}
     for group in state.problem.groups:
-        smallest = least(programs.of(group), Quantity.MEMORY, limit_ns, start=uniform[group.name].rungs)
+        program = programs.of(group)
+        if programs.contended:
+            program = programs.joint(group, state.problem.variants(state.all_rungs()), {group.name}, limit_ns)
+        smallest = least(program, Quantity.MEMORY, limit_ns, start=state.rungs(group.name))
         assert smallest is not None, "uniform precision keeps the time limit"
-        budgets[group.name], starts[group.name] = smallest.peak_bytes, smallest.rungs
-    answers = answer(state, programs, starts, limit_ns, effort, budgets=budgets)
-    return _as_found(state, limit_ns, answers, "the least memory found within the time limit; of such plans, ")
+        budgets[group.name] = smallest.peak_bytes
+        state.move_to(group.name, smallest.rungs)
+    starts = state.all_rungs()
+    bound = adopt(state, answer(state, programs, starts, limit_ns, effort, budgets=budgets))
+    if state.prediction.iteration_ns > limit_ns:
+        bound = max(bound, solve_jointly(state, starts, limit_ns, effort, programs, budgets=budgets))
+    return _as_found(state, limit_ns, bound, "the least memory found within the time limit; of such plans, ")
 
 
 def least_time_plan(
@@ -284,16 +340,18 @@ def least_time_plan(
                 high, answers = middle, found
             else:
                 low = middle
+    bound = adopt(state, answers)
+    if state.prediction.iteration_ns > high:  # open collectives delay it by more than they must
+        high = state.prediction.iteration_ns
+        bound = _bound(problem, answer(state, programs, state.all_rungs(), high, RELAXED))
     what = "the shortest time found" if omega_limit is None else f"the shortest time found at a Σ Ω of at most {omega_limit:g}"
-    return _as_found(state, high, answers, f"{what}; of such plans, "), high
+    return _as_found(state, high, bound, f"{what}; of such plans, "), high
 
 
 def _bound(problem: Problem, answers: Mapping[str, Answer]) -> float:
     return sum(group.group.count * answers[group.name].bound for group in problem.groups)
 
 
-def _as_found(state: SearchState, limit_ns: int, answers: Mapping[str, Answer], what: str) -> Solution:
-    found = {name: entry.plan.rungs for name, entry in answers.items() if entry.plan is not None}
-    solution = with_proof(state, limit_ns, adopt(state, answers), raise_further=False)
-    assert all(solution.rungs[name] == rungs for name, rungs in found.items())
+def _as_found(state: SearchState, limit_ns: int, bound: float, what: str) -> Solution:
+    solution = with_proof(state, limit_ns, bound, raise_further=False)
     return attrs.evolve(solution, notes=tuple(f"{what}{note}" for note in solution.notes))

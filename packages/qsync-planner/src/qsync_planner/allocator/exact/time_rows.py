@@ -93,26 +93,26 @@ def unit_ns(slowest_ns: int) -> int:
     return unit
 
 
-def time_after(shape: StepShape, collective_ns: Sequence[int]) -> dict[int, int]:
+def time_after(shape: StepShape) -> dict[int, int]:
     """For each operator after whose backward a bucket is ready: the collectives from that bucket on, and the optimizer.
 
     Its deadline is T less this time.
     """
     found: dict[int, int] = {}
-    left = sum(collective_ns)
-    for position, duration in zip(shape.ready_after, collective_ns, strict=True):
+    for position, left in zip(shape.ready_after, shape.left_ns, strict=True):
         found[position] = max(found.get(position, 0), shape.optimizer.compute_ns + left)
-        left -= duration
     return found
 
 
 class Step:
-    """One operator's forward or backward: dispatch, compute and chain as expressions of the choices."""
+    """One operator's forward or backward: dispatch, compute and chain as expressions of the choices; compute's extremes."""
 
-    def __init__(self) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
+        """``works``: what the step may amount to."""
         self.dispatch: Expression = {}
         self.compute: Expression = {}
         self.chain: Expression = {}
+        self.least_ns, self.most_ns = min(work.compute_ns for work in works), max(work.compute_ns for work in works)
 
     def add(self, chosen: Indicator, work: Work) -> None:
         """A piece of work that is done where ``chosen`` is 1."""
@@ -134,15 +134,16 @@ class StepExpressions:
         before: list[list[Step]] = [[] for _ in choices.of]
         after: list[list[Step]] = [[] for _ in choices.of]
         for position, cast, charged in charges:
-            step = Step()
+            step = Step((NOTHING, cast.work))
             step.add(charged, cast.work)
             (before if cast.cast.site is CastSite.INPUT else after)[position].append(step)
         self.forward: list[list[Step]] = []
         self.backward: list[list[Step]] = []
         for position, options in enumerate(choices.of):
-            forward, backward = Step(), Step()
-            for state, chosen, _ in options:
-                own = state.charge(ALL_ELSEWHERE)
+            charges_of = [(state.charge(ALL_ELSEWHERE), chosen) for state, chosen, _ in options]
+            forward = Step([own.forward for own, _ in charges_of])
+            backward = Step([own.backward for own, _ in charges_of])
+            for own, chosen in charges_of:
                 forward.add(chosen, own.forward)
                 backward.add(chosen, own.backward)
             self.forward.append([*before[position], forward])
@@ -186,7 +187,7 @@ class TimeRows:
 
         ``G' ≥ G + compute``, ``G' ≥ C + chain``, ``C' ≥ C + dispatch``, from 0 at the start of the step.
         """
-        clock = _Clock(self._then)
+        clock = Clock(self._then)
         for forward in steps.forward:
             clock.run(forward)
         for position in reversed(range(len(steps.backward))):
@@ -216,7 +217,7 @@ class TimeRows:
         self._program.row(row, upper=0, unit=self._unit)
 
 
-class _Clock:
+class Clock:
     """Device and CPU time after the steps so far: a column each; steps that no plan changes are put together first."""
 
     def __init__(self, then: Callable[[int | None, Expression, int | None], int]) -> None:

@@ -1,0 +1,240 @@
+"""How a job is to communicate: the ways that are considered, the fastest of them, and why (docs/design/allocator.md#communication).
+
+A way is what DistributedDataParallel and NCCL are told.  None of them changes a gradient's value by more than the order in which
+it is summed up, so a plan takes the way under which it is the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import (
+    MOST_BUCKET_MB,
+    PYTORCH_DEFAULTS,
+    CollectiveCosts,
+    CommunicationChoice,
+    CommunicationSettings,
+    PlannedCommunication,
+    buckets_under,
+)
+from qsync_core.ir.dag import Bucket, PrecisionDag
+from qsync_core.ir.profile import Profile
+from qsync_core.units import format_ns
+from qsync_planner.matching import check_communication
+from qsync_planner.replayer.replay import Replayer, Variants
+from qsync_planner.replayer.step_timing import Condensed
+
+NEEDS_COSTS = "communication settings need measured costs: run 'qsync communicate' on all ranks, and pass them with --communication"
+"""What to say where a person names settings and no costs."""
+BUCKET_CAPS_MB = (50.0, 100.0)
+"""Tried beside the graph's own buckets and a single one."""
+_MEBIBYTE = 1024 * 1024
+_SYNTAX = "ctas=N,bucket=MIB|own,broadcast=on|off,view=on|off,static=on|off"
+_SHORT = {"max_ctas": "ctas", "bucket_cap_mb": "bucket"}
+_SWITCHES = {"broadcast": "broadcast_buffers", "view": "gradient_as_bucket_view", "static": "static_graph"}
+Fixed = Mapping[str, Any]
+"""Attributes of :class:`CommunicationSettings` that are decided already."""
+
+
+Periods = Mapping[CommunicationSettings, int]
+"""A plan's period in nanoseconds under every way that is considered."""
+
+
+def parse_settings(text: str) -> Fixed:
+    """``ctas=2,bucket=25,broadcast=off``: what is not named is left to the planner.
+
+    ``bucket=own`` are the buckets that the graph was traced with.
+
+    Raises:
+        PlanError: with the syntax, the word that is wrong and why.
+    """
+    found: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = word.partition("=")
+        try:
+            key, parsed = _setting(name, value)
+            CommunicationSettings(**{key: parsed})
+        except ValueError as error:
+            raise PlanError(f"communication settings are written {_SYNTAX}, got {word!r}: {error}") from None
+        if key in found:
+            raise PlanError(f"the communication setting {name!r} is given twice in {text!r}")
+        found[key] = parsed
+    return found
+
+
+def _setting(name: str, value: str) -> tuple[str, Any]:
+    if name == "ctas":
+        if not value.isdecimal():
+            raise ValueError(f"the number of CTAs must be a whole number, 0 for NCCL's own choice, got {value!r}")
+        return "max_ctas", int(value)
+    if name == "bucket":
+        if value == "own":
+            return "bucket_cap_mb", None
+        try:
+            return "bucket_cap_mb", float(value)
+        except ValueError:
+            raise ValueError(f"the bucket cap must be in MiB, or 'own', got {value!r}") from None
+    if name in _SWITCHES:
+        if value not in ("on", "off"):
+            raise ValueError(f"{name} is on or off, got {value!r}")
+        return _SWITCHES[name], value == "on"
+    raise ValueError(f"there is no setting {name!r}")
+
+
+def ways_to_communicate(dag: PrecisionDag, costs: CollectiveCosts, fixed: Fixed) -> tuple[CommunicationSettings, ...]:
+    """The ways that are considered, PyTorch's defaults first where nothing that is fixed differs from them.
+
+    Every number of CTAs that was measured, with the graph's own buckets, larger ones and one for all, with and without the
+    broadcast of buffers where the model has any; gradients live in the buckets, which saves their copies and costs nothing.
+
+    Raises:
+        PlanError: for a number of CTAs that was not measured, or bucket sizes that the graph does not have.
+    """
+    measured = sorted(entry.max_ctas for entry in costs.measured)
+    ctas = [int(fixed["max_ctas"] or 0)] if "max_ctas" in fixed else measured
+    if missing := sorted(set(ctas) - set(measured)):
+        raise PlanError(
+            f"all-reduces with {_ctas(missing[0])} were not measured (the costs have {', '.join(map(_ctas, measured))}); "
+            "measure them with 'qsync communicate', or leave ctas out of the communication settings"
+        )
+    broadcasts = [fixed["broadcast_buffers"]] if "broadcast_buffers" in fixed else [True, False][: 1 + bool(costs.broadcast_ns)]
+    found = [
+        CommunicationSettings(
+            cap, number, bool(broadcast), bool(fixed.get("gradient_as_bucket_view", True)), bool(fixed.get("static_graph", False))
+        )
+        for broadcast in broadcasts
+        for cap in _caps(dag, fixed)
+        for number in ctas
+    ]
+    if 0 in measured and all(getattr(PYTORCH_DEFAULTS, name) == value for name, value in fixed.items()):
+        found.insert(0, PYTORCH_DEFAULTS)
+    return tuple(dict.fromkeys(found))
+
+
+def _ctas(number: int) -> str:
+    return f"{number} CTAs" if number else "NCCL's own number of CTAs"
+
+
+def _caps(dag: PrecisionDag, fixed: Fixed) -> list[float | None]:
+    """Bucket caps of which no two give the same buckets."""
+    if "bucket_cap_mb" in fixed:
+        cap = fixed["bucket_cap_mb"]
+        try:
+            buckets_under(dag, cap)
+        except ValueError as error:
+            raise PlanError(f"{error}; leave bucket out of the communication settings") from None
+        return [cap]
+    one = float(math.ceil(sum(bucket.nbytes for bucket in dag.buckets) / _MEBIBYTE))
+    found: dict[tuple[Bucket, ...], float | None] = {}
+    for cap in (None, *BUCKET_CAPS_MB, *([one] if 0 < one <= MOST_BUCKET_MB else [])):
+        try:
+            found.setdefault(buckets_under(dag, cap), cap)
+        except ValueError:
+            break
+    return list(found.values())
+
+
+def fastest(times_ns: Periods) -> CommunicationSettings:
+    """The way of the shortest period; of equal ones the first."""
+    return min(times_ns, key=lambda way: times_ns[way])
+
+
+class Ways:
+    """The replayers of one job, one for each way to communicate; a single one where nothing was measured.
+
+    Attributes:
+        settings: the ways; PyTorch's defaults alone where nothing was measured.
+        costs: what was measured, or None.
+        fixed: what a person decided.
+    """
+
+    def __init__(
+        self, dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], costs: CollectiveCosts | None, fixed: Fixed
+    ) -> None:
+        self.costs, self.fixed = costs, fixed
+        if costs is not None:
+            check_communication(costs, dag, cluster)
+        self.settings = (PYTORCH_DEFAULTS,) if costs is None else ways_to_communicate(dag, costs, fixed)
+        first = Replayer(dag, cluster, profiles, communication=costs, settings=self.settings[0])
+        self._replayers = {self.settings[0]: first}
+
+    def at(self, way: CommunicationSettings) -> Replayer:
+        """The replayer under one way."""
+        if way not in self._replayers:
+            self._replayers[way] = self._replayers[self.settings[0]].under(way)
+        return self._replayers[way]
+
+    def with_profiles(self, profiles: Mapping[str, Profile]) -> Ways:
+        """The same ways with other profiles of the groups."""
+        first = self.at(self.settings[0])
+        return Ways(first.dag, first.cluster, profiles, self.costs, self.fixed)
+
+    def periods_ns(self, variants: Mapping[str, Variants]) -> dict[CommunicationSettings, int]:
+        """A plan's period under every way."""
+        first = self.at(self.settings[0])
+        names = [group.name for group in first.cluster.groups]
+        cuts = sorted({cut for way in self.settings for cut in self.at(way).shape(names[0]).cuts})
+        plan = {name: variants.get(name) or first.base_variants(name) for name in names}
+        work = {name: Condensed.of(first.mapper(name, plan[name]), cuts) for name in names}
+        return {way: self.at(way).period_ns(work) for way in self.settings}
+
+    def planned(self, chosen: CommunicationSettings, periods_ns: Periods) -> PlannedCommunication | None:
+        """What a plan says of the way that was chosen for it; nothing where nothing was measured."""
+        if self.costs is None:
+            return None
+        order = sorted(periods_ns, key=lambda way: (way != chosen, periods_ns[way]))
+        reason = _reason(self.at(chosen).dag, self.costs, self.fixed, periods_ns, chosen)
+        return PlannedCommunication(chosen, reason, tuple(CommunicationChoice(way, periods_ns[way]) for way in order))
+
+
+def _reason(
+    dag: PrecisionDag,
+    costs: CollectiveCosts,
+    fixed: Fixed,
+    times_ns: Periods,
+    chosen: CommunicationSettings,
+) -> str:
+    label = chosen.label
+    if chosen.bucket_cap_mb is not None and len(buckets_under(dag, chosen.bucket_cap_mb)) == 1:
+        label = label.replace(f"buckets of {chosen.bucket_cap_mb:g} MiB", f"one bucket ({chosen.bucket_cap_mb:g} MiB)")
+    names = _SHORT | {attribute: name for name, attribute in _SWITCHES.items()}
+    asked = f"with {_listed([names[attribute] for attribute in fixed])} as asked for, " if fixed else ""
+    parts = [f"{asked}{label}: {format_ns(times_ns[chosen])}"]
+    if chosen == PYTORCH_DEFAULTS:
+        parts[0] += f", and none of {len(times_ns) - 1} other ways is faster" if len(times_ns) > 1 else ""
+    elif PYTORCH_DEFAULTS in times_ns:
+        parts[0] += f" instead of {format_ns(times_ns[PYTORCH_DEFAULTS])} with PyTorch's defaults{_contention(costs)}"
+    elif len(times_ns) > 1:
+        slowest = max(times_ns.values())
+        parts[0] += f", and up to {format_ns(slowest)} in the {len(times_ns) - 1} other ways"
+    if not chosen.broadcast_buffers and costs.broadcast_ns:
+        parts.append(
+            f"without the broadcast of buffers ({format_ns(costs.broadcast_ns)} a step) rank 0, which evaluates and saves, "
+            "computes the same bit for bit: its own are never overwritten"
+        )
+    return "; ".join(parts)
+
+
+def _contention(costs: CollectiveCosts) -> str:
+    """How much compute PyTorch's defaults take while all-reduces are open."""
+    taken = [f"{c:.0%} of {name}'s" for name, c in costs.under(0).slowdown.items() if c > 0]
+    if not taken:
+        return ""
+    return f", whose open all-reduces take {_listed(taken)} compute"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def how_to_apply(communication: PlannedCommunication) -> tuple[str, ...]:
+    """Lines of code and environment that apply a plan's settings."""
+    lines = ["DistributedDataParallel(model, **applied.ddp_options())"]
+    if ctas := communication.settings.max_ctas:
+        options = "init_process_group(…, pg_options=qsync_torch.process_group_options(plan))"
+        lines.append(f"NCCL_MAX_CTAS={ctas} in the environment of every rank, or {options}")
+    return tuple(lines)

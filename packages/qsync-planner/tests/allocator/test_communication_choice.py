@@ -1,0 +1,255 @@
+"""The way to communicate as part of a plan: what is considered, what is chosen, and what is said of it."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+from planning_cases import Case, random_case, random_costs
+
+from qsync_core.artifacts.files import digest
+from qsync_core.errors import ClusterError, PlanError, QSyncError
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, CommunicationSettings, MeasuredCollectives, buckets_under
+from qsync_core.ir.dag import Bucket
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import CollectiveModel, DeviceKind
+from qsync_planner.allocator import allocate
+from qsync_planner.allocator.communication import how_to_apply, parse_settings, ways_to_communicate
+from qsync_planner.replayer.replay import Replayer
+
+MEBIBYTE = 1024 * 1024
+
+
+def job(seed: int = 3, **options: object) -> tuple[Case, CollectiveCosts]:
+    """A drawn job on GPUs and its costs."""
+    case = random_case(seed, kind=DeviceKind.CUDA)
+    return case, random_costs(case, random.Random(seed), **options)  # type: ignore[arg-type]
+
+
+def period_ns(case: Case, costs: CollectiveCosts, way: CommunicationSettings, plan: PrecisionPlan) -> int:
+    """The plan's period under one way, replayed from scratch."""
+    variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in plan.groups}
+    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
+    return replayer.replay(variants).iteration_ns
+
+
+def test_settings_that_a_person_writes() -> None:
+    assert parse_settings("ctas=2, bucket=25,broadcast=off") == {
+        "max_ctas": 2,
+        "bucket_cap_mb": 25.0,
+        "broadcast_buffers": False,
+    }
+    assert parse_settings("bucket=own,view=on,static=off") == {
+        "bucket_cap_mb": None,
+        "gradient_as_bucket_view": True,
+        "static_graph": False,
+    }
+    assert parse_settings("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ctas=two", r"are written ctas=N,bucket=MIB\|own,.*, got 'ctas=two': the number of CTAs must be a whole number"),
+        ("ctas=-1", "got 'ctas=-1': the number of CTAs must be a whole number"),
+        ("ctas=65", "max_ctas must be at most 64, got 65"),
+        ("bucket=big", "the bucket cap must be in MiB, or 'own', got 'big'"),
+        ("bucket=0", "bucket_cap_mb must be above 0 and at most 1e[+]06 MiB, got 0.0"),
+        ("bucket=nan", "bucket_cap_mb must be above 0 .* got nan"),
+        ("broadcast=no", "broadcast is on or off, got 'no'"),
+        ("channels=2", "there is no setting 'channels'"),
+        ("ctas=2,ctas=4", "the communication setting 'ctas' is given twice in 'ctas=2,ctas=4'"),
+    ],
+)
+def test_settings_that_make_no_sense(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        parse_settings(text)
+
+
+def test_every_measured_way_is_considered_once() -> None:
+    case, costs = job()
+    big = attrs.evolve(case.dag, buckets=tuple(attrs.evolve(b, nbytes=60 * MEBIBYTE) for b in case.dag.buckets))
+    ways = ways_to_communicate(case.dag, costs, {})
+    assert ways[0] == PYTORCH_DEFAULTS
+    # The graph is small: 50 and 100 MiB are one bucket, as the smallest cap that holds everything.
+    assert {(way.max_ctas, way.bucket_cap_mb, way.broadcast_buffers) for way in ways} == {
+        (ctas, cap, broadcast) for ctas in (0, 2) for cap in (None, 50.0) for broadcast in (True, False)
+    }
+    assert all(way.gradient_as_bucket_view for way in ways[1:])
+    assert (
+        len({(way.max_ctas, way.broadcast_buffers, buckets_under(case.dag, way.bucket_cap_mb)) for way in ways[1:]})
+        == len(ways) - 1
+    )
+    fixed = ways_to_communicate(case.dag, costs, {"max_ctas": 2, "broadcast_buffers": True})
+    assert {(way.max_ctas, way.broadcast_buffers) for way in fixed} == {(2, True)}
+    assert ways_to_communicate(big, costs, {"bucket_cap_mb": None})[0] == PYTORCH_DEFAULTS
+    without_buffers = attrs.evolve(costs, broadcast_ns=0)
+    assert all(way.broadcast_buffers for way in ways_to_communicate(case.dag, without_buffers, {}))
+
+
+def test_what_was_not_measured_or_the_graph_does_not_have_is_refused() -> None:
+    case, costs = job()
+    with pytest.raises(PlanError, match=r"with 4 CTAs were not measured \(the costs have NCCL's own number of CTAs, 2 CTAs\)"):
+        ways_to_communicate(case.dag, costs, {"max_ctas": 4})
+    unused = attrs.evolve(case.dag, buckets=case.dag.buckets[1:] or (Bucket((), 0),))
+    with pytest.raises(PlanError, match=r"buckets of another size need a graph .* leave bucket out of the communication settings"):
+        ways_to_communicate(unused, costs, {"bucket_cap_mb": 50.0})
+    assert {way.bucket_cap_mb for way in ways_to_communicate(unused, costs, {})} == {None}
+
+
+def _with_other_ranks(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
+    return attrs.evolve(costs, ranks={name: count + 1 for name, count in costs.ranks.items()})
+
+
+def _with_other_groups(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
+    def renamed(by_group: dict[str, object]) -> dict[str, object]:
+        return {name.replace("infer", "weak"): value for name, value in by_group.items()}
+
+    measured = tuple(attrs.evolve(entry, slowdown=renamed(dict(entry.slowdown))) for entry in costs.measured)
+    names = ("ranks", "devices", "software", "copy_ns_per_byte")
+    return attrs.evolve(costs, measured=measured, **{name: renamed(dict(getattr(costs, name))) for name in names})
+
+
+def _with_another_share(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
+    return attrs.evolve(costs, devices={name: attrs.evolve(device, share=0.5) for name, device in costs.devices.items()})
+
+
+def _of_another_graph(case: Case, costs: CollectiveCosts) -> CollectiveCosts:
+    return attrs.evolve(costs, dag_digest="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (_with_other_ranks, ClusterError, r"measured with \d ranks of group 'train0', but cluster 'drawn' has \d; run 'qsync comm"),
+        (_with_other_groups, ClusterError, r"of groups train0, weak0, but cluster 'drawn' has infer0, train0; run 'qsync comm"),
+        (
+            _with_another_share,
+            ClusterError,
+            "gets share 1 of each device-train0, but the collective costs were measured with share 0.5",
+        ),
+        (_of_another_graph, PlanError, r"the collective costs are of another graph \('small', digest 0{12}\)"),
+    ],
+)
+def test_costs_of_another_job_are_refused(change: object, error: type[QSyncError], words: str) -> None:
+    case, costs = job()
+    with pytest.raises(error, match=words):
+        allocate(*case.arguments, communication=change(case, costs))  # type: ignore[operator]
+
+
+def test_settings_without_costs_are_refused() -> None:
+    case, _ = job()
+    with pytest.raises(PlanError, match="communication settings need measured costs: run 'qsync communicate'"):
+        allocate(*case.arguments, settings={"max_ctas": 2})
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("solver", ["auto", "greedy", "uniform", "full", "dynamic-batch"])
+def test_plan_limit_and_baselines_are_each_under_their_best_way(solver: str, seed: int) -> None:
+    case, costs = job(seed)
+    ways = ways_to_communicate(case.dag, costs, {})
+    plan = allocate(*case.arguments, solver=solver, communication=costs)
+    best = {}
+    for baseline in ("uniform", "full"):
+        alone = allocate(*case.arguments, solver=baseline, communication=costs)
+        best[baseline] = min(period_ns(case, costs, way, alone) for way in ways)
+        assert plan.baselines[baseline] == best[baseline]
+    assert plan.time_limit_ns == best["uniform"]
+    chosen = plan.communication
+    assert chosen is not None
+    assert chosen.alternatives[0].settings == chosen.settings
+    assert chosen.alternatives[0].iteration_ns == plan.predicted_iteration_ns
+    assert {choice.settings for choice in chosen.alternatives} == set(ways)
+    if solver != "dynamic-batch":
+        for choice in chosen.alternatives:
+            assert choice.iteration_ns == period_ns(case, costs, choice.settings, plan)
+    if solver in ("auto", "greedy"):
+        assert plan.predicted_iteration_ns <= plan.time_limit_ns
+        assert plan == allocate(*case.arguments, solver=solver, communication=costs)
+    assert plan.input_digests["communication"] == digest(costs)
+
+
+def test_the_reason_has_the_figures() -> None:
+    case = random_case(3, kind=DeviceKind.CUDA)
+    names = [group.name for group in case.cluster.groups]
+    ranks = sum(group.count for group in case.cluster.groups)
+    costs = CollectiveCosts(
+        case.dag.model,
+        digest(case.dag),
+        {group.name: group.count for group in case.cluster.groups},
+        {name: case.profiles[name].device for name in names},
+        {name: {} for name in names},
+        (
+            MeasuredCollectives(0, CollectiveModel(ranks, "nccl", 20_000.0, 0.5), {"train0": 0.12, "infer0": 0.24}),
+            MeasuredCollectives(2, CollectiveModel(ranks, "nccl", 20_000.0, 0.5), {"train0": 0.0, "infer0": 0.0}),
+        ),
+        dict.fromkeys(names, 0.0),
+        100_000,
+    )
+    plan = allocate(*case.arguments, communication=costs)
+    assert plan.communication is not None
+    settings = plan.communication.settings
+    assert (settings.max_ctas, settings.broadcast_buffers) == (2, False)
+    words = plan.communication.reason
+    assert "2 NCCL CTAs, no broadcast of buffers, gradients in the buckets: " in words
+    assert "with PyTorch's defaults, whose open all-reduces take 12% of train0's and 24% of infer0's compute" in words
+    assert (
+        "without the broadcast of buffers (100.0 µs a step) rank 0, which evaluates and saves, computes the same bit for bit"
+        in words
+    )
+    assert how_to_apply(plan.communication) == (
+        "DistributedDataParallel(model, **applied.ddp_options())",
+        "NCCL_MAX_CTAS=2 in the environment of every rank, or "
+        "init_process_group(…, pg_options=qsync_torch.process_group_options(plan))",
+    )
+    free = attrs.evolve(costs, measured=(attrs.evolve(costs.measured[1], max_ctas=0),), broadcast_ns=0)
+    plan = allocate(*case.arguments, communication=free, settings={"bucket_cap_mb": None})
+    assert plan.communication is not None
+    assert plan.communication.settings == PYTORCH_DEFAULTS
+    assert plan.communication.reason.startswith("with bucket as asked for, PyTorch's defaults: ")
+    assert plan.communication.reason.endswith(", and none of 1 other ways is faster")
+
+
+def test_what_was_not_measured_is_a_note_on_gpus_alone() -> None:
+    for kind, told in ((DeviceKind.CUDA, True), (DeviceKind.CPU, False)):
+        case = random_case(5, kind=kind)
+        plan = allocate(*case.arguments)
+        assert plan.communication is None
+        notes = [note for note in plan.notes if note.startswith("what all-reduces take from compute was not measured")]
+        assert len(notes) == told
+        costs = random_costs(case, random.Random(5))
+        assert not any("not measured, so" in note for note in allocate(*case.arguments, communication=costs).notes)
+
+
+def test_costs_that_slow_nothing_down_give_the_plan_that_is_found_without() -> None:
+    """All-reduces as the profiles and links have them, no slowdown, no copies, no broadcast: the same problem."""
+    case = random_case(7, kind=DeviceKind.CUDA)
+    without = allocate(*case.arguments, solver="exact")
+    replayer = Replayer(case.dag, case.cluster, case.profiles)
+    names = [group.name for group in case.cluster.groups]
+    sizes = tuple(sorted({bucket.nbytes: ns for bucket, ns in zip(replayer.buckets, replayer.collective_ns, strict=True)}.items()))
+    ranks = sum(group.count for group in case.cluster.groups)
+    costs = CollectiveCosts(
+        case.dag.model,
+        digest(case.dag),
+        {group.name: group.count for group in case.cluster.groups},
+        {name: case.profiles[name].device for name in names},
+        {name: {} for name in names},
+        (MeasuredCollectives(0, CollectiveModel(ranks, "nccl", 0.0, 0.0, sizes), dict.fromkeys(names, 0.0)),),
+        dict.fromkeys(names, 0.0),
+    )
+    plan = allocate(*case.arguments, solver="exact", communication=costs, settings={"bucket_cap_mb": None})
+    assert plan.groups == without.groups
+    assert (plan.objective, plan.bound, plan.time_limit_ns) == (without.objective, without.bound, without.time_limit_ns)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_other_objectives_keep_their_limits_under_contention(seed: int) -> None:
+    case, costs = job(seed)
+    best = allocate(*case.arguments, solver="exact", communication=costs)
+    lean = allocate(*case.arguments, solver="exact", objective="memory", communication=costs)
+    assert lean.predicted_iteration_ns <= lean.time_limit_ns == best.time_limit_ns
+    assert lean.group("infer0").predicted_peak_bytes <= best.group("infer0").predicted_peak_bytes
+    fast = allocate(*case.arguments, solver="exact", objective="time", communication=costs)
+    assert fast.predicted_iteration_ns <= fast.time_limit_ns

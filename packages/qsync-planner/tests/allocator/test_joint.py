@@ -1,0 +1,151 @@
+"""Programs of a job whose ranks slow each other down, against the replayer and against enumeration."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import Case, random_case, random_costs
+
+from qsync_core.ir.communication import CommunicationSettings
+from qsync_core.ir.profile import DeviceKind
+from qsync_planner.allocator.baselines import move_to_uniform
+from qsync_planner.allocator.exact.group_program import GroupProgram, Programs, Quantity
+from qsync_planner.allocator.exact.joint_rows import Segment, relaxed
+from qsync_planner.allocator.exact.program import Limits
+from qsync_planner.allocator.exact.solve import EXACT, solve_exactly, solve_jointly
+from qsync_planner.allocator.problem import Problem, SearchState, build_problem
+from qsync_planner.replayer.contention import PARTS, RankStep, joint_step
+from qsync_planner.replayer.max_plus import kernel
+from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.step_timing import StepShape
+
+pytest.importorskip("highspy")
+
+
+def contended_job(seed: int, *, synchronises: bool = False, infer_groups: int = 1) -> tuple[Case, Replayer, Problem]:
+    """A drawn job on GPUs with up to a dozen buckets, and its replayer under a drawn way to communicate."""
+    rng = random.Random(seed)
+    case = random_case(seed, blocks=2 if infer_groups == 1 else 1, infer_groups=infer_groups, kind=DeviceKind.CUDA)
+    groups = tuple(attrs.evolve(group, sync_per_step=synchronises) for group in case.cluster.groups)
+    case = attrs.evolve(case, cluster=attrs.evolve(case.cluster, groups=groups))
+    costs = random_costs(case, rng, broadcast=rng.random() < 0.5)
+    way = CommunicationSettings(
+        rng.choice((0.0003, 0.001, 0.002, 0.005)), broadcast_buffers=rng.random() < 0.5, gradient_as_bucket_view=rng.random() < 0.5
+    )
+    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
+    return case, replayer, build_problem(case.dag, case.cluster, case.profiles, case.sensitivity)
+
+
+def least_omega(case: Case, replayer: Replayer, problem: Problem, limit_ns: int) -> float:
+    """Σ Ω of the best plan within the limit, by trying all."""
+    best = math.inf
+    plans: list[dict[str, object]] = [{}]
+    for group in problem.groups:
+        plans = [{**plan, group.name: assignment} for plan in plans for assignment in case.assignments(group.name)]
+    for plan in plans:
+        omega = 0.0
+        for group in problem.groups:
+            for op_id, variant in plan[group.name].items():  # type: ignore[attr-defined]
+                omega += group.group.count * case.sensitivity.omega[op_id][variant]
+        if omega < best and replayer.replay(plan).iteration_ns <= limit_ns:  # type: ignore[arg-type]
+            best = omega
+    return best
+
+
+@pytest.mark.parametrize(("synchronises", "seeds"), [(False, range(16)), (True, range(16, 24))])
+def test_the_best_plan_of_a_job_whose_ranks_slow_each_other_down_is_found_and_proven(synchronises: bool, seeds: range) -> None:
+    """Of one free group every plan is found in these draws; from the joint program alone, without a look at the deadlines first."""
+    for seed in seeds:
+        case, replayer, problem = contended_job(seed, synchronises=synchronises)
+        state, programs = SearchState(problem, replayer), Programs(replayer)
+        starts = {group.name: move_to_uniform(state, group.name, programs).rungs for group in problem.groups}
+        limit_ns = round(state.prediction.iteration_ns * random.Random(seed).choice((1.0, 1.02, 1.1)))
+        bound = solve_jointly(state, starts, limit_ns, EXACT, programs)
+        assert state.prediction.iteration_ns <= limit_ns
+        best = least_omega(case, replayer, problem, limit_ns)
+        assert problem.objective(state.all_rungs()) == pytest.approx(best, rel=1e-6, abs=1e-12), seed
+        assert bound == pytest.approx(best, rel=1e-6, abs=1e-12), seed
+
+
+def test_several_free_groups_are_solved_for_in_turn_within_the_gap_that_is_stated() -> None:
+    found = 0
+    for seed in range(12):
+        case, replayer, problem = contended_job(seed, infer_groups=2)
+        state, programs = SearchState(problem, replayer), Programs(replayer)
+        starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
+        limit_ns = state.prediction.iteration_ns
+        solution = solve_exactly(state, starts, limit_ns, EXACT, programs)
+        assert solution.prediction.iteration_ns <= limit_ns
+        omega, best = problem.objective(solution.rungs), least_omega(case, replayer, problem, limit_ns)
+        assert solution.bound is not None
+        assert solution.bound <= best * (1 + 1e-6) + 1e-12
+        assert omega >= best * (1 - 1e-6) - 1e-12
+        found += omega <= best * (1 + 1e-6) + 1e-12
+    assert found >= 11
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_and_replayer_agree_on_the_time_of_a_plan(seed: int) -> None:
+    """With every unit fixed, the least T that the rows allow is the period, up to a nanosecond a segment that rounding may take."""
+    _, replayer, problem = contended_job(seed)
+    group, rng = problem.groups[0], random.Random(seed)
+    slowest_ns = 2 * replayer.replay({}).iteration_ns
+    program = Programs(replayer).joint(group, {}, {group.name}, slowest_ns)
+    program.minimise(Quantity.TIME)
+    for _ in range(4):
+        rungs = [rng.randrange(len(unit.rungs)) for unit in group.units]
+        replayed = program.replay(rungs)
+        assert replayed.period_ns == replayer.replay({group.name: group.variants(rungs)}).iteration_ns
+        if replayed.period_ns <= slowest_ns:
+            least_ns = least_time_ns(program, rungs)
+            assert replayed.period_ns - len(replayer.buckets) - 2 <= least_ns <= replayed.period_ns + 1
+
+
+def least_time_ns(program: GroupProgram, rungs: list[int]) -> float:
+    """The least T at fixed rungs."""
+    for columns, rung in zip(program.choices.columns, rungs, strict=True):
+        for index, column in enumerate(columns):
+            program.program.bound(column, float(index == rung), float(index == rung))
+    return program.program.solve(Limits(gap=0.0)).objective * 1000
+
+
+TIME = st.integers(0, 2_000)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Durations of collectives; segments of two ranks; less of the first one's."""
+    count = draw(st.integers(1, 4))
+    rows = [draw(st.lists(TIME, min_size=size, max_size=size)) for size in (count, count + 1, count + 1)]
+    return rows[0], rows[1], rows[2], [draw(st.integers(0, segment)) for segment in rows[1]]
+
+
+@given(steps(), st.integers(0, PARTS - 1), st.integers(0, PARTS - 1), st.integers(0, 100), st.integers(0, 300), st.integers(0, 300))
+@settings(max_examples=300, deadline=None)
+def test_deadlines_of_a_group_alone_are_never_later_than_the_jobs_period(
+    drawn: tuple[list[int], list[int], list[int], list[int]], mine: int, other: int, delay: int, first_ns: int, second_ns: int
+) -> None:
+    """A bound by :func:`relaxed` holds for every plan: its period is at most that of all ranks together."""
+    durations, segments, theirs, least = drawn
+    moments = [sum(segments[: n + 1]) for n in range(len(segments))]
+    shape = StepShape.of(
+        tuple(range(len(durations), 0, -1)), tuple(durations), 0.0, kernel(0, first_ns), slowdown=mine, start_delay_ns=delay
+    )
+    deadlines = relaxed(
+        shape, [Segment({}, low, high) for low, high in zip(least, segments, strict=True)], max(first_ns, second_ns)
+    )
+    now, period = 0, 0
+    for number, segment in enumerate(segments):
+        now += segment + (deadlines.host_work_ns[number - 1] if number else 0)
+        left = deadlines.left_ns[number] if number < len(durations) else 0
+        period = max(period, now + left + deadlines.optimizer.compute_ns)
+    rank = RankStep(first_ns, moments[:-1], moments[-1], mine)
+    second = RankStep(second_ns, [sum(theirs[: n + 1]) for n in range(len(durations))], sum(theirs), other)
+    assert period <= joint_step([rank, second], durations, delay).period_ns
+    if not mine and not delay:
+        assert deadlines is shape
