@@ -18,6 +18,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_torch import green_share, use_share
 from qsync_torch.cli.profile import profile
+from qsync_torch.distributed.ranks import which_group
 from qsync_torch.sharing import share as module
 from qsync_torch.sharing.mps import Daemon
 from qsync_torch.sharing.share import Share, is_gpu, share_in_force
@@ -56,7 +57,7 @@ def machine(monkeypatch):
     caps: dict[int, float] = {}
     gpus = [("NVIDIA H200", 140), ("NVIDIA H200", 140), ("Tesla T4", 15)]
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv("QSYNC_GROUP", raising=False)
+    monkeypatch.setenv("QSYNC_GROUP", "")
     monkeypatch.setattr(module, "find_daemon", Daemon)
     monkeypatch.setattr(module, "cuda_has_started", lambda: False)
     monkeypatch.setattr(module, "gpu_names", lambda: ("NVIDIA H200",))
@@ -75,6 +76,7 @@ def machine(monkeypatch):
 def test_a_share_is_asked_of_mps_and_memory_is_capped_on_gpus_of_the_groups_type(machine):
     assert use_share(plan_of(0.5, 70 << 30), "infer") == Share("infer", "NVIDIA H200", 0.5, 70 << 30)
     assert os.environ[VARIABLE] == "50"
+    assert which_group(plan_of()) == "infer"
     assert machine == {0: 0.5, 1: 0.5}
     assert share_in_force() == (0.5, "")
 
@@ -107,6 +109,7 @@ def test_the_group_is_found_as_apply_finds_it(monkeypatch):
         use_share(parse_cluster(CLUSTER.format(share=0.5, memory="1 GiB")), "other")
     monkeypatch.setenv(VARIABLE, "50")
     assert use_share(plan_of()).group == "infer"
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("QSYNC_GROUP", "infer")
     assert use_share(plan_of()).fraction == 0.5
 

@@ -164,13 +164,14 @@ class AppliedPlan(Installation):
             self._meet(device)
         else:
             self._has_met = True
-            with together("the first step under a plan"):
+            what = "the first step under a plan"
+            with together(what):
                 plan, group = self._planned.plan, self._planned.group
                 if plan is not None and group is not None:  # settings may have changed since apply_
                     check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
                 self._meet(device)
             if plan is not None and group is not None:  # by now the model is on its GPU
-                check_job(plan, group, self.model, self._planned.allow_flags, warn=False)
+                check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
         self._steps.advance()

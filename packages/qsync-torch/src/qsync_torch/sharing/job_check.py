@@ -48,10 +48,11 @@ class RankFacts:
     allow_share: bool = False
 
 
-def check_job(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
+def check_job(what: str, plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
     """Compare all ranks with the plan and with each other; call it on every rank.
 
     Args:
+        what: the call, as its user knows it; equal on all ranks.
         plan: of the job.
         group: of this process.
         model: on its device, or not yet.
@@ -63,7 +64,7 @@ def check_job(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collec
         RankError: on every rank that calls this, when another does not.
     """
     mine = rank_facts(group, model, allowed)
-    heard = told_by_all("apply_, comparing GPUs", {"facts": json.dumps(attrs.asdict(mine))})
+    heard = told_by_all(f"{what}, comparing GPUs", {"facts": json.dumps(attrs.asdict(mine))})
     ranks = {rank: RankFacts(**json.loads(facts["facts"])) for rank, facts in heard.items()}
     if problem := job_problem(plan, ranks):
         raise problem

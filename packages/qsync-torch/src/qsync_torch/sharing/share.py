@@ -63,8 +63,8 @@ def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: s
 
     Args:
         source: a plan, a cluster, or the path of one (``.toml``: a cluster file).
-        group: which group this process belongs to; by default the one that ``QSYNC_GROUP`` names, the only one, or the only one
-            of this machine's GPUs.
+        group: which group this process belongs to, for ``apply_`` as well; by default the one that ``QSYNC_GROUP`` names, the
+            only one, or the only one of this machine's GPUs.
 
     Returns:
         What the group gets.
@@ -75,6 +75,7 @@ def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: s
         ArtifactError, ClusterError: the file cannot be read.
     """
     share = find_share(source, group)
+    os.environ[GROUP_VARIABLE] = share.group
     if share.on_gpu:
         take_sms(share.fraction, f"group {share.group!r}")
         cap_memory(share)
@@ -99,6 +100,7 @@ def green_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group:
         ArtifactError, ClusterError: the file cannot be read.
     """
     share = find_share(source, group)
+    os.environ[GROUP_VARIABLE] = share.group
     if share.on_gpu:
         cap_memory(share)
     if not share.on_gpu or share.fraction == 1:
