@@ -65,8 +65,12 @@ def test_a_cpu_that_the_profiler_slows() -> None:
 def test_the_time_of_exposed_communication_gives_way_after_idle_time() -> None:
     # 60 of computation, 55 of an all-reduce beside nothing, 5 idle; the step takes 100.
     rows: list[Row] = [(F, GPU, 0, 20), (B, GPU, 20, 50), (COMM, LINK, 40, 105), (OPT, GPU, 110, 120)]
-    assert rank_parts(measured(100, rows), 0) == StepParts(20, 30, 10, communication=40, idle=0)
-    assert rank_parts(measured(118, rows), 0) == StepParts(20, 30, 10, communication=55, idle=3)
+    issued: list[Row] = [*rows, (F, CPU, 0, 7)]
+    assert rank_parts(measured(100, issued), 0) == StepParts(20, 30, 10, communication=40, idle=0, dispatch=7)
+    assert rank_parts(measured(118, issued), 0) == StepParts(20, 30, 10, communication=55, idle=3, dispatch=7)
+    assert rank_parts(measured(200, issued), 0) == StepParts(20, 30, 10, communication=55, idle=85, dispatch=200)
+    # A CPU computed longer while it was recorded; nothing says that it waited longer.
+    assert rank_parts(measured(100, rows), 0) == StepParts(20, 30, 10, communication=55, idle=5, recording=-20)
     assert rank_parts(measured(200, rows), 0) == StepParts(20, 30, 10, communication=55, idle=85)
 
 

@@ -84,4 +84,4 @@ def draw_errors(points: Sequence[Predicted]) -> str:
             picture.polygon([(px, py - 6), (px + 6, py), (px, py + 6), (px - 6, py)], css[point.model], hint)
     picture.text((left + right) / 2, top + size + 36, "measured step, ms", "ink", "middle")
     picture.y = top + size + 44
-    return picture.render("Rows H1 and H2 of docs/results/hybrid.json.")
+    return picture.render("Rows H1 and H2 of hybrid.json.")

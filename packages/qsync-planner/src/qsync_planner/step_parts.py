@@ -23,7 +23,7 @@ class StepParts:
         forward, backward, optimizer: the device computes.
         communication: collectives run, or wait for other ranks, and the device computes nothing.
         idle: neither; what a device waits for its CPU.
-        recording: 0 or less: what the profiler added to the parts above and is no idle time; of a CPU's steps.
+        recording: 0 or less: what the profiler added to the parts above, of a CPU's steps.
         dispatch: what the CPU took to issue the step to the device, beside the parts; 0 where the device is the CPU.
     """
 
@@ -49,10 +49,10 @@ class StepParts:
 def rank_parts(timeline: Timeline, rank: int) -> StepParts:
     """One rank's step.
 
-    A recorded step is longer than the period of steps that are not recorded, because the profiler slows the CPU: a device then
-    waits longer for its CPU, and the ranks for each other.  What it is longer is therefore taken off the idle time, then off the
-    exposed communication, and the rest stands as ``recording``.  For the same reason a measured ``dispatch`` is at most the step,
-    of which it is all where the device waits.
+    A recorded step is longer than the period of steps that are not recorded, because the profiler slows the CPU.  A device then
+    waits longer for its CPU, and the ranks for each other: what the step is longer is taken off the idle time, then off the
+    exposed communication.  A CPU as the device computes longer: it stands as ``recording``.  A measured ``dispatch`` is for the
+    same reason at most the step, of which it is all where the device waits.
     """
     mine = [interval for interval in timeline.intervals if interval.rank == rank]
     compute = [interval for interval in mine if interval.resource is Resource.COMPUTE]
@@ -65,6 +65,11 @@ def rank_parts(timeline: Timeline, rank: int) -> StepParts:
     communication = busy - union_ns(compute)
     step = timeline.iteration_ns
     remains = step - forward - backward - optimizer
+    if timeline.source == "measured" and not dispatch:
+        recorded = max((i.end_ns for i in mine), default=0) - min((i.start_ns for i in mine), default=0)
+        idle = recorded - busy
+        left = remains - communication - idle
+        return StepParts(forward, backward, optimizer, communication, idle + max(0, left), min(0, left))
     parts = StepParts(
         forward,
         backward,

@@ -241,8 +241,10 @@ def _print_verification(console: Console, found: Verification, top: int) -> None
     for name, parts in found.parts.items():
         for part, what in _PARTS.items():
             time = Comparison(*(getattr(one, part) for one in parts))
-            if part != "recording" or time.measured:
+            if part != "recording":
                 row(name, what, time)
+            elif time.measured:
+                rows.append([name, what, "", format_ns(time.measured), ""])
         if name in found.waiting:
             row(name, "waiting for other ranks in collectives", found.waiting[name])
         dispatch = Comparison(*(one.dispatch for one in parts))
