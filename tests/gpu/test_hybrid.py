@@ -113,6 +113,30 @@ def test_a_uniform_plan_runs_under_the_shares(mps, tmp_path):
     assert 0.4 <= half["sms"] / whole["sms"] <= 0.6
 
 
+def test_doctor_speaks_of_the_daemon(mps):
+    command = [sys.executable, "-m", "qsync_core.cli", "doctor", "--json"]
+    done = subprocess.run(command, env=os.environ | mps, capture_output=True, text=True, timeout=120, check=False)
+    lines = {line["topic"]: line for line in json.loads(done.stdout)["lines"]}
+    assert lines["mps"]["status"] == "ok", lines
+    assert mps["CUDA_MPS_PIPE_DIRECTORY"] in lines["mps"]["finding"]
+
+
+def test_a_green_context_is_a_share_where_there_is_no_mps(tmp_path):
+    ended = start(plan_of(), "green", tmp_path, NOWHERE, NOWHERE)
+    if "makes none" in ended[1][2]:
+        pytest.skip(f"no green contexts here: {ended[1][2]}")
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert ended[0][1]["sum"] == ended[1][1]["sum"]
+
+
+def test_a_gpu_of_another_type_than_the_plans_is_refused_on_both_ranks(mps, tmp_path):
+    plan = plan_of(infer=1.0)
+    train, infer = plan.groups
+    other = attrs.evolve(infer, device=attrs.evolve(infer.device, name="Tesla T4"))
+    ended = start(attrs.evolve(plan, groups=(train, other)), "", tmp_path, mps, mps)
+    check_refused(ended, "device (the device) was Tesla T4 when group 'infer' was profiled and is", by=1)
+
+
 def test_a_script_that_forgets_its_share_is_refused_on_both_ranks(mps, tmp_path):
     ended = start(plan_of(), "forgets", tmp_path, mps, mps)
     check_refused(ended, "share (the share of the GPU's SMs) was 0.5 when group 'infer' was profiled and is 1 in this job", by=1)
@@ -156,27 +180,3 @@ def test_memory_is_capped(mps, tmp_path):
 def test_memory_that_a_gpu_does_not_have_is_refused_on_both_ranks(mps, tmp_path):
     plan = plan_of(memory_bytes=2**42)
     check_refused(start(plan, "forgets", tmp_path, mps, mps | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}), "has memory 4", by=1)
-
-
-def test_a_green_context_is_a_share_where_there_is_no_mps(tmp_path):
-    ended = start(plan_of(), "green", tmp_path, NOWHERE, NOWHERE)
-    if "makes none" in ended[1][2]:
-        pytest.skip(f"no green contexts here: {ended[1][2]}")
-    assert [status for status, _, _ in ended] == [0, 0], ended
-    assert ended[0][1]["sum"] == ended[1][1]["sum"]
-
-
-def test_a_gpu_of_another_type_than_the_plans_is_refused_on_both_ranks(mps, tmp_path):
-    plan = plan_of(infer=1.0)
-    train, infer = plan.groups
-    other = attrs.evolve(infer, device=attrs.evolve(infer.device, name="Tesla T4"))
-    ended = start(attrs.evolve(plan, groups=(train, other)), "", tmp_path, mps, mps)
-    check_refused(ended, "device (the device) was Tesla T4 when group 'infer' was profiled and is", by=1)
-
-
-def test_doctor_speaks_of_the_daemon(mps):
-    command = [sys.executable, "-m", "qsync_core.cli", "doctor", "--json"]
-    done = subprocess.run(command, env=os.environ | mps, capture_output=True, text=True, timeout=120, check=False)
-    lines = {line["topic"]: line for line in json.loads(done.stdout)["lines"]}
-    assert lines["mps"]["status"] == "ok", lines
-    assert mps["CUDA_MPS_PIPE_DIRECTORY"] in lines["mps"]["finding"]
