@@ -1,0 +1,137 @@
+"""Rows H1 to H9 of ``docs/results/hybrid.json``: a hybrid job on two GPUs, the second one limited to half of its SMs by MPS.
+
+    python tests/benchmarks/gpu_hybrid.py --out OUT [--only alone,together] [--models resnet50,bert-base] [--directory docs/results]
+
+Needs two NVIDIA GPUs and the right to start an MPS daemon.  Every measurement runs in processes of its own, which write JSON and
+artifacts into OUT; the rows are worked out from whatever is there, also of earlier runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybrid.rows import alone_rows, budget_rows, together_rows
+from results import RESULTS, write_rows
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("resnet50", "vgg16-bn", "bert-base", "roberta-base")
+PARTS = ("alone", "together")
+SHARES = "1,0.5"
+BUDGETS = 3
+SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
+"""Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
+TIMEOUT_S = 280
+
+
+@contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """An MPS daemon of our own; yields what its clients need in their environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for path in own.values():
+            Path(path).mkdir()
+        environment = os.environ | own
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
+        time.sleep(3)
+        try:
+            yield own
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=environment, check=False, timeout=30)
+
+
+def start(arguments: Sequence[object], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process whose output goes to a file."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    own = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen([str(word) for word in arguments], env=own | environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen[bytes], what: str, log: Path) -> None:
+    """Wait, and say so where it failed; whatever it wrote until then counts."""
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = -1
+    if code:
+        print(f"{what} failed with {code}:", *log.read_text(errors="replace").splitlines()[-25:], sep="\n  ", flush=True)
+
+
+def alone(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
+    """Two workloads at a time, one on each whole GPU."""
+    for first in range(0, len(models), 2):
+        running = []
+        for gpu, name in enumerate(models[first : first + 2]):
+            log = out / f"alone.{name}.log"
+            command = [sys.executable, HERE / "hybrid" / "alone.py", name, out / name / "alone", "--budgets", BUDGETS]
+            running.append((start(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(gpu)}), name, log))
+        for process, name, log in running:
+            finish(process, f"{name} alone", log)
+        print(f"alone: {', '.join(models[first : first + 2])} done at {time.strftime('%X')}", flush=True)
+
+
+def together(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
+    """One workload after the other on both GPUs, with the share and with both GPUs whole."""
+    for name in models:
+        for shares, options in (
+            (SHARES, [] if name not in SMALL_GIB else ["--memory-gib", SMALL_GIB[name]]),
+            ("1,1", ["--full-only"]),
+        ):
+            log = out / f"together.{name}.{shares}.log"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+            command = [*torchrun, HERE / "hybrid" / "together.py", name, out / name / "together", *options]
+            finish(start(command, log, {**environment, "QSYNC_SHARES": shares}), f"{name} at {shares}", log)
+        print(f"together: {name} done at {time.strftime('%X')}", flush=True)
+
+
+def read(out: Path, pattern: str) -> dict[str, Any]:
+    """Files of that name by workload."""
+    return {name: json.loads((out / name / pattern).read_text()) for name in MODELS if (out / name / pattern).exists()}
+
+
+def pairs(out: Path, shares: str) -> dict[str, tuple[Any, Any]]:
+    """By workload what both ranks wrote."""
+    first, second = (read(out, f"together/together.{shares}.{rank}.json") for rank in (0, 1))
+    return {name: (first[name], second[name]) for name in first if name in second}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, comma-separated; empty: only the rows")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--directory", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    parts = [part for part in options.only.split(",") if part]
+    models = options.models.split(",")
+    if unknown := [word for word in (*parts, *models) if word not in (*PARTS, *MODELS)]:
+        raise SystemExit(f"no such part or model: {', '.join(unknown)}; known are {', '.join((*PARTS, *MODELS))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if parts:
+        with mps() as environment:
+            if "alone" in parts:
+                alone(models, options.out, environment)
+            if "together" in parts:
+                together(models, options.out, environment)
+    found = read(options.out, "alone/alone.1.json")
+    rows = [*alone_rows(found), *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, "1,1"))]
+    for row in rows:
+        if row["target"] != "reported":
+            print(f"{row['id']:24} {row['value']:10.4f} {row['unit']:9} {row['target']:9} {row['what']}", flush=True)
+    if rows:
+        write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=options.directory)
+
+
+if __name__ == "__main__":
+    main()

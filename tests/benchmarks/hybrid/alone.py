@@ -1,0 +1,127 @@
+"""One workload on one GPU: profile it, then measure the plans of row H1 and plans for memory budgets (H3b).
+
+Run by ``gpu_hybrid.py``; writes ``alone.<share>.json`` and the artifacts into a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import attrs
+import torch
+
+from hybrid.workloads import LADDER, WORKLOADS, Variants, configurations, make_job, measure, release, stepper, without_tf32
+from qsync_core.artifacts.files import save
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_planner.allocator import allocate
+from qsync_planner.indicate import indicate
+from qsync_planner.replayer.replay import Replayer
+from qsync_torch.apply.apply import apply_
+from qsync_torch.observing.observe import observe
+from qsync_torch.profiling.profile import profile
+from qsync_torch.tracing.trace import trace
+
+
+def one_group(profile_: Profile, memory_bytes: int = 0) -> Cluster:
+    """A cluster of this GPU alone."""
+    device = profile_.device
+    group = DeviceGroup("infer", device.name, 1, Role.INFER, Precision.FLOAT32, LADDER, memory_bytes, device.share)
+    return Cluster("one GPU", (group,))
+
+
+def run(name: str, batch: int, variants: Variants) -> dict[str, object]:
+    """Train under a plan for some steps."""
+    release()
+    job = make_job(name, batch)
+    model = job.model.cuda().train()
+    applied = apply_(model, variants) if any(variant != LADDER[-1] for variant in variants.values()) else None
+    try:
+        return attrs.asdict(measure(stepper(job, model, batch)))
+    finally:
+        if applied is not None:
+            applied.remove()
+
+
+def budgets(
+    name: str, batch: int, dag: PrecisionDag, profile_: Profile, sensitivity: Sensitivity, count: int
+) -> list[dict[str, object]]:
+    """Plans for memory budgets between uniform bfloat16's and float32's needs, each run under a cap of that budget."""
+    replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
+    ids = [operator.op_id for operator in dag.adjustable]
+    low, high = (replayer.memory("infer", dict.fromkeys(ids, rung)).process_bytes for rung in LADDER[1:])
+    found = []
+    total = torch.cuda.get_device_properties(0).total_memory
+    for number in range(count):
+        budget = int(low + (high - low) * (number + 0.5) / count)
+        row: dict[str, object] = {"budget_bytes": budget}
+        try:
+            plan = allocate(dag, one_group(profile_, budget), {"infer": profile_}, sensitivity, tolerance=10.0)
+            variants = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
+            outside = profile_.memory.context_bytes if profile_.memory is not None else 0
+            torch.cuda.set_per_process_memory_fraction(max(0.0, (budget - outside) / total))
+            row |= {
+                "predicted_bytes": plan.group("infer").predicted_peak_bytes,
+                "outside_bytes": outside,
+                **run(name, batch, variants),
+            }
+        except torch.cuda.OutOfMemoryError as error:
+            row["error"] = str(error)[:300]
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        print(name, "budget", row, flush=True)
+        found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=WORKLOADS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--batch", type=int, default=0)
+    parser.add_argument("--budgets", type=int, default=0)
+    options = parser.parse_args()
+    without_tf32()
+    batch = options.batch or WORKLOADS[options.name].batch_alone
+    options.out.mkdir(parents=True, exist_ok=True)
+    job = make_job(options.name, batch)
+    dag = trace(job)
+    begin = time.perf_counter()
+    profile_ = profile(job, dag, device="cuda:0", share=options.share, ladder=LADDER)
+    found: dict[str, object] = {"profile_s": time.perf_counter() - begin, "batch": batch, "share": options.share}
+    save(dag, options.out / "dag.qsync")
+    save(profile_, options.out / f"profile.{options.share:g}.qsync")
+    print(options.name, f"profiled in {found['profile_s']:.1f} s", flush=True)
+    runs: dict[str, dict[str, object]] = {}
+    replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
+    for label, variants in configurations(dag).items():
+        prediction = replayer.replay({"infer": variants})
+        group, memory = prediction.groups["infer"], replayer.memory("infer", variants)
+        predicted = {
+            "iteration_ns": prediction.iteration_ns,
+            "dispatch_ns": group.dispatch_ns,
+            "compute_ns": group.forward_ns + group.backward_ns + group.optimizer_ns,
+            "peak_bytes": memory.peak_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+        }
+        runs[label] = {"predicted": predicted, "measured": run(options.name, batch, variants)}
+        measured = runs[label]["measured"]
+        print(options.name, options.share, label, f"{prediction.iteration_ns / 1e6:.2f}", measured, flush=True)
+        (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))
+    if options.budgets:
+        sensitivity = indicate(observe(job, dag, LADDER, device="cuda:0", steps=10), dag, LADDER)
+        save(sensitivity, options.out / "sensitivity.qsync")
+        found["budgets"] = budgets(options.name, batch, dag, profile_, sensitivity, options.budgets)
+        (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""From what was measured to the rows of ``docs/results/hybrid.json``: plain arithmetic on the files that the processes wrote."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Found = Mapping[str, Any]
+Row = dict[str, Any]
+GIB = 2**30
+
+
+def median_ms(measured: Found) -> float:
+    """Step time of a run: the median of its repetitions."""
+    return statistics.median(measured["step_ms"])
+
+
+def spread_ms(measured: Found) -> float:
+    """Interquartile range of the repetitions."""
+    low, _, high = statistics.quantiles(measured["step_ms"], n=4, method="inclusive")
+    return high - low
+
+
+def _row(row_id: str, what: str, value: float, unit: str, target: str = "reported", **more: object) -> Row:
+    return {"id": row_id, "what": what, "value": value, "unit": unit, "target": target, "device": "cuda", **more}
+
+
+def _case(prefix: str, what: str, measured_ms: float, spread: float, predicted_ms: float) -> tuple[list[Row], float]:
+    """One configuration: measured, predicted, and the error of the prediction."""
+    error = predicted_ms / measured_ms - 1
+    return [
+        _row(f"{prefix}-measured", f"step time, measured, {what}", measured_ms, "ms", spread=spread),
+        _row(f"{prefix}-predicted", f"step time, predicted, {what}", predicted_ms, "ms"),
+        _row(f"{prefix}-error", f"step time, predicted over measured less 1, {what}", error, "fraction"),
+    ], error
+
+
+def _summary(row_id: str, what: str, errors: Mapping[str, float], mean: str, worst: str) -> list[Row]:
+    """Mean and worst absolute error of some cases."""
+    if not errors:
+        return []
+    name = max(errors, key=lambda case: abs(errors[case]))
+    average = statistics.fmean(abs(error) for error in errors.values())
+    return [
+        _row(row_id, f"{what}, mean of {len(errors)} configurations", average, "fraction", mean),
+        _row(f"{row_id}-worst", f"{what}, worst: {name}", abs(errors[name]), "fraction", worst),
+    ]
+
+
+def alone_rows(files: Mapping[str, Found]) -> list[Row]:
+    """Rows H1, H3 and H8, by workload what ``alone.py`` wrote on a whole GPU."""
+    rows: list[Row] = []
+    times: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    reserves: dict[str, float] = {}
+    for name, found in files.items():
+        for label, run in found["runs"].items():
+            case, measured, predicted = f"{name}-{label}", run["measured"], run["predicted"]
+            what = f"{name} b{found['batch']}, {label}"
+            own, times[case] = _case(f"H1-{case}", what, median_ms(measured), spread_ms(measured), predicted["iteration_ns"] / 1e6)
+            rows += own
+            peaks[case] = predicted["peak_bytes"] / measured["peak_bytes"] - 1
+            reserves[case] = predicted["reserved_bytes"] / measured["reserved_bytes"] - 1
+            rows += [
+                _row(f"H3-{case}-measured", f"peak allocated, measured, {what}", measured["peak_bytes"] / GIB, "GiB"),
+                _row(f"H3-{case}-predicted", f"peak allocated, predicted, {what}", predicted["peak_bytes"] / GIB, "GiB"),
+                _row(f"H3-{case}-reserved", f"peak reserved, measured, {what}", measured["reserved_bytes"] / GIB, "GiB"),
+                _row(
+                    f"H3-{case}-reserved-predicted", f"peak reserved, predicted, {what}", predicted["reserved_bytes"] / GIB, "GiB"
+                ),
+            ]
+        rows.append(_row(f"H8-{name}", f"profile of {name} b{found['batch']}", found["profile_s"], "s", "≤ 45"))
+    rows += _summary("H1", "step time of one GPU, error of the prediction", times, "≤ 0.015", "≤ 0.04")
+    rows += _summary("H3", "peak allocated, error of the prediction", peaks, "≤ 0.02", "≤ 0.04")
+    return rows + _summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1]
+
+
+def budget_rows(files: Mapping[str, Found]) -> list[Row]:
+    """Rows H3b: plans for memory budgets, run under a cap of that budget."""
+    entries = [(name, entry) for name, found in files.items() for entry in found.get("budgets", ())]
+    if not entries:
+        return []
+    ran = [(name, entry) for name, entry in entries if "error" not in entry]
+    used = [
+        (
+            (entry["reserved_bytes"] + entry["outside_bytes"]) / entry["budget_bytes"],
+            f"{name} {entry['budget_bytes'] / GIB:.2f} GiB",
+        )
+        for name, entry in ran
+    ]
+    rows = [
+        _row("H3b", f"plans of {len(entries)} budgets that ran under the cap", len(ran) / len(entries), "fraction", "≥ 1"),
+    ]
+    if used:
+        least, where = min(used)
+        rows.append(_row("H3b-used", f"least share of a budget that its plan used: {where}", least, "fraction", "≥ 0.92"))
+    return rows
+
+
+def pick(found: Found, plan: str, label: str | None = None) -> Found | None:
+    """The run of a plan: under a way to communicate by its label; else the way that the plan chose, which comes last."""
+    runs = [run for run in found["runs"] if run["plan"] == plan and (label is None or run.get("label") == label)]
+    return runs[-1] if runs else None
+
+
+def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequence[Found]]) -> list[Row]:
+    """Rows H2, H4, H4b, H6 and H7: by workload what both ranks of ``together.py`` wrote; ``whole``: with both GPUs whole."""
+    rows: list[Row] = []
+    errors: dict[str, float] = {}
+    for name, (train, infer) in files.items():
+        for run in train["runs"]:
+            slow = {"small": "-small"}.get(run["plan"], "")
+            case = f"{name}-{run['plan']}{slow}-{'default' if run['label'] == DEFAULT else 'chosen'}"
+            what = f"{name} b{train['batch']} per rank, {run['plan']}, {run['label']}"
+            own, errors[case] = _case(
+                f"H2-{case}", what, median_ms(run["measured"]), spread_ms(run["measured"]), run["predicted"]["iteration_ns"] / 1e6
+            )
+            rows += own
+        rows += _against_uniform(name, train, infer, whole.get(name))
+    return rows + _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
+
+
+DEFAULT = "PyTorch's defaults"
+
+
+def _best_ms(found: Found, plan: str) -> float:
+    return min(median_ms(run["measured"]) for run in found["runs"] if run["plan"] == plan)
+
+
+def _against_uniform(name: str, train: Found, infer: Found, whole: Sequence[Found] | None) -> Iterable[Row]:
+    uniform, qsync = _best_ms(train, "uniform"), _best_ms(train, "qsync")
+    yield _row(
+        f"H4-{name}",
+        f"step of QSync over uniform, each under its own best communication, {name}",
+        qsync / uniform,
+        "ratio",
+        "≤ 1.01",
+    )
+    low, mine, full = (pick(infer, plan) for plan in ("uniform", "qsync", "full"))
+    strong = pick(train, "full")
+    if low and mine and full and strong:
+        slack = strong["measured"]["alone_ms"] - low["measured"]["alone_ms"]
+        used = mine["measured"]["alone_ms"] - low["measured"]["alone_ms"]
+        given_back = used / (full["measured"]["alone_ms"] - low["measured"]["alone_ms"])
+        yield _row(
+            f"H4b-{name}",
+            f"share of the slack beside the strong rank that precision uses, {name}",
+            used / slack,
+            "fraction",
+            "≥ 0.9",
+        )
+        yield _row(
+            f"H4b-{name}-all",
+            f"share of all low-precision time that is given back to float32, {name}",
+            given_back,
+            "fraction",
+            "≥ 0.4" if name == "resnet50" else "reported",
+        )
+    if whole is not None and (both := pick(whole[0], "full")) and strong:
+        slowed = _best_ms(train, "full")
+        delay = slowed - median_ms(both["measured"])
+        yield _row(
+            f"H6-{name}",
+            f"straggler delay of full precision that is removed, {name}",
+            (slowed - qsync) / delay,
+            "fraction",
+            "≥ 0.97",
+        )
+        yield _row(f"H6-{name}-whole", f"step with both GPUs whole, {name}", median_ms(both["measured"]), "ms")
+    if small := pick(train, "small"):
+        yield _row(
+            f"H7-{name}",
+            f"step within a tight memory budget over uniform's, {name}",
+            median_ms(small["measured"]) / uniform,
+            "ratio",
+            "≤ 1.02",
+        )

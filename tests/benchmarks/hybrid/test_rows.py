@@ -1,0 +1,76 @@
+"""The rows of ``docs/results/hybrid.json`` from small files whose figures are worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hybrid.rows import alone_rows, budget_rows, together_rows
+
+GIB = 2**30
+
+
+def run(plan: str, label: str, step_ms: float, predicted_ms: float, alone_ms: float) -> dict[str, Any]:
+    return {
+        "plan": plan,
+        "label": label,
+        "measured": {"step_ms": [step_ms - 1, step_ms, step_ms + 1], "alone_ms": alone_ms},
+        "predicted": {"iteration_ns": predicted_ms * 1e6},
+    }
+
+
+def by_id(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {row["id"]: row["value"] for row in rows}
+    assert len(found) == len(rows), "an id stands for one row"
+    return found
+
+
+def test_errors_on_one_gpu() -> None:
+    def entry(step_ms: float, predicted_ms: float, peak: float) -> dict[str, Any]:
+        measured = {"step_ms": [step_ms] * 5, "peak_bytes": 4 * GIB, "reserved_bytes": 5 * GIB}
+        predicted = {"iteration_ns": predicted_ms * 1e6, "peak_bytes": peak * GIB, "reserved_bytes": 5 * GIB}
+        return {"measured": measured, "predicted": predicted}
+
+    runs = {"float32": entry(100.0, 99.0, 3.9), "int8": entry(50.0, 51.5, 4.2)}
+    found = by_id(alone_rows({"m": {"batch": 8, "profile_s": 30.0, "runs": runs}}))
+    assert found["H1-m-float32-error"] == pytest.approx(-0.01)
+    assert found["H1"] == pytest.approx((0.01 + 0.03) / 2)
+    assert found["H1-worst"] == pytest.approx(0.03)
+    assert found["H3"] == pytest.approx((0.025 + 0.05) / 2)
+    assert found["H3-worst"] == pytest.approx(0.05)
+    assert found["H3-reserved"] == 0
+    assert found["H8-m"] == 30.0
+
+
+def test_budgets_that_ran_and_what_they_used() -> None:
+    fits = {"budget_bytes": 10 * GIB, "outside_bytes": GIB, "reserved_bytes": 8.5 * GIB}
+    tight = {"budget_bytes": 10 * GIB, "outside_bytes": GIB, "reserved_bytes": 8.9 * GIB}
+    fails = {"budget_bytes": 10 * GIB, "error": "out of memory"}
+    found = by_id(budget_rows({"m": {"budgets": [fits, tight, fails]}}))
+    assert found["H3b"] == pytest.approx(2 / 3)
+    assert found["H3b-used"] == pytest.approx(0.95)
+
+
+def test_a_hybrid_job() -> None:
+    default, chosen = "PyTorch's defaults", "2 NCCL CTAs"
+    train = [
+        run("full", default, 127.0, 126.0, 76.0),
+        run("uniform", default, 79.0, 78.5, 76.0),
+        run("uniform", chosen, 78.0, 78.0, 76.0),
+        run("qsync", default, 82.0, 80.0, 76.0),
+        run("qsync", chosen, 78.5, 78.5, 76.0),
+    ]
+    infer = [
+        run("full", default, 127.0, 0, 125.0),
+        run("uniform", chosen, 78.0, 0, 40.0),
+        run("qsync", chosen, 78.5, 0, 74.0),
+    ]
+    whole = [run("full", default, 78.0, 0, 76.0)]
+    files = {"resnet50": ({"batch": 64, "runs": train}, {"batch": 64, "runs": infer})}
+    found = by_id(together_rows(files, {"resnet50": ({"runs": whole}, {"runs": whole})}))
+    assert found["H4-resnet50"] == pytest.approx(78.5 / 78.0)
+    assert found["H4b-resnet50"] == pytest.approx((74 - 40) / (76 - 40))
+    assert found["H4b-resnet50-all"] == pytest.approx((74 - 40) / (125 - 40))
+    assert found["H6-resnet50"] == pytest.approx((127 - 78.5) / (127 - 78))
+    assert found["H2-resnet50-qsync-default-error"] == pytest.approx(80 / 82 - 1)
+    assert found["H2-worst"] == pytest.approx(2 / 82)

@@ -1,0 +1,229 @@
+"""One workload as a hybrid job of two ranks: from nothing to trained steps under every plan, in one process per GPU.
+
+Run by ``gpu_hybrid.py`` through torchrun, under an MPS daemon; rank 1 has a share of its GPU.  Both ranks trace and profile at the
+same time, measure their collectives together, rank 0 observes and plans, and then every plan is trained under every way to
+communicate that the rows need.  Rank r writes ``together.<shares>.<r>.json``; rank 0 the artifacts as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+RANK = int(os.environ["LOCAL_RANK"])
+SHARE = float(os.environ["QSYNC_SHARES"].split(",")[RANK])
+if SHARE < 1:
+    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(round(100 * SHARE))
+GROUP = ("train", "infer")[RANK]
+os.environ["QSYNC_GROUP"] = GROUP
+
+import attrs  # noqa: E402 - MPS reads its percentage when CUDA starts
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from qsync_torch.profiling.communication import measure_communication  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from hybrid.workloads import FLOAT32, LADDER, WORKLOADS, make_job, measure, release, stepper, without_tf32  # noqa: E402
+from qsync_core.artifacts.files import load, save  # noqa: E402
+from qsync_core.ir.cluster import Cluster, DeviceGroup  # noqa: E402
+from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings  # noqa: E402
+from qsync_core.ir.dag import PrecisionDag  # noqa: E402
+from qsync_core.ir.plan import PrecisionPlan, Role  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.profile import Profile  # noqa: E402
+from qsync_planner.allocator import allocate  # noqa: E402
+from qsync_planner.indicate import indicate  # noqa: E402
+from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
+from qsync_torch.apply.apply import apply_  # noqa: E402
+from qsync_torch.observing.observe import observe  # noqa: E402
+from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.tracing.trace import trace  # noqa: E402
+
+DEFAULTS = CommunicationSettings()
+PLANS = ("full", "uniform", "qsync", "pinned")
+"""Full precision, uniform precision, QSync's plan, and QSync's plan for PyTorch's default communication."""
+
+
+def cluster_of(device: str, memory_bytes: int = 0) -> Cluster:
+    """The job: a whole GPU that trains and a share of another."""
+    train = DeviceGroup("train", device, 1, Role.TRAIN, Precision.FLOAT32, (FLOAT32,))
+    infer = DeviceGroup("infer", device, 1, Role.INFER, Precision.FLOAT32, LADDER, memory_bytes, SHARES[1])
+    return Cluster("two GPUs", (train, infer))
+
+
+SHARES = tuple(float(text) for text in os.environ["QSYNC_SHARES"].split(","))
+
+
+def plans_of(
+    dag: PrecisionDag, profiles: Mapping[str, Profile], sensitivity: object, costs: CollectiveCosts, memory_bytes: int
+) -> dict[str, PrecisionPlan]:
+    """The plans of the rows."""
+    cluster = cluster_of(profiles["train"].device.name)
+    made = {
+        "uniform": allocate(dag, cluster, profiles, None, solver="uniform", communication=costs),
+        "qsync": allocate(dag, cluster, profiles, sensitivity, communication=costs),
+        "pinned": allocate(dag, cluster, profiles, sensitivity, communication=costs, settings=DEFAULTS),
+    }
+    if memory_bytes:
+        small = cluster_of(profiles["train"].device.name, memory_bytes)
+        made["small"] = allocate(dag, small, profiles, sensitivity, communication=costs)
+    return made
+
+
+class Ways:
+    """Process groups by number of CTAs, and DistributedDataParallel as a way to communicate asks for it."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dist.ProcessGroup | None] = {0: None}
+
+    def wrap(self, model: torch.nn.Module, settings: CommunicationSettings) -> DistributedDataParallel:
+        """The model among the ranks."""
+        if settings.max_ctas not in self._groups:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = settings.max_ctas
+            self._groups[settings.max_ctas] = dist.new_group(pg_options=options)
+        options = {} if settings.bucket_cap_mb is None else {"bucket_cap_mb": settings.bucket_cap_mb}
+        return DistributedDataParallel(
+            model,
+            device_ids=[torch.cuda.current_device()],
+            process_group=self._groups[settings.max_ctas],
+            broadcast_buffers=settings.broadcast_buffers,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+            **options,
+        )
+
+
+def train(name: str, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings, ways: Ways) -> dict[str, object]:
+    """Train under a plan and a way to communicate, then this rank's steps without any."""
+    release()
+    job = make_job(name, batch)
+    model = job.model.cuda().train()
+    applied = None if plan is None else apply_(model, plan)
+    ddp = ways.wrap(model, settings)
+    try:
+        found = attrs.asdict(measure(stepper(job, ddp, batch, seed=RANK), level=dist.barrier))
+        step = stepper(job, ddp, batch, seed=RANK)
+        with ddp.no_sync():
+            for _ in range(2):
+                step()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(8):
+                step()
+            torch.cuda.synchronize()
+        return found | {"alone_ms": (time.perf_counter() - begin) / 8 * 1e3}
+    finally:
+        dist.barrier()
+        if applied is not None:
+            applied.remove()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=WORKLOADS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--full-only", action="store_true", help="only full precision, without planning")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="a budget for the weak rank as well (row H7)")
+    options = parser.parse_args()
+    without_tf32()
+    torch.cuda.set_device(RANK)
+    device = torch.device("cuda", RANK)
+    batch, out = WORKLOADS[options.name].batch_hybrid, options.out
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
+    found: dict[str, object] = {"batch": batch}
+    clock = time.perf_counter()
+
+    def lap(what: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        found[f"{what}_s"] = now - clock
+        print(f"{options.name} rank {RANK}: {what} {now - clock:.1f} s", flush=True)
+        clock = now
+
+    if options.full_only:
+        dist.init_process_group("nccl", device_id=device)
+        ways = Ways()
+        found["runs"] = [
+            {"plan": "full", "settings": attrs.asdict(DEFAULTS), "measured": train(options.name, batch, None, DEFAULTS, ways)}
+        ]
+        path.write_text(json.dumps(found))
+        dist.destroy_process_group()
+        return
+    job = make_job(options.name, batch)
+    dag = trace(job)
+    lap("trace")
+    save(profile(job, dag, device=device, share=SHARE, ladder=LADDER), out / f"{GROUP}.qsync")
+    lap("profile")
+    if RANK == 0:
+        save(dag, out / "dag.qsync")
+        sensitivity = indicate(observe(job, dag, LADDER, device=device, steps=10), dag, LADDER)
+        save(sensitivity, out / "sensitivity.qsync")
+        lap("observe")
+    dist.init_process_group("nccl", device_id=device)
+    dist.barrier()
+    costs = measure_communication(job, dag, device=device, group=GROUP)
+    lap("communicate")
+    if RANK == 0:
+        profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
+        save(costs, out / "costs.qsync")
+        for label, plan in plans_of(dag, profiles, sensitivity, costs, int(options.memory_gib * 2**30)).items():
+            save(plan, out / f"{label}.plan.qsync")
+        lap("plan")
+    dist.barrier()
+    del job
+    plans: dict[str, PrecisionPlan | None] = {"full": None}
+    plans |= {file.name.split(".")[0]: load(file, PrecisionPlan) for file in sorted(out.glob("*.plan.qsync"))}
+    ways, runs = Ways(), []
+    for label, plan in plans.items():
+        chosen = None if plan is None or plan.communication is None else plan.communication.settings
+        for settings in dict.fromkeys([DEFAULTS, *([] if chosen is None else [chosen])]):
+            if label == "small":
+                if settings != chosen:
+                    continue
+                cap = options.memory_gib * 2**30 - outside_bytes(out)
+                torch.cuda.set_per_process_memory_fraction(
+                    min(1.0, cap / torch.cuda.get_device_properties(RANK).total_memory) if RANK == 1 else 1.0
+                )
+            run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
+            run["measured"] = train(options.name, batch, plan, settings, ways)
+            if RANK == 0:
+                run["predicted"] = predict(out, dag, costs, plan, settings)
+            print(options.name, RANK, label, settings.label, run, flush=True)
+            runs.append(run)
+            path.write_text(json.dumps(found | {"runs": runs}))
+    lap("runs")
+    path.write_text(json.dumps(found | {"runs": runs}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def outside_bytes(out: Path) -> int:
+    """What the weak rank's process holds outside PyTorch's allocator."""
+    memory = load(out / "infer.qsync", Profile).memory
+    return memory.context_bytes if memory is not None else 0
+
+
+def predict(
+    out: Path, dag: PrecisionDag, costs: CollectiveCosts, plan: PrecisionPlan | None, settings: CommunicationSettings
+) -> dict[str, object]:
+    """The period of a plan under a way to communicate, with and without contention."""
+    profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
+    cluster = cluster_of(profiles["train"].device.name)
+    variants = {} if plan is None else plan_variants(plan, cluster)
+    replayer = Replayer(dag, cluster, profiles, communication=costs, settings=settings)
+    prediction = replayer.replay(variants)
+    return {
+        "iteration_ns": prediction.iteration_ns,
+        "busy_ns": {name: group.busy_ns for name, group in prediction.groups.items()},
+        "peak_bytes": {name: group.peak_bytes for name, group in prediction.groups.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The jobs of ``gpu_hybrid.py``, the plans that are measured on one GPU, and how a step is timed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.job import Job
+from qsync_torch.load_job import load_job
+
+INT8, BFLOAT16, FLOAT32 = (Variant.of(precision) for precision in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
+LADDER = (INT8, BFLOAT16, FLOAT32)
+Variants = Mapping[OpId, Variant]
+
+
+@attrs.frozen
+class Workload:
+    """A model as the job's name has it, with its batch on one GPU (rows H1, H3) and per rank of a hybrid job (the others)."""
+
+    title: str
+    job: str
+    batch_alone: int
+    batch_hybrid: int
+
+
+WORKLOADS = {
+    "resnet50": Workload("ResNet50", "resnet50:image=224", 128, 64),
+    "vgg16-bn": Workload("VGG16-BN", "vgg16_bn:image=224", 64, 32),
+    "bert-base": Workload("BERT-base", "bert-base:seq=384", 12, 12),
+    "roberta-base": Workload("RoBERTa-base", "roberta-base:seq=384", 16, 12),
+}
+REPETITIONS = 5
+STEPS = 8
+"""Steps of one repetition."""
+WARM_UP = 4
+
+
+def without_tf32() -> None:
+    """Float32 means float32, in products and in convolutions."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def make_job(name: str, batch: int) -> Job:
+    """A workload's job, with the same weights in every process."""
+    torch.manual_seed(0)
+    return load_job(WORKLOADS[name].job, batch)
+
+
+def configurations(dag: PrecisionDag) -> dict[str, Variants]:
+    """The plans of row H1."""
+    ids = [operator.op_id for operator in dag.adjustable]
+
+    def uniform(variant: Variant) -> Variants:
+        return dict.fromkeys(ids, variant)
+
+    def lowered(chosen: Callable[[int, OpId], bool]) -> Variants:
+        return {op_id: BFLOAT16 if chosen(number, op_id) else FLOAT32 for number, op_id in enumerate(ids)}
+
+    def mixture(seed: int) -> Variants:
+        source = random.Random(seed)
+        return {op_id: source.choice(LADDER) for op_id in ids}
+
+    def in_odd_layer(number: int, op_id: OpId) -> bool:
+        layer = re.search(r"\blayer\.(\d+)\.", op_id.fqn)
+        return (int(layer[1]) if layer else 6 * number // len(ids)) in (1, 3, 5)
+
+    return {
+        "float32": uniform(FLOAT32),
+        "bfloat16": uniform(BFLOAT16),
+        "int8": uniform(INT8),
+        "half": lowered(lambda number, _: number % 2 == 1),
+        "layers135": lowered(in_odd_layer),
+        "mixture0": mixture(0),
+        "mixture1": mixture(1),
+    }
+
+
+@attrs.frozen
+class Measured:
+    """One plan, measured: the period of steps run back to back per repetition, peaks, and what the process holds besides.
+
+    Attributes:
+        step_ms: one entry per repetition.
+        peak_bytes: ``max_memory_allocated``; reserved_bytes: ``max_memory_reserved``.
+        process_bytes: device memory in use when it ended, less what was in use before the process began, where it is alone.
+        loss: of the last step.
+    """
+
+    step_ms: tuple[float, ...]
+    peak_bytes: int
+    reserved_bytes: int
+    process_bytes: int
+    loss: float
+
+
+def release() -> None:
+    """Give back what the last plan held."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def measure(step: Callable[[], Any], *, level: Callable[[], None] = lambda: None, steps: int = STEPS) -> Measured:
+    """Time a training step and watch its memory.
+
+    Args:
+        step: one step; returns its loss.
+        level: brings all ranks to the same moment.
+        steps: of one repetition.
+    """
+    for _ in range(WARM_UP):
+        loss = step()
+    times = []
+    for _ in range(REPETITIONS):
+        torch.cuda.synchronize()
+        level()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / steps * 1e3)
+    free, total = torch.cuda.mem_get_info()
+    return Measured(
+        tuple(times), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free, float(loss.detach())
+    )
+
+
+def stepper(job: Job, model: torch.nn.Module, batch: int, seed: int = 0) -> Callable[[], torch.Tensor]:
+    """A training step of a job on this process's GPU, with one batch that stays there."""
+    optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    data = job.batch(seed, batch).to("cuda")
+
+    def step() -> torch.Tensor:
+        loss = job.compute_loss(data, model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
