@@ -24,9 +24,9 @@ from hybrid.rows import alone_rows, budget_rows, together_rows
 from results import RESULTS, write_rows
 
 HERE = Path(__file__).resolve().parent
-MODELS = ("resnet50", "vgg16-bn", "bert-base", "roberta-base")
-PARTS = ("alone", "together")
-SHARES = "1,0.5"
+MODELS = ("resnet50", "bert-base", "vgg16-bn", "roberta-base")
+PARTS = ("alone", "together", "whole")
+SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
 """Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
@@ -81,18 +81,15 @@ def alone(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> N
         print(f"alone: {', '.join(models[first : first + 2])} done at {time.strftime('%X')}", flush=True)
 
 
-def together(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-    """One workload after the other on both GPUs, with the share and with both GPUs whole."""
+def together(models: Sequence[str], out: Path, environment: Mapping[str, str], shares: str, *options: object) -> None:
+    """One workload after the other on both GPUs."""
     for name in models:
-        for shares, options in (
-            (SHARES, [] if name not in SMALL_GIB else ["--memory-gib", SMALL_GIB[name]]),
-            ("1,1", ["--full-only"]),
-        ):
-            log = out / f"together.{name}.{shares}.log"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-            command = [*torchrun, HERE / "hybrid" / "together.py", name, out / name / "together", *options]
-            finish(start(command, log, {**environment, "QSYNC_SHARES": shares}), f"{name} at {shares}", log)
-        print(f"together: {name} done at {time.strftime('%X')}", flush=True)
+        log = out / f"together.{name}.{shares}.log"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        small = ["--memory-gib", SMALL_GIB[name]] if name in SMALL_GIB else []
+        command = [*torchrun, HERE / "hybrid" / "together.py", name, out / name / "together", *small, *options]
+        finish(start(command, log, {**environment, "QSYNC_SHARES": shares}), f"{name} at {shares}", log)
+        print(f"{name} at {shares} done at {time.strftime('%X')}", flush=True)
 
 
 def read(out: Path, pattern: str) -> dict[str, Any]:
@@ -123,9 +120,11 @@ def main() -> None:
             if "alone" in parts:
                 alone(models, options.out, environment)
             if "together" in parts:
-                together(models, options.out, environment)
+                together(models, options.out, environment, SHARES)
+            if "whole" in parts:
+                together(models, options.out, environment, WHOLE, "--full-only")
     found = read(options.out, "alone/alone.1.json")
-    rows = [*alone_rows(found), *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, "1,1"))]
+    rows = [*alone_rows(found), *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE))]
     for row in rows:
         if row["target"] != "reported":
             print(f"{row['id']:24} {row['value']:10.4f} {row['unit']:9} {row['target']:9} {row['what']}", flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from hybrid.workloads import LADDER, WORKLOADS, Variants, configurations, make_job, measure, release, stepper, without_tf32
+from hybrid.workloads import DEVICE, LADDER, WORKLOADS, Variants, configurations, make_job, measure, release, stepper, without_tf32
 from qsync_core.artifacts.files import save
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
@@ -41,10 +41,10 @@ def run(name: str, batch: int, variants: Variants) -> dict[str, object]:
     """Train under a plan for some steps."""
     release()
     job = make_job(name, batch)
-    model = job.model.cuda().train()
+    model = job.model.to(DEVICE).train()
     applied = apply_(model, variants) if any(variant != LADDER[-1] for variant in variants.values()) else None
     try:
-        return attrs.asdict(measure(stepper(job, model, batch)))
+        return attrs.asdict(measure(stepper(job, model, batch), WORKLOADS[name].steps))
     finally:
         if applied is not None:
             applied.remove()
@@ -95,7 +95,7 @@ def main() -> None:
     job = make_job(options.name, batch)
     dag = trace(job)
     begin = time.perf_counter()
-    profile_ = profile(job, dag, device="cuda:0", share=options.share, ladder=LADDER)
+    profile_ = profile(job, dag, device=DEVICE, share=options.share, ladder=LADDER)
     found: dict[str, object] = {"profile_s": time.perf_counter() - begin, "batch": batch, "share": options.share}
     save(dag, options.out / "dag.qsync")
     save(profile_, options.out / f"profile.{options.share:g}.qsync")
@@ -117,7 +117,7 @@ def main() -> None:
         print(options.name, options.share, label, f"{prediction.iteration_ns / 1e6:.2f}", measured, flush=True)
         (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))
     if options.budgets:
-        sensitivity = indicate(observe(job, dag, LADDER, device="cuda:0", steps=10), dag, LADDER)
+        sensitivity = indicate(observe(job, dag, LADDER, device=DEVICE, steps=10), dag, LADDER)
         save(sensitivity, options.out / "sensitivity.qsync")
         found["budgets"] = budgets(options.name, batch, dag, profile_, sensitivity, options.budgets)
         (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from hybrid.rows import alone_rows, budget_rows, together_rows
 
 GIB = 2**30

@@ -24,12 +24,11 @@ os.environ["QSYNC_GROUP"] = GROUP
 import attrs  # noqa: E402 - MPS reads its percentage when CUDA starts
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from qsync_torch.profiling.communication import measure_communication  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from hybrid.workloads import FLOAT32, LADDER, WORKLOADS, make_job, measure, release, stepper, without_tf32  # noqa: E402
+from hybrid.workloads import BFLOAT16, DEVICE, FLOAT32, WORKLOADS, make_job, measure, release, stepper, synchronize, without_tf32  # noqa: E402
 from qsync_core.artifacts.files import load, save  # noqa: E402
-from qsync_core.ir.cluster import Cluster, DeviceGroup  # noqa: E402
+from qsync_core.ir.cluster import Cluster, DeviceGroup, Link  # noqa: E402
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings  # noqa: E402
 from qsync_core.ir.dag import PrecisionDag  # noqa: E402
 from qsync_core.ir.plan import PrecisionPlan, Role  # noqa: E402
@@ -40,12 +39,13 @@ from qsync_planner.indicate import indicate  # noqa: E402
 from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
 from qsync_torch.apply.apply import apply_  # noqa: E402
 from qsync_torch.observing.observe import observe  # noqa: E402
+from qsync_torch.profiling.communication import measure_communication  # noqa: E402
 from qsync_torch.profiling.profile import profile  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 
 DEFAULTS = CommunicationSettings()
-PLANS = ("full", "uniform", "qsync", "pinned")
-"""Full precision, uniform precision, QSync's plan, and QSync's plan for PyTorch's default communication."""
+LADDER = (BFLOAT16, FLOAT32)
+SHARES = tuple(float(text) for text in os.environ["QSYNC_SHARES"].split(","))
 
 
 def cluster_of(device: str, memory_bytes: int = 0) -> Cluster:
@@ -55,23 +55,25 @@ def cluster_of(device: str, memory_bytes: int = 0) -> Cluster:
     return Cluster("two GPUs", (train, infer))
 
 
-SHARES = tuple(float(text) for text in os.environ["QSYNC_SHARES"].split(","))
-
-
 def plans_of(
     dag: PrecisionDag, profiles: Mapping[str, Profile], sensitivity: object, costs: CollectiveCosts, memory_bytes: int
 ) -> dict[str, PrecisionPlan]:
-    """The plans of the rows."""
+    """Uniform precision and QSync's plan, QSync's plan as if communication were free of contention, and one for little memory."""
     cluster = cluster_of(profiles["train"].device.name)
     made = {
         "uniform": allocate(dag, cluster, profiles, None, solver="uniform", communication=costs),
         "qsync": allocate(dag, cluster, profiles, sensitivity, communication=costs),
-        "pinned": allocate(dag, cluster, profiles, sensitivity, communication=costs, settings=DEFAULTS),
+        "blind": allocate(dag, blind_cluster(cluster), profiles, sensitivity),
     }
     if memory_bytes:
         small = cluster_of(profiles["train"].device.name, memory_bytes)
         made["small"] = allocate(dag, small, profiles, sensitivity, communication=costs)
     return made
+
+
+def blind_cluster(cluster: Cluster) -> Cluster:
+    """The job with the link that a person would describe, for a plan without measured collectives."""
+    return attrs.evolve(cluster, links=(Link(("train", "infer"), 20_000.0, 1 / 200),))
 
 
 class Ways:
@@ -89,7 +91,7 @@ class Ways:
         options = {} if settings.bucket_cap_mb is None else {"bucket_cap_mb": settings.bucket_cap_mb}
         return DistributedDataParallel(
             model,
-            device_ids=[torch.cuda.current_device()],
+            device_ids=[RANK] if DEVICE == "cuda" else None,
             process_group=self._groups[settings.max_ctas],
             broadcast_buffers=settings.broadcast_buffers,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
@@ -102,20 +104,20 @@ def train(name: str, batch: int, plan: PrecisionPlan | None, settings: Communica
     """Train under a plan and a way to communicate, then this rank's steps without any."""
     release()
     job = make_job(name, batch)
-    model = job.model.cuda().train()
+    model = job.model.to(DEVICE).train()
     applied = None if plan is None else apply_(model, plan)
     ddp = ways.wrap(model, settings)
     try:
-        found = attrs.asdict(measure(stepper(job, ddp, batch, seed=RANK), level=dist.barrier))
+        found = attrs.asdict(measure(stepper(job, ddp, batch, seed=RANK), WORKLOADS[name].steps, level=dist.barrier))
         step = stepper(job, ddp, batch, seed=RANK)
         with ddp.no_sync():
             for _ in range(2):
                 step()
-            torch.cuda.synchronize()
+            synchronize()
             begin = time.perf_counter()
             for _ in range(8):
                 step()
-            torch.cuda.synchronize()
+            synchronize()
         return found | {"alone_ms": (time.perf_counter() - begin) / 8 * 1e3}
     finally:
         dist.barrier()
@@ -131,8 +133,13 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=0.0, help="a budget for the weak rank as well (row H7)")
     options = parser.parse_args()
     without_tf32()
-    torch.cuda.set_device(RANK)
-    device = torch.device("cuda", RANK)
+    device = torch.device(DEVICE, RANK) if DEVICE == "cuda" else torch.device(DEVICE)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[RANK * len(cores) // 2 : (RANK + 1) * len(cores) // 2])
+    backend = {"backend": "gloo"}
+    if DEVICE == "cuda":
+        torch.cuda.set_device(device)
+        backend = {"backend": "nccl", "device_id": device}
     batch, out = WORKLOADS[options.name].batch_hybrid, options.out
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
@@ -147,7 +154,7 @@ def main() -> None:
         clock = now
 
     if options.full_only:
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group(**backend)
         ways = Ways()
         found["runs"] = [
             {"plan": "full", "settings": attrs.asdict(DEFAULTS), "measured": train(options.name, batch, None, DEFAULTS, ways)}
@@ -165,9 +172,9 @@ def main() -> None:
         sensitivity = indicate(observe(job, dag, LADDER, device=device, steps=10), dag, LADDER)
         save(sensitivity, out / "sensitivity.qsync")
         lap("observe")
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group(**backend)
     dist.barrier()
-    costs = measure_communication(job, dag, device=device, group=GROUP)
+    costs = measure_communication(job, dag, device=device, group=GROUP, share=SHARE, note=lambda text: print(text, flush=True))
     lap("communicate")
     if RANK == 0:
         profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
@@ -187,9 +194,8 @@ def main() -> None:
                 if settings != chosen:
                     continue
                 cap = options.memory_gib * 2**30 - outside_bytes(out)
-                torch.cuda.set_per_process_memory_fraction(
-                    min(1.0, cap / torch.cuda.get_device_properties(RANK).total_memory) if RANK == 1 else 1.0
-                )
+                if RANK == 1 and DEVICE == "cuda":
+                    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.get_device_properties(RANK).total_memory))
             run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
             run["measured"] = train(options.name, batch, plan, settings, ways)
             if RANK == 0:

@@ -24,25 +24,31 @@ LADDER = (INT8, BFLOAT16, FLOAT32)
 Variants = Mapping[OpId, Variant]
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""A machine without a GPU can run the smallest workload, to see that the scripts run."""
+
+
 @attrs.frozen
 class Workload:
-    """A model as the job's name has it, with its batch on one GPU (rows H1, H3) and per rank of a hybrid job (the others)."""
+    """A model as the job's name has it, with its batch on one GPU (rows H1, H3) and per rank of a hybrid job (the others).
 
-    title: str
+    ``steps`` are those of one repetition.
+    """
+
     job: str
     batch_alone: int
     batch_hybrid: int
+    steps: int = 8
 
 
 WORKLOADS = {
-    "resnet50": Workload("ResNet50", "resnet50:image=224", 128, 64),
-    "vgg16-bn": Workload("VGG16-BN", "vgg16_bn:image=224", 64, 32),
-    "bert-base": Workload("BERT-base", "bert-base:seq=384", 12, 12),
-    "roberta-base": Workload("RoBERTa-base", "roberta-base:seq=384", 16, 12),
+    "resnet50": Workload("resnet50:image=224", 128, 64),
+    "vgg16-bn": Workload("vgg16_bn:image=224", 64, 32),
+    "bert-base": Workload("bert-base:seq=384", 12, 12),
+    "roberta-base": Workload("roberta-base:seq=384", 16, 12, 4),
+    "smallest": Workload("resnet18:image=32,small_stem=true,classes=10", 4, 4, 1),
 }
 REPETITIONS = 5
-STEPS = 8
-"""Steps of one repetition."""
 WARM_UP = 4
 
 
@@ -108,30 +114,39 @@ class Measured:
 def release() -> None:
     """Give back what the last plan held."""
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def measure(step: Callable[[], Any], *, level: Callable[[], None] = lambda: None, steps: int = STEPS) -> Measured:
+def synchronize() -> None:
+    """Wait for the GPU."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(step: Callable[[], Any], steps: int, *, level: Callable[[], None] = lambda: None) -> Measured:
     """Time a training step and watch its memory.
 
     Args:
         step: one step; returns its loss.
-        level: brings all ranks to the same moment.
         steps: of one repetition.
+        level: brings all ranks to the same moment.
     """
     for _ in range(WARM_UP):
         loss = step()
     times = []
     for _ in range(REPETITIONS):
-        torch.cuda.synchronize()
+        synchronize()
         level()
         begin = time.perf_counter()
         for _ in range(steps):
             loss = step()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - begin) / steps * 1e3)
+    if DEVICE == "cpu":
+        return Measured(tuple(times), 1, 1, 1, float(loss.detach()))
     free, total = torch.cuda.mem_get_info()
     return Measured(
         tuple(times), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free, float(loss.detach())
@@ -141,7 +156,7 @@ def measure(step: Callable[[], Any], *, level: Callable[[], None] = lambda: None
 def stepper(job: Job, model: torch.nn.Module, batch: int, seed: int = 0) -> Callable[[], torch.Tensor]:
     """A training step of a job on this process's GPU, with one batch that stays there."""
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    data = job.batch(seed, batch).to("cuda")
+    data = job.batch(seed, batch).to(DEVICE)
 
     def step() -> torch.Tensor:
         loss = job.compute_loss(data, model)
