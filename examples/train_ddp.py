@@ -38,16 +38,17 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    plan = load(args.plan, PrecisionPlan) if args.plan else None
+    options = qsync.process_group_options(plan) if plan else None  # NCCL's CTAs, where the plan chooses them
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", pg_options=options)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
     model = make_model().to(device)
-    plan = load(args.plan, PrecisionPlan) if args.plan else None
     # The one added line; with a plan for every run and no float16 in it, `qsync.apply_(model, "plan.qsync")` is all there is.
     applied = qsync.apply_(model, plan) if plan else None
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, **(applied.ddp_options() if applied else {}))  # buckets and buffers, likewise
     optimizer = make_optimizer(ddp.parameters())
 
     # Only plans with float16 gradients need these: the same scale on all ranks, and all skip the same steps.

@@ -13,6 +13,7 @@ _PUBLIC = {
     "apply_": "qsync_torch.apply.apply",
     "check_ranks_agree": "qsync_torch.distributed.ranks",
     "green_share": "qsync_torch.sharing.share",
+    "process_group_options": "qsync_torch.distributed.nccl",
     "use_share": "qsync_torch.sharing.share",
     "which_group": "qsync_torch.distributed.ranks",
 }

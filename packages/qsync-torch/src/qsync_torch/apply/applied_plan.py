@@ -18,6 +18,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.apply.communication import check_communication, ddp_options
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall
 from qsync_torch.apply.installation import Installation
@@ -101,6 +102,13 @@ class AppliedPlan(Installation):
     def step(self, value: int) -> None:
         self._steps.step = value
 
+    def ddp_options(self) -> dict[str, Any]:
+        """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.
+
+        Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
+        """
+        return ddp_options(self._planned.plan)
+
     @property
     def _changes_nothing(self) -> bool:
         """All operators run as without a plan; under a whole plan in float32 they are installed all the same, for their checks."""
@@ -172,6 +180,7 @@ class AppliedPlan(Installation):
                 self._meet(device)
             if plan is not None and group is not None:  # by now the model is on its GPU
                 check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
+            check_communication(plan, self.model, device)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
         self._steps.advance()
