@@ -20,12 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid.rows import alone_rows, budget_rows, together_rows
+from hybrid.alone import one_group
+from hybrid.rows import alone_rows, budget_rows, share_rows, together_rows
+from hybrid.workloads import configurations
 from results import RESULTS, write_rows
+
+from qsync_core.artifacts.files import load
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.profile import Profile
+from qsync_planner.estimating import estimate
+from qsync_planner.replayer.replay import Replayer
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("resnet50", "bert-base", "vgg16-bn", "roberta-base")
-PARTS = ("alone", "together", "whole")
+PARTS = ("alone", "quarter", "together", "whole")
 SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
@@ -81,6 +89,29 @@ def alone(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> N
         print(f"alone: {', '.join(models[first : first + 2])} done at {time.strftime('%X')}", flush=True)
 
 
+def quarter(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
+    """Two workloads at a time, each on half and then on a quarter of a GPU."""
+    for share in (50, 25):
+        for first in range(0, len(models), 2):
+            running = []
+            for gpu, name in enumerate(models[first : first + 2]):
+                log = out / f"quarter.{name}.{share}.log"
+                own = {**environment, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
+                command = [sys.executable, HERE / "hybrid" / "quarter.py", name, out / name / "alone"]
+                running.append((start(command, log, own), name, log))
+            for process, name, log in running:
+                finish(process, f"{name} at {share}%", log)
+
+
+def estimated_ms(folder: Path, share: float, plans: Sequence[str]) -> dict[str, float]:
+    """Step times at a share, estimated from the profile of the whole GPU."""
+    dag, whole = load(folder / "dag.qsync", PrecisionDag), load(folder / "profile.1.qsync", Profile)
+    profile = estimate(dag, whole, whole.device.name, share).profile
+    replayer = Replayer(dag, one_group(profile), {"infer": profile})
+    variants = configurations(dag)
+    return {label: replayer.replay({"infer": variants[label]}).iteration_ns / 1e6 for label in plans}
+
+
 def together(models: Sequence[str], out: Path, environment: Mapping[str, str], shares: str, *options: object) -> None:
     """One workload after the other on both GPUs."""
     for name in models:
@@ -119,12 +150,19 @@ def main() -> None:
         with mps() as environment:
             if "alone" in parts:
                 alone(models, options.out, environment)
+            if "quarter" in parts:
+                quarter(models, options.out, environment)
             if "together" in parts:
                 together(models, options.out, environment, SHARES)
             if "whole" in parts:
                 together(models, options.out, environment, WHOLE, "--full-only")
     found = read(options.out, "alone/alone.1.json")
-    rows = [*alone_rows(found), *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE))]
+    shares = []
+    for share in (0.5, 0.25):
+        at_share = read(options.out, f"alone/quarter.{share:g}.json")
+        guesses = {name: estimated_ms(options.out / name / "alone", share, list(entry["runs"])) for name, entry in at_share.items()}
+        shares += share_rows(at_share, guesses)
+    rows = [*alone_rows(found), *shares, *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE))]
     for row in rows:
         if row["target"] != "reported":
             print(f"{row['id']:24} {row['value']:10.4f} {row['unit']:9} {row['target']:9} {row['what']}", flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from results import commit
 
 from hybrid.workloads import DEVICE, LADDER, WORKLOADS, Variants, configurations, make_job, measure, release, stepper, without_tf32
 from qsync_core.artifacts.files import save
@@ -96,7 +97,12 @@ def main() -> None:
     dag = trace(job)
     begin = time.perf_counter()
     profile_ = profile(job, dag, device=DEVICE, share=options.share, ladder=LADDER)
-    found: dict[str, object] = {"profile_s": time.perf_counter() - begin, "batch": batch, "share": options.share}
+    found: dict[str, object] = {
+        "profile_s": time.perf_counter() - begin,
+        "batch": batch,
+        "share": options.share,
+        "commit": commit(),
+    }
     save(dag, options.out / "dag.qsync")
     save(profile_, options.out / f"profile.{options.share:g}.qsync")
     print(options.name, f"profiled in {found['profile_s']:.1f} s", flush=True)

@@ -26,6 +26,29 @@ def _row(row_id: str, what: str, value: float, unit: str, target: str = "reporte
     return {"id": row_id, "what": what, "value": value, "unit": unit, "target": target, "device": "cuda", **more}
 
 
+def measured_at(found: Found, rows: Iterable[Row]) -> list[Row]:
+    """The rows with the commit at which their file was measured, where it says so."""
+    return [{**row, "commit": found["commit"]} if "commit" in found else row for row in rows]
+
+
+def share_rows(measured: Mapping[str, Found], estimated_ms: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Row H9 at one share: step times estimated from the whole GPU's profile, by workload and plan, against measured ones."""
+    rows: list[Row] = []
+    errors: dict[str, float] = {}
+    for name, found in measured.items():
+        percent = f"{found['share']:.0%}"
+        for label, run in found["runs"].items():
+            case = f"{name}-{label}"
+            what = f"{name} b{found['batch']} at {percent} of the SMs, {label}"
+            own, errors[case] = _case(f"H9-{percent[:-1]}-{case}", what, median_ms(run), spread_ms(run), estimated_ms[name][label])
+            rows += measured_at(found, own)
+        worst = "≤ 0.08" if found["share"] >= 0.5 else "≤ 0.12"
+        summary = _summary(
+            f"H9-{percent[:-1]}", f"step time at {percent} of the SMs, estimated from the whole GPU", errors, "reported", worst
+        )
+    return rows + summary if rows else []
+
+
 def _case(prefix: str, what: str, measured_ms: float, spread: float, predicted_ms: float) -> tuple[list[Row], float]:
     """One configuration: measured, predicted, and the error of the prediction."""
     error = predicted_ms / measured_ms - 1
@@ -59,10 +82,9 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
             case, measured, predicted = f"{name}-{label}", run["measured"], run["predicted"]
             what = f"{name} b{found['batch']}, {label}"
             own, times[case] = _case(f"H1-{case}", what, median_ms(measured), spread_ms(measured), predicted["iteration_ns"] / 1e6)
-            rows += own
             peaks[case] = predicted["peak_bytes"] / measured["peak_bytes"] - 1
             reserves[case] = predicted["reserved_bytes"] / measured["reserved_bytes"] - 1
-            rows += [
+            memory = [
                 _row(f"H3-{case}-measured", f"peak allocated, measured, {what}", measured["peak_bytes"] / GIB, "GiB"),
                 _row(f"H3-{case}-predicted", f"peak allocated, predicted, {what}", predicted["peak_bytes"] / GIB, "GiB"),
                 _row(f"H3-{case}-reserved", f"peak reserved, measured, {what}", measured["reserved_bytes"] / GIB, "GiB"),
@@ -70,7 +92,8 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
                     f"H3-{case}-reserved-predicted", f"peak reserved, predicted, {what}", predicted["reserved_bytes"] / GIB, "GiB"
                 ),
             ]
-        rows.append(_row(f"H8-{name}", f"profile of {name} b{found['batch']}", found["profile_s"], "s", "≤ 45"))
+            rows += measured_at(found, [*own, *memory])
+        rows += measured_at(found, [_row(f"H8-{name}", f"profile of {name} b{found['batch']}", found["profile_s"], "s", "≤ 45")])
     rows += _summary("H1", "step time of one GPU, error of the prediction", times, "≤ 0.015", "≤ 0.04")
     rows += _summary("H3", "peak allocated, error of the prediction", peaks, "≤ 0.02", "≤ 0.04")
     return rows + _summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1]
@@ -116,8 +139,8 @@ def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequ
             own, errors[case] = _case(
                 f"H2-{case}", what, median_ms(run["measured"]), spread_ms(run["measured"]), run["predicted"]["iteration_ns"] / 1e6
             )
-            rows += own
-        rows += _against_uniform(name, train, infer, whole.get(name))
+            rows += measured_at(train, own)
+        rows += measured_at(train, list(_against_uniform(name, train, infer, whole.get(name))))
     return rows + _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.rows import alone_rows, budget_rows, together_rows
+from hybrid.rows import alone_rows, budget_rows, share_rows, together_rows
 
 GIB = 2**30
 
@@ -75,3 +75,15 @@ def test_a_hybrid_job() -> None:
     assert found["H6-resnet50"] == pytest.approx((127 - 78.5) / (127 - 78))
     assert found["H2-resnet50-qsync-default-error"] == pytest.approx(80 / 82 - 1)
     assert found["H2-worst"] == pytest.approx(2 / 82)
+
+
+def test_estimates_of_a_share() -> None:
+    def file(step_ms: float) -> dict[str, Any]:
+        return {"share": 0.25, "batch": 8, "commit": "abc", "runs": {"float32": {"step_ms": [step_ms] * 5}}}
+
+    rows = share_rows({"m": file(100.0), "n": file(200.0)}, {"m": {"float32": 90.0}, "n": {"float32": 210.0}})
+    found = by_id(rows)
+    assert found["H9-25"] == pytest.approx((0.1 + 0.05) / 2)
+    assert found["H9-25-worst"] == pytest.approx(0.1)
+    assert found["H9-25-m-float32-predicted"] == 90.0
+    assert {row["id"]: row.get("commit") for row in rows}["H9-25-m-float32-measured"] == "abc"

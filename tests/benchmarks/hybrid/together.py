@@ -24,6 +24,7 @@ os.environ["QSYNC_GROUP"] = GROUP
 import attrs  # noqa: E402 - MPS reads its percentage when CUDA starts
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from results import commit  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hybrid.workloads import BFLOAT16, DEVICE, FLOAT32, WORKLOADS, make_job, measure, release, stepper, synchronize, without_tf32  # noqa: E402
@@ -143,7 +144,7 @@ def main() -> None:
     batch, out = WORKLOADS[options.name].batch_hybrid, options.out
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
-    found: dict[str, object] = {"batch": batch}
+    found: dict[str, object] = {"batch": batch, "commit": commit()}
     clock = time.perf_counter()
 
     def lap(what: str) -> None:
