@@ -155,9 +155,10 @@ def test_a_share_that_came_too_late_is_seen_by_its_sms(mps, tmp_path, case):
 
 
 def test_use_share_says_that_cuda_has_started(mps, tmp_path):
-    ((status, _, sentence),) = start(plan_of(train=0.5), "CUDA first, alone", tmp_path, mps)
+    ((status, _, sentence),) = start(plan_of(train=0.5), "CUDA first, alone", tmp_path, mps | {"WORLD_SIZE": "1"})
     assert status == 1
     assert "here CUDA has started before" in sentence
+    check_refused(start(plan_of(), "CUDA first", tmp_path, mps, mps), "here CUDA has started before", by=1)
 
 
 def test_two_ranks_on_one_gpu_are_refused_under_nccl(mps, tmp_path):

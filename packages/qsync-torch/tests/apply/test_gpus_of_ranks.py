@@ -13,9 +13,9 @@ BODY = """
 import warnings
 import attrs
 from refusing_ranks import group_of, model, plan_of
-from qsync_core.errors import QSyncError
+from qsync_core.errors import PlanError, QSyncError
 from qsync_torch import apply_
-from qsync_torch.sharing import job_check
+from qsync_torch.sharing import job_check, share
 from qsync_torch.sharing.job_check import RankFacts
 
 whole = RankFacts(group_of(rank), "NVIDIA H200", f"GPU-{rank}", 132, nccl="2.28.9")
@@ -27,6 +27,13 @@ CASES = {
     "agreed": whole,
 }
 plan = plan_of()
+if rank:
+    share._deferred.append(PlanError("CUDA has started before"))
+try:
+    apply_(model(), plan, group=group_of(rank))
+except PlanError as error:
+    print(error)
+share._deferred.clear()
 for case, facts in CASES.items():
     job_check.rank_facts = lambda *_: facts
     mine = model()
@@ -44,7 +51,8 @@ for case, facts in CASES.items():
 
 def test_both_ranks_say_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
-    first, second = (out.splitlines() for out in run_ranks(tmp_path, BODY))
+    (heard, *first), (own, *second) = (out.splitlines() for out in run_ranks(tmp_path, BODY))
+    assert (heard, own) == ("rank 1 refuses: CUDA has started before", "CUDA has started before")
     assert first[:-1] == second[:-1]
     begins = (
         "nccl CompatibilityError the ranks of this job run different versions of NCCL (2.20 on rank 0; 2.21 on rank 1)",

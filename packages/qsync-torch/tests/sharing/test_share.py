@@ -16,12 +16,12 @@ from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
-from qsync_torch import green_share, use_share
+from qsync_torch import apply_, green_share, use_share
 from qsync_torch.cli.profile import profile
 from qsync_torch.distributed.ranks import which_group
 from qsync_torch.sharing import share as module
 from qsync_torch.sharing.mps import Daemon
-from qsync_torch.sharing.share import Share, is_gpu, share_in_force
+from qsync_torch.sharing.share import Share, is_gpu, refuse_deferred, share_in_force
 
 VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 CLUSTER = """
@@ -58,6 +58,8 @@ def machine(monkeypatch):
     gpus = [("NVIDIA H200", 140), ("NVIDIA H200", 140), ("Tesla T4", 15)]
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("QSYNC_GROUP", "")
+    monkeypatch.setattr(module, "_deferred", [])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(module, "find_daemon", Daemon)
     monkeypatch.setattr(module, "cuda_has_started", lambda: False)
     monkeypatch.setattr(module, "gpu_names", lambda: ("NVIDIA H200",))
@@ -158,6 +160,18 @@ def test_qsync_profile_starts_under_its_share(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     CliRunner().invoke(profile, ["resnet18", "-o", "x.qsync", "--device", "cuda:99"])
     assert asked == [0.5, 1.0]  # not where nothing asks for one
+
+
+def test_under_torchrun_apply_refuses_it_when_the_ranks_know_each_other(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(module, "cuda_has_started", lambda: True)
+    with pytest.warns(UserWarning, match="use_share: group 'infer' has share 0.5 of its GPU, .* CUDA has started before"):
+        use_share(plan_of(), "infer")
+    with pytest.raises(PlanError, match=r"^group 'infer' has share 0.5 of its GPU, .* CUDA has started before"):
+        apply_(torch.nn.Linear(2, 2), plan_of())
+    monkeypatch.setenv(VARIABLE, "50")
+    use_share(plan_of(), "infer")
+    refuse_deferred()
 
 
 def test_memory_that_the_device_does_not_have_is_refused(machine):

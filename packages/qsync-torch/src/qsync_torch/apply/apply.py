@@ -28,6 +28,7 @@ from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
 from qsync_torch.sharing.job_check import check_job
+from qsync_torch.sharing.share import refuse_deferred
 
 
 def apply_(
@@ -87,6 +88,8 @@ def apply_(
             facts |= plan_facts(plan)
             group = which_group(plan) if group is None else group
             check_rank0(plan, group)
+            if "share" not in allow_flags:
+                refuse_deferred()
             check_settings(plan, group, model, allow_flags)
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags))
         else:

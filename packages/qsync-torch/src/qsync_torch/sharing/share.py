@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ from qsync_torch.sharing.mps import START, cuda_has_started, find_daemon, gpu_na
 
 _green_shares: list[float] = []
 """Of the green contexts that this process is in, innermost last."""
+_deferred: list[PlanError] = []
+"""What :func:`use_share` has left for ``apply_`` to refuse."""
 
 
 @attrs.frozen
@@ -61,6 +64,9 @@ def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: s
     MPS gives the share of the SMs to the whole process: forward, backward, optimizer and NCCL.  The cap is on what PyTorch's
     allocator reserves, on every GPU of the group's type.  A group with the whole of its device, or on a CPU, needs neither.
 
+    Under torchrun what is wrong here gives a warning, and ``apply_`` refuses it: by then the ranks know each other, so that all of
+    them end with a sentence and none waits for this one.
+
     Args:
         source: a plan, a cluster, or the path of one (``.toml``: a cluster file).
         group: which group this process belongs to, for ``apply_`` as well; by default the one that ``QSYNC_GROUP`` names, the
@@ -70,16 +76,33 @@ def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: s
         What the group gets.
 
     Raises:
-        PlanError: no MPS daemon answers, CUDA has started already, ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` says otherwise, the device
-            has less memory than the cap, or the group is not known.
+        PlanError: the group is not known; outside torchrun also where no MPS daemon answers, CUDA has started already,
+            ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` says otherwise, or the device has less memory than the cap.
         ArtifactError, ClusterError: the file cannot be read.
     """
     share = find_share(source, group)
     os.environ[GROUP_VARIABLE] = share.group
-    if share.on_gpu:
-        take_sms(share.fraction, f"group {share.group!r}")
-        cap_memory(share)
+    _deferred.clear()
+    try:
+        if share.on_gpu:
+            take_sms(share.fraction, f"group {share.group!r}")
+            cap_memory(share)
+    except PlanError as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            raise
+        _deferred.append(error)
+        warnings.warn(f"use_share: {error}", stacklevel=2)
     return share
+
+
+def refuse_deferred() -> None:
+    """What :func:`use_share` found wrong in this process before the ranks knew each other.
+
+    Raises:
+        PlanError: that.
+    """
+    if _deferred:
+        raise PlanError(str(_deferred[0]))
 
 
 @contextmanager
