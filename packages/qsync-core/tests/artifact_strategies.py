@@ -124,6 +124,7 @@ op_costs = st.builds(
     texts,
     texts,
     finite,
+    st.none() | measured,
 )
 cast_keys = st.builds(CastKey, precisions, precisions, st.sampled_from(Granularity), st.sampled_from(Rounding))
 pairs = tuples(st.tuples(measured, measured))

@@ -280,7 +280,7 @@ def _cost(rng: random.Random, operator: Operator, variant: Variant, slowness: fl
         saves: tuple[int, ...] = () if eight_bit else (0,)
     else:
         saves = tuple(i for i in arguments if rng.random() < 0.4)
-    return OpCost(
+    cost = OpCost(
         forward_dispatch_ns=rng.randrange(dispatch_ns // 2, dispatch_ns),
         forward_compute_ns=round(scale * rng.uniform(*SPEED[variant.compute])),
         backward_dispatch_ns=2 * rng.randrange(dispatch_ns // 2, dispatch_ns),
@@ -290,6 +290,9 @@ def _cost(rng: random.Random, operator: Operator, variant: Variant, slowness: fl
         saved_own_bytes=own,
         workspace_bytes=rng.choice((0, 0, rng.randrange(2_048))),
     )
+    # No further draw: what is drawn after it stays.
+    backward = None if cost.workspace_bytes % 2 else cost.workspace_bytes * 7 % 2_048
+    return attrs.evolve(cost, backward_workspace_bytes=backward)
 
 
 def _cast_models(rng: random.Random, casts_ns: int) -> tuple[CastModel, ...]:

@@ -86,7 +86,8 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
         parameter, name = walker.parameters[fqn], ("parameter", fqn)
         if parameter.requires_grad and name not in house.alive:
             house.allocate(name, size(parameter.shape) * 4, {FOR_EVER})
-    passing = one.cost.workspace_bytes
+    workspace = one.cost.backward_workspace_bytes
+    passing = one.cost.workspace_bytes if workspace is None else workspace
     if one.variant is not None:
         for read in gradient_reads(operator, one.variant):
             if read != one.leaving:

@@ -121,7 +121,7 @@ def _random_cost(operator: Operator, variant: Variant, rng: random.Random, slown
     lowered = variant.compute is not FLOAT32
     own = operator.weight_numel * variant.compute.nbytes if lowered else 0
     own += operator.input_numel(0) if variant.compute.needs_scale else 0
-    return OpCost(
+    cost = OpCost(
         forward_dispatch_ns=rng.randrange(1, 3_000),
         forward_compute_ns=round(scale * rng.uniform(0.4, 1.2)),
         backward_dispatch_ns=rng.randrange(1, 6_000),
@@ -132,6 +132,9 @@ def _random_cost(operator: Operator, variant: Variant, rng: random.Random, slown
         workspace_bytes=rng.randrange(0, 512),
         backend="random",
     )
+    # No further draw: what is drawn after it stays.
+    backward = None if cost.workspace_bytes % 2 else cost.workspace_bytes * 7 % 512
+    return attrs.evolve(cost, backward_workspace_bytes=backward)
 
 
 def _random_casts(rng: random.Random) -> tuple[CastModel, ...]:

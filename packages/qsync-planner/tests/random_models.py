@@ -72,6 +72,7 @@ def op_costs(draw: st.DrawFn, arity: int) -> OpCost:
         saves_output=draw(st.booleans()),
         saved_own_bytes=draw(TIME),
         workspace_bytes=draw(TIME),
+        backward_workspace_bytes=draw(st.none() | TIME),
     )
 
 

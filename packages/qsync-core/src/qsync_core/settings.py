@@ -56,6 +56,9 @@ SETTINGS: dict[str, Setting] = {
     "cudnn_benchmark": Setting("cuDNN's search for the fastest kernels", "torch.backends.cudnn.benchmark = {}"),
     "cudnn_deterministic": Setting("deterministic kernels in cuDNN", "torch.backends.cudnn.deterministic = {}"),
     "deterministic_algorithms": Setting("deterministic kernels", "torch.use_deterministic_algorithms({})"),
+    "expandable_segments": Setting(
+        "whether the CUDA allocator's segments can grow", "start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:{}"
+    ),
     "memory_format": Setting("the layout of the convolutions' weights", "bring model and batches to the layout {}"),
     "threads": Setting("the threads of an operator", "torch.set_num_threads({}), or OMP_NUM_THREADS={}"),
     "torch": Setting("PyTorch's version", "install torch {}"),

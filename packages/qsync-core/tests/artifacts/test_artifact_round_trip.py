@@ -22,6 +22,7 @@ from qsync_core.errors import ArtifactError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 
@@ -169,6 +170,20 @@ def test_versions_and_settings_that_are_not_known_are_not_stored(kind: type) -> 
     assert int.from_bytes(data[24:28], "big") == 1
     assert "software" not in msgpack.unpackb(data[artifact.HEADER_BYTES :])
     assert artifact.from_bytes(data, kind) == unknown
+
+
+def test_a_profile_of_version_1_is_read_and_keeps_its_bytes() -> None:
+    path = Path(__file__).resolve().parents[4] / "tests" / "data" / "h200" / "resnet50" / "profile.infer.qsync"
+    assert int.from_bytes(path.read_bytes()[24:28], "big") == 1
+    profile = artifact.load(path, Profile)
+    assert (profile.synchronises, profile.memory) == (False, None)
+    assert {cost.backward_workspace_bytes for cost in profile.costs} == {None}
+    assert artifact.to_bytes(profile) == path.read_bytes()
+    costs = (attrs.evolve(profile.costs[0], backward_workspace_bytes=0), *profile.costs[1:])
+    for newer in (attrs.evolve(profile, synchronises=True), attrs.evolve(profile, costs=costs)):
+        data = artifact.to_bytes(newer)
+        assert int.from_bytes(data[24:28], "big") == 2
+        assert artifact.from_bytes(data, Profile) == newer
 
 
 def _with_header(content: bytes, *, version: int, kind: str = "Sensitivity") -> bytes:

@@ -170,8 +170,7 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
                 copy = operators[users[0][0]].input_numel(users[0][1]) * key.target.nbytes  # type: ignore[attr-defined]
                 alive += copy * (users[0][0] <= moment <= max(ends))
             alive += cost(p).saved_own_bytes * (p <= moment <= backward[p])
-            if moment in (p, backward[p]):
-                alive += cost(p).workspace_bytes
+            alive += cost(p).workspaces[0] * (moment == p) + cost(p).workspaces[1] * (moment == backward[p])
             if moment == backward[p] and producer.op_class is OpClass.ADJUSTABLE:
                 copies = set(gradient_precisions(runs[p], 0 not in producer.no_grad_inputs)) - {formats[producer.op_id]}
                 alive += producer.output_numel * sum(copy.nbytes for copy in copies)

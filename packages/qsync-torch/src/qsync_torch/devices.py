@@ -93,6 +93,7 @@ def software_versions(device: torch.device) -> dict[str, str]:
     versions["cuda"] = torch.version.cuda or ""
     versions["cudnn"] = str(cudnn.version())
     versions["driver"] = driver_version()
+    versions["expandable_segments"] = str(has_expandable_segments())
     versions["float32_matmul"] = "high" if _fp32_precision("cuda.matmul") == "tf32" else "highest"
     versions["cudnn_tf32"] = str(_fp32_precision("cudnn.conv") == "tf32")
     versions["cudnn_rnn_tf32"] = str(_fp32_precision("cudnn.rnn") == "tf32")
@@ -101,6 +102,13 @@ def software_versions(device: torch.device) -> dict[str, str]:
     for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
         versions[f"matmul_{name}"] = str(getattr(matmul, f"allow_{name}"))
     return versions
+
+
+def has_expandable_segments() -> bool:
+    """Whether PyTorch's CUDA allocator grows its segments instead of adding new ones."""
+    settings: str = torch._C._accelerator_getAllocatorSettings()
+    entries = dict(entry.partition(":")[::2] for entry in settings.replace(" ", "").split(","))
+    return entries.get("expandable_segments", "").lower() == "true"
 
 
 def active_autocast(device: torch.device) -> str:

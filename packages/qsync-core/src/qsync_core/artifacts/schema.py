@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from qsync_core.artifacts.codec import CodecError
@@ -53,14 +54,21 @@ An artifact that holds just that is written as the version before: its bytes, an
 name it, stay what they were.
 """
 
+_ADDED_WITHIN: dict[str, tuple[str, dict[str, Any]]] = {"Profile": ("costs", {"backward_workspace_bytes": None})}
+"""Likewise, fields that it adds to every entry of a list of that name."""
+
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _with_added(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    within, entry_fields = _ADDED_WITHIN.get(kind, ("", {}))
+    lists = {within: [{**entry, **entry_fields} for entry in fields[within]]} if within else {}
+    return {**fields, **lists, **_ADDED[kind]}
+
 
 _MIGRATIONS: dict[tuple[str, int], Migration] = {
     ("Sensitivity", 1): lambda fields: {**fields, "flips": {}},
-    ("PrecisionDag", 1): lambda fields: {**fields, **_ADDED["PrecisionDag"]},
-    ("PrecisionPlan", 1): lambda fields: {**fields, **_ADDED["PrecisionPlan"]},
-    ("Profile", 1): lambda fields: {**fields, **_ADDED["Profile"]},
-    ("Timeline", 1): lambda fields: {**fields, **_ADDED["Timeline"]},
+    **{(kind, 1): partial(_with_added, kind) for kind in _ADDED},
 }
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.
 
@@ -77,9 +85,20 @@ def schema_version(kind: str) -> int:
 def stored_as(kind: str, plain: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The version that plain content of the newest one is written in, and its content there: the one before where that says all."""
     added = _ADDED.get(kind)
-    if added and all(plain[name] == value for name, value in added.items()):
-        return _VERSIONS[kind] - 1, {name: value for name, value in plain.items() if name not in added}
+    within, entry_fields = _ADDED_WITHIN.get(kind, ("", {}))
+    entries = plain[within] if within else []
+    if added and _holds(plain, added) and all(_holds(entry, entry_fields) for entry in entries):
+        lists = {within: [_without(entry, entry_fields) for entry in entries]} if within else {}
+        return _VERSIONS[kind] - 1, _without({**plain, **lists}, added)
     return _VERSIONS[kind], plain
+
+
+def _holds(fields: dict[str, Any], values: dict[str, Any]) -> bool:
+    return all(fields[name] == value for name, value in values.items())
+
+
+def _without(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def migrate(kind: str, version: int, plain: Any) -> Any:

@@ -54,9 +54,10 @@ class OpCost:
             its cast; operators that keep the same tensor share it.
         saves_output: whether autograd keeps the output (relu, softmax).
         saved_own_bytes: bytes that it alone keeps: int8 copies, masks, statistics, low-precision weight copies.
-        workspace_bytes: largest temporary allocation during its forward or backward.
+        workspace_bytes: largest temporary allocation during its forward.
         backend, config: who ran it and with which configuration.
         spread: interquartile range of the measured total over its median.
+        backward_workspace_bytes: largest temporary allocation during its backward; None: ``workspace_bytes`` is that of both.
     """
 
     forward_dispatch_ns: int = attrs.field(validator=checks.measured_int)
@@ -70,6 +71,13 @@ class OpCost:
     backend: str = "aten"
     config: str = ""
     spread: float = attrs.field(default=0.0, validator=checks.finite)
+    backward_workspace_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(checks.measured_int))
+
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        """Largest temporary allocation during its forward, and during its backward."""
+        backward = self.backward_workspace_bytes
+        return self.workspace_bytes, self.workspace_bytes if backward is None else backward
 
 
 @attrs.frozen

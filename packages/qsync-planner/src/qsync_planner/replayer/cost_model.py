@@ -78,6 +78,7 @@ class Evaluation(NamedTuple):
     saves_output: bool
     saved_own_bytes: int
     workspace_bytes: int
+    backward_workspace_bytes: int
     gradient_copy_bytes: int
     """The incoming gradient's copies in the gradient formats, alive during this operator's backward."""
     memory_correction_bytes: int
@@ -275,7 +276,7 @@ class CostModel:
         times = self._calibrate(position, run, cost)
         correction = self.calibration.corrections.get((position, run))
         memory_correction = correction.memory_bytes if correction else 0
-        saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspace_bytes)
+        saved = (cost.saves_inputs, cost.saves_output, cost.saved_own_bytes, cost.workspaces)
         # Layers repeat: operators alike in everything that counts share one object, which is worked out once.
         key = (self._shape(position), run, inputs, times, saved, memory_correction)
         found = self._equal.get(key)
@@ -294,7 +295,8 @@ class CostModel:
             saved_inputs=tuple(self._saved_input(operator, index, copies.get(index), inputs) for index in cost.saves_inputs),
             saves_output=cost.saves_output,
             saved_own_bytes=cost.saved_own_bytes,
-            workspace_bytes=cost.workspace_bytes,
+            workspace_bytes=cost.workspaces[0],
+            backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
         )

@@ -36,7 +36,7 @@ _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 
 Intervals = list[tuple[int, int, int]]
 """(first moment, moment after the last, bytes)."""
 OwnBytes = tuple[int, int, int, int]
-"""Own saved bytes, workspace, gradient copy, calibration."""
+"""Own saved bytes, workspace forward, workspace and gradient copies backward, calibration."""
 Replaced = tuple[list[tuple[int, Intervals]], list[tuple[int, OwnBytes]], Intervals, list[tuple[int, int]]]
 _EMPTY = (0, 0, 0)
 
@@ -224,7 +224,7 @@ class MemoryLedger:
                 backward = self._backward_of[position]
                 intervals.append((position, backward + 1, now[0] - was[0]))
                 moments.append((position, now[1] - was[1]))
-                moments.append((backward, now[1] - was[1] + now[2] - was[2]))
+                moments.append((backward, now[2] - was[2]))
                 self._correction += now[3] - was[3]
         for start, end, nbytes in intervals:
             self._delta[start] += nbytes
@@ -274,7 +274,8 @@ class MemoryLedger:
 
 
 def _own_bytes(entry: Evaluation) -> OwnBytes:
-    return entry.saved_own_bytes, entry.workspace_bytes, entry.gradient_copy_bytes, entry.memory_correction_bytes
+    backward = entry.backward_workspace_bytes + entry.gradient_copy_bytes
+    return entry.saved_own_bytes, entry.workspace_bytes, backward, entry.memory_correction_bytes
 
 
 def _join(left: Node, right: Node) -> Node:

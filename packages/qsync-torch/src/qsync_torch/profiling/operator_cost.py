@@ -49,7 +49,7 @@ def measure_operator(
     with forwarding:
         saved = watch_saved(call.run, first.activations, first.parameters)
     gradients = [_gradient(output, first.gradient_dtype) for output in differentiable_outputs(saved.result)]
-    workspace = _workspace(first, gradients, device, forwarding)
+    workspaces = _workspaces(first, gradients, device, forwarding)
 
     nbytes = sum(t.nbytes for t in (*first.activations, *first.parameters))
     sets = rotation_count(nbytes, device, most=_MOST_SETS_CUDA if device.type == "cuda" else _MOST_SETS_CPU)
@@ -86,10 +86,11 @@ def measure_operator(
         saves_inputs=saved.inputs,
         saves_output=saved.output,
         saved_own_bytes=saved.own_bytes,
-        workspace_bytes=workspace,
+        workspace_bytes=workspaces[0],
         backend=choice.backend,
         config=choice.config,
         spread=timing.spread,
+        backward_workspace_bytes=workspaces[1],
     )
 
 
@@ -98,20 +99,20 @@ def _gradient(output: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient.normal_()
 
 
-def _workspace(
+def _workspaces(
     case: BenchmarkCase, gradients: list[torch.Tensor], device: torch.device, forwarding: AbstractContextManager[Any]
-) -> int:
-    """Bytes allocated above what remains: the larger of forward's and backward's."""
+) -> tuple[int, int]:
+    """Bytes allocated above what remains, forward and backward."""
     kept: list[Any] = []
     call = case.make_ready()
     with forwarding:
         peak, left = memory_rise(lambda: kept.append(call.run()), device)
-    workspace = peak - left
+    forward_bytes, backward_bytes = peak - left, 0
     backward = call.backward_thunk(kept, gradients)
     if backward is not None:
         peak, left = memory_rise(lambda: kept.append(backward()), device)
-        workspace = max(workspace, peak - left)
-    return max(0, workspace)
+        backward_bytes = peak - left
+    return max(0, forward_bytes), max(0, backward_bytes)
 
 
 class _CallCounter(TorchDispatchMode):

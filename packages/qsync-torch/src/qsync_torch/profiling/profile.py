@@ -26,7 +26,7 @@ from qsync_core.errors import ArtifactError, JobError, QSyncError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import CastKey, CastModel, DeviceKind, OpCost, Profile, StepMeasurement
+from qsync_core.ir.profile import CastKey, CastModel, DeviceKind, DeviceMemory, OpCost, Profile, RungMemory, StepMeasurement
 from qsync_core.ir.semantics import Autocast, CastSite
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
@@ -39,6 +39,7 @@ from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
 from qsync_torch.profiling.collective import measure_collective
+from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.operator_cost import measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
@@ -55,10 +56,11 @@ FLOAT32 = Variant.plain(Precision.FLOAT32)
 OPERATOR_EFFORT = Effort(min_repeats=5, max_repeats=60, budget_s=0.3)
 CAST_EFFORT = Effort(min_repeats=5, max_repeats=30, budget_s=0.05)
 STEP_EFFORT = Effort(min_repeats=2, max_repeats=40, target=0.005, budget_s=1.0, warmup=0)
-_FORMAT = 3
+_FORMAT = 4
 """Of the file of a :class:`ResumeStore`."""
 _AUTOCAST = "autocast"
 """Name under which a :class:`ResumeStore` keeps the autocast of the job's forward."""
+_MUCH_RESERVED = 1.1
 _WRITE_EVERY_S = 0.5
 _MAX_BYTES = 256 << 20
 
@@ -202,6 +204,11 @@ def profile(
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
         advance("all-reduce")
     collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
+    memory = None
+    if target.type == "cuda":
+        rungs = (store.read(f"memory {variant}", RungMemory) for variant in variants)
+        memory = DeviceMemory(outside_bytes(target), tuple(rung for rung in rungs if rung is not None))
+        _note_fragmentation(memory, software, memory_cap_bytes, note)
     progress(total, total, "")
     return Profile(
         device=type_,
@@ -222,7 +229,18 @@ def profile(
         collective=collective,
         steps=tuple(steps),
         synchronises=runner.watch_synchronising(target),
+        memory=memory,
     )
+
+
+def _note_fragmentation(memory: DeviceMemory, software: Mapping[str, str], cap_bytes: int, note: Callable[[str], None]) -> None:
+    """Say what to do against an allocator that reserves far more than tensors take, or may under a memory budget."""
+    worst = max((rung.reserved_bytes / max(1, rung.allocated_bytes) for rung in memory.rungs), default=1.0)
+    if software["expandable_segments"] == "False" and (cap_bytes or worst > _MUCH_RESERVED):
+        note(
+            f"PyTorch's allocator reserves up to {worst:.2f} times what tensors take, and other plans may need more; where memory "
+            "is limited, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for qsync profile and for training"
+        )
 
 
 def distinct_items(dag: PrecisionDag, ladder: Sequence[Variant], device: DeviceKind = DeviceKind.CPU) -> list[Item]:
@@ -333,6 +351,8 @@ class _Bench:
             raise
         except Exception as error:
             raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), error)) from error
+        if variant in runner.rungs:
+            self.store.write(f"memory {variant}", runner.rungs[variant])
         return self.store.write(name, measured)
 
     @contextmanager

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import StepMeasurement
+from qsync_core.ir.profile import RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
+from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
 from qsync_torch.profiling.memory import memory_rise, passing_rise, storage_bytes
 from qsync_torch.timing import Effort, Stopwatch, relative_spread, repeat
@@ -45,7 +46,8 @@ class StepRunner:
     """A private copy of a job's model on one device, with its optimizer and some batches, ready to train.
 
     ``update_rise`` are the bytes that the optimizer needs for a while in each step, once it has been watched on a CPU;
-    ``synchronises`` says whether a step waits for the device, once that was looked for.
+    ``synchronises`` says whether a step waits for the device, once that was looked for; ``rungs`` is the memory of the steps
+    measured on a CUDA device.
     """
 
     job: Job
@@ -54,6 +56,7 @@ class StepRunner:
     batches: Sequence[Batch]
     update_rise: int | None = None
     synchronises: bool | None = None
+    rungs: dict[Variant, RungMemory] = attrs.field(factory=dict)
 
     @classmethod
     def start(cls, job: Job, device: torch.device, batches: int = BATCHES) -> StepRunner:
@@ -89,6 +92,14 @@ class StepRunner:
         return storage_bytes(state)
 
     @property
+    def beside(self) -> Iterator[torch.Tensor]:
+        """Tensors that training does not have: the job's own model, and all batches but one."""
+        yield from self.job.model.parameters()
+        yield from self.job.model.buffers()
+        for batch in self.batches[1:]:
+            yield from batch.tensors
+
+    @property
     def static_bytes(self) -> int:
         """Weights, buffers, optimizer state and one batch."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -120,7 +131,7 @@ def measure_step(
         runner.watch_synchronising(stopwatch.device)
         # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)
-        peak_bytes = _peak_bytes(runner, stopwatch.device, with_update=known is None)
+        peak_bytes = _peak_bytes(runner, variant, stopwatch.device, with_update=known is None)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
             return _measure(runner, variant, stopwatch, effort, known, peak_bytes)
         with _group_of_one() as group:
@@ -164,12 +175,13 @@ def _measure(
     return _measure_cuda(runner, variant, stopwatch, effort, peak_bytes)
 
 
-def _peak_bytes(runner: StepRunner, device: torch.device, *, with_update: bool) -> int:
+def _peak_bytes(runner: StepRunner, variant: Variant, device: torch.device, *, with_update: bool) -> int:
     """Peak of one step with everything that lives between steps; on a CPU the update runs only if asked for or never watched."""
     if device.type != "cpu":
-        if not runner.optimizer.state:
-            runner.train_step(0)
-        return runner.static_bytes + memory_rise(lambda: runner.train_step(0), device)[0]
+        runner.train_step(0)  # makes the optimizer's state and libraries' workspaces, which stay
+        found = measure_memory(lambda: runner.train_step(0), variant, device, runner.beside)
+        runner.rungs[variant] = found
+        return found.allocated_bytes
     rise, gradients = memory_rise(lambda: runner.forward(0).backward())
     if with_update or runner.update_rise is None:
         # A first update also makes the optimizer's state, which stays and is among the static bytes.

@@ -73,7 +73,7 @@ class MemoryRows:
             if moment == position:
                 nbytes += entry.workspace_bytes
             if moment == backward:
-                nbytes += entry.workspace_bytes + entry.gradient_copy_bytes
+                nbytes += entry.backward_workspace_bytes + entry.gradient_copy_bytes
             add(found, choice.chosen, nbytes)
 
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
