@@ -76,7 +76,7 @@ def draw_timelines(title: str, uniform: Timeline, qsync: Timeline) -> str:
         "What a rank of each group computes and communicates, and where it waits for the other",
     )
     phases = [("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer")]
-    picture.legend([*phases, ("transfer", "all-reduce: transfer"), ("waiting", "all-reduce: waits for the other rank")])
+    picture.legend([*phases, ("transfer", "collective: transfer"), ("waiting", "collective: waits for the other rank")])
     uniform, qsync = aligned(uniform), aligned(qsync)
     span = max(i.end_ns for timeline in (uniform, qsync) for i in timeline.intervals)
     for name, timeline in (("uniform precision", uniform), ("QSync", qsync)):

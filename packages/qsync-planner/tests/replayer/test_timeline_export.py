@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import Case, assignments, cases
 from synthetic import hybrid_cluster, hybrid_profiles, transformer
+from test_ablation import measured_jobs
 from test_replay import hand_job
 from test_simulator import local
 
 from qsync_core.artifacts.files import from_bytes, to_bytes
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.timeline import Timeline
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import predicted_timeline
+from qsync_planner.step_parts import group_parts, transfers
 
 
 def spans(timeline: Timeline, rank: int, resource: Resource) -> list[tuple[int, int]]:
@@ -90,3 +93,20 @@ def test_a_real_model_settles_into_its_period() -> None:
     timeline = Replayer(dag, cluster, hybrid_profiles(dag)).timeline({})
     device = [i for i in timeline.intervals if i.resource is not Resource.DISPATCH]
     assert max(i.end_ns for i in device) - min(i.start_ns for i in device) >= timeline.iteration_ns
+
+
+@settings(max_examples=50, deadline=None)
+@given(measured_jobs(), st.data())
+def test_every_step_is_all_there_and_who_comes_last_does_not_wait(
+    job: tuple[Case, CollectiveCosts | None], data: st.DataObject
+) -> None:
+    case, costs = job
+    variants = {group.name: data.draw(assignments(case.dag)) for group in case.cluster.groups}
+    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs)
+    timeline = replayer.timeline(variants)
+    for group in case.cluster.groups:
+        parts = group_parts(timeline, group.name)
+        assert parts.total == timeline.iteration_ns
+        assert parts.recording == 0  # no rank computes for longer than the period
+    broadcast = [replayer.start_delay_ns] if replayer.start_delay_ns else []
+    assert sorted(transfers(timeline).values()) == sorted([*replayer.collective_ns, *broadcast])
