@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.alone import one_group
-from hybrid.rows import alone_rows, budget_rows, share_rows, together_rows
+from hybrid.rows import ablation_rows, alone_rows, budget_rows, median_ms, share_rows, together_rows
 from hybrid.workloads import configurations
 from results import RESULTS, write_rows
 
@@ -29,6 +29,7 @@ from qsync_core.artifacts.files import load
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_planner.estimating import estimate
+from qsync_planner.replayer.ablation import Ablation
 from qsync_planner.replayer.replay import Replayer
 
 HERE = Path(__file__).resolve().parent
@@ -39,6 +40,12 @@ BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
 """Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
 TIMEOUT_S = 280
+ABLATIONS = {
+    "casts": Ablation.CASTS,
+    "cost-mapper": Ablation.CASTS | Ablation.FORMATS,
+    "dispatch": Ablation.DISPATCH,
+}
+"""What row H1 leaves out: casts; casts and the formats of the operators between (dPRO's assumption); the CPU's timeline."""
 
 
 @contextmanager
@@ -112,6 +119,19 @@ def estimated_ms(folder: Path, share: float, plans: Sequence[str]) -> dict[str, 
     return {label: replayer.replay({"infer": variants[label]}).iteration_ns / 1e6 for label in plans}
 
 
+def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Per part that is left out of the model, by plan the predicted step time over the measured one less 1."""
+    dag, profile = load(folder / "dag.qsync", PrecisionDag), load(folder / "profile.1.qsync", Profile)
+    variants, found = configurations(dag), {}
+    for title, without in ABLATIONS.items():
+        replayer = Replayer(dag, one_group(profile), {"infer": profile}, without=without)
+        found[title] = {
+            label: replayer.replay({"infer": variants[label]}).iteration_ns / 1e6 / median_ms(run["measured"]) - 1
+            for label, run in runs.items()
+        }
+    return found
+
+
 def together(models: Sequence[str], out: Path, environment: Mapping[str, str], shares: str, *options: object) -> None:
     """One workload after the other on both GPUs."""
     for name in models:
@@ -162,7 +182,14 @@ def main() -> None:
         at_share = read(options.out, f"alone/quarter.{share:g}.json")
         guesses = {name: estimated_ms(options.out / name / "alone", share, list(entry["runs"])) for name, entry in at_share.items()}
         shares += share_rows(at_share, guesses)
-    rows = [*alone_rows(found), *shares, *budget_rows(found), *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE))]
+    left_out = {name: ablated(options.out / name / "alone", entry["runs"]) for name, entry in found.items()}
+    rows = [
+        *alone_rows(found),
+        *ablation_rows(left_out),
+        *shares,
+        *budget_rows(found),
+        *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE)),
+    ]
     for row in rows:
         if row["target"] != "reported":
             print(f"{row['id']:24} {row['value']:10.4f} {row['unit']:9} {row['target']:9} {row['what']}", flush=True)

@@ -99,6 +99,16 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
     return rows + _summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1]
 
 
+def ablation_rows(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:
+    """Beside H1: mean error with a part of the model left out; by workload, part and plan the error."""
+    rows = []
+    for part in dict.fromkeys(part for of_model in errors.values() for part in of_model):
+        every = [abs(error) for of_model in errors.values() for error in of_model[part].values()]
+        what = f"step time of one GPU, error of the prediction without {part}, mean of {len(every)} configurations"
+        rows.append(_row(f"H1-without-{part}", what, statistics.fmean(every), "fraction"))
+    return rows
+
+
 def budget_rows(files: Mapping[str, Found]) -> list[Row]:
     """Rows H3b: plans for memory budgets, run under a cap of that budget."""
     entries = [(name, entry) for name, found in files.items() for entry in found.get("budgets", ())]

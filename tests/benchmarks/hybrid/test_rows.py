@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.rows import alone_rows, budget_rows, share_rows, together_rows
+from hybrid.rows import ablation_rows, alone_rows, budget_rows, share_rows, together_rows
 
 GIB = 2**30
 
@@ -87,3 +87,8 @@ def test_estimates_of_a_share() -> None:
     assert found["H9-25-worst"] == pytest.approx(0.1)
     assert found["H9-25-m-float32-predicted"] == 90.0
     assert {row["id"]: row.get("commit") for row in rows}["H9-25-m-float32-measured"] == "abc"
+
+
+def test_what_parts_of_the_model_are_worth() -> None:
+    errors = {"m": {"casts": {"float32": 0.0, "int8": -0.2}}, "n": {"casts": {"int8": 0.1}}}
+    assert by_id(ablation_rows(errors)) == {"H1-without-casts": pytest.approx(0.1)}
