@@ -133,7 +133,7 @@ def measure_slowdown(
     computes, device = dist.get_rank() in measuring, tensor.device
     kept: list[float] = []
     hold, samples, is_bound = _HOLD, _SAMPLES, False
-    while len(kept) < samples:
+    while len(kept) < samples and not is_bound:  # which would only be found out again
         for attempt in range(_TRIES):
             alone_ns = opened_ns = 0
             is_open = True
@@ -161,8 +161,6 @@ def measure_slowdown(
             else:
                 is_bound = True
         samples = _SAMPLES_OF_LONG if longest_ns > _LONG_NS else _SAMPLES
-        if is_bound:  # not to be found out again in the same way
-            samples = 0
         kept.append(1 - alone_ns / opened_ns if computes else 0.0)
     share = maximum_over_ranks(statistics.median(kept), device)
     return Slowdown(min(MOST_SLOWDOWN, max(0.0, share)), is_bound)
