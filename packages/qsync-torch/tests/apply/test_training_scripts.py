@@ -301,6 +301,31 @@ def test_two_forwards_before_one_backward(x, way, use_reentrant):
     assert steps == again == 2
 
 
+@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("way", ["method", "closure", "whole", "part"])
+@pytest.mark.parametrize("how", ["modules", "functional"])
+def test_a_mode_changed_before_the_backward_changes_nothing(x, how, way, use_reentrant, evaluated):
+    """The function that runs again does so as in the forward: plain in eval mode, under the plan in training."""
+
+    def gradients(checkpointed):
+        model = Checkpointed(way if checkpointed and way in ("method", "closure") else "none", use_reentrant, how)
+        applied = apply_(model, BOTH, seed=5)
+        model.train(not evaluated)
+        function = {"whole": model, "part": model.a}.get(way, model) if checkpointed else model.a if way == "part" else model
+        y = checkpoint(function, x, use_reentrant=use_reentrant) if checkpointed and way in ("whole", "part") else function(x)
+        model.train(evaluated)
+        model.zero_grad()
+        y.square().sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()], applied.step
+
+    x.requires_grad_()
+    expected, steps = gradients(False)
+    found, again = gradients(True)
+    assert steps == again == (0 if evaluated else 1)
+    assert all((a is b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_checkpointing_of_another_make_runs_the_last_forward_again(x):
     class Own(torch.autograd.Function):
         @staticmethod

@@ -25,7 +25,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
-from qsync_torch.apply.recomputation import ACTIVE, next_replayed, record, wrap_checkpointing
+from qsync_torch.apply.recomputation import ACTIVE, PLAIN, next_replayed, record, wrap_checkpointing
 from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import in_float32, layer_norm
 
@@ -73,6 +73,10 @@ class Installation(abc.ABC):
     def position(self) -> int | None:
         """The place of this entry in the sequence of random numbers; None where there are none."""
         return None
+
+    def present(self) -> int | None:
+        """:meth:`position`, or that operators are not replaced in this entry."""
+        return PLAIN if self._suspended else self.position()
 
     def at_position(self, position: int) -> AbstractContextManager[None]:
         """Have the random numbers of that place for a while."""
@@ -145,6 +149,10 @@ class Installation(abc.ABC):
         if position is None:
             yield
             return
+        if position == PLAIN:
+            with self._suspension():
+                yield
+            return
         was_running, self.running = self.running, True
         ACTIVE.append(self)  # what is checkpointed inside runs once more
         try:
@@ -155,6 +163,18 @@ class Installation(abc.ABC):
             self.running = was_running
             if not was_running:
                 self.cache.end_forward()
+
+    @contextlib.contextmanager
+    def _suspension(self) -> Iterator[None]:
+        """An entry in which nothing is replaced."""
+        before = self.running, self._suspended
+        self.running, self._suspended = False, True
+        ACTIVE.append(self)
+        try:
+            yield
+        finally:
+            ACTIVE.remove(self)
+            self.running, self._suspended = before
 
     def _operator(self, call: OperatorCall, owner: nn.Module, inner: Forward) -> Forward:
         """An operator that is a module's forward."""
@@ -195,17 +215,17 @@ class Installation(abc.ABC):
         self, whole: bool, replaced: Forward, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an entry, from its beginning to what it returns."""
-        if not self.is_on():
-            self._suspended = True
-            try:
-                return plain(module, *args, **kwargs)
-            finally:
-                self._suspended = False
         if torch.compiler.is_compiling():
-            return self._run(whole, replaced, module, args, kwargs)
+            return self._run(whole, replaced, module, args, kwargs) if self.is_on() else plain(module, *args, **kwargs)
         if (position := next_replayed(self)) is not None:
             with self.again(position):
+                if position == PLAIN:
+                    return plain(module, *args, **kwargs)
                 return self.finish(replaced(module, *args, **kwargs), whole)
+        if not self.is_on():
+            with self._suspension():
+                record(self)
+                return plain(module, *args, **kwargs)
         if torch._C._current_graph_task_id() != -1 and (position := self.position()) is not None:
             # Inside a backward pass this is a checkpointing that is not PyTorch's: it runs a part of the last forward again.
             with self.again(position):

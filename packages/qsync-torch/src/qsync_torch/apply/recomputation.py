@@ -1,8 +1,8 @@
 """Gradient checkpointing: what PyTorch runs again in a backward pass runs as it did in the forward pass.
 
 ``torch.utils.checkpoint`` calls a function of the user's again, in which there may be functional calls, or the model as a whole.
-By then other forwards may have begun (a pipeline, two views of one batch), with other random numbers.  :func:`wrap_checkpointing`
-lets it remember which entries were active, and the position of each in its random numbers.
+By then other forwards may have begun (a pipeline, two views of one batch), with other random numbers, and the model's mode may be
+another.  :func:`wrap_checkpointing` lets it remember which entries were active, and the position of each in its random numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.utils.checkpoint as torch_checkpoint
 class Replayable(Protocol):
     """An installation, as far as checkpointing is concerned."""
 
-    def position(self) -> int | None:
-        """The place of the present entry in its random numbers."""
+    def present(self) -> int | None:
+        """The place of the present entry in its random numbers; ``PLAIN`` where it replaces nothing."""
         ...
 
     def again(self, position: int | None) -> Any:
@@ -27,6 +27,8 @@ class Replayable(Protocol):
         ...
 
 
+PLAIN = -1
+"""In place of a position: an entry in which nothing is replaced (eval mode)."""
 ACTIVE: list[Replayable] = []
 """Installations with an entry that runs now, the outermost first."""
 
@@ -38,7 +40,7 @@ _REPLAYS: list[Iterator[tuple[Replayable, int | None]]] = []
 def record(installation: Replayable) -> None:
     """Remember an entry that begins inside a checkpointed function."""
     if _RECORDERS:
-        _RECORDERS[-1].append((installation, installation.position()))
+        _RECORDERS[-1].append((installation, installation.present()))
 
 
 def next_replayed(installation: Replayable) -> int | None:
@@ -54,7 +56,7 @@ class Checkpointed:
     def __init__(self, function: Callable[..., Any], has_run: bool) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._has_run = function, has_run
-        self._inside: _Begun = [(installation, installation.position()) for installation in ACTIVE]
+        self._inside: _Begun = [(installation, installation.present()) for installation in ACTIVE]
         self._begun: _Begun = []
 
     @contextmanager
