@@ -306,6 +306,21 @@ def settings_changed_after_apply() -> Pair:
 
 
 @script()
+def settings_changed_after_the_first_step() -> Pair:
+    before = torch.get_float32_matmul_precision()
+
+    def run(model: Any) -> Any:
+        first = step(model)
+        torch.set_float32_matmul_precision("medium")
+        return first, step(model)
+
+    try:
+        return refused_only(run, software={"infer": {"float32_matmul": before}})
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@script()
 def another_device_in_the_profile() -> Pair:
     elsewhere = plan()
     group = attrs.evolve(elsewhere.groups[0], device=DeviceType("T4", DeviceKind.CUDA))

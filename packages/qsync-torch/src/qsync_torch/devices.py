@@ -74,33 +74,23 @@ def tuning_software(device: torch.device) -> dict[str, str]:
 
 
 def software_versions(device: torch.device) -> dict[str, str]:
-    """Versions and settings of this process that change what is measured (:data:`qsync_core.settings.SETTINGS`).
-
-    The float32 precisions are read where PyTorch decides them, so that its older switches (``allow_tf32``) and its newer ones
-    (``fp32_precision``) are seen alike.
-    """
+    """Versions and settings of this process that change what is measured (:data:`qsync_core.settings.SETTINGS`)."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "qsync-torch": version("qsync-torch")}
     versions["autocast"] = active_autocast(device)
+    versions |= number_settings(device)
     versions["deterministic_algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     if device.type == "cpu":
         versions["threads"] = str(torch.get_num_threads())
         versions["machine"] = platform.machine()
         versions["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-        precisions = {"tf32": "high", "bf16": "medium"}
-        versions["float32_matmul"] = precisions.get(_fp32_precision("mkldnn.matmul"), "highest")
         return versions
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     versions["cuda"] = torch.version.cuda or ""
     versions["cudnn"] = str(cudnn.version())
     versions["driver"] = driver_version()
     versions["expandable_segments"] = str(has_expandable_segments())
-    versions["float32_matmul"] = "high" if _fp32_precision("cuda.matmul") == "tf32" else "highest"
-    versions["cudnn_tf32"] = str(_fp32_precision("cudnn.conv") == "tf32")
-    versions["cudnn_rnn_tf32"] = str(_fp32_precision("cudnn.rnn") == "tf32")
     for name in ("benchmark", "deterministic", "enabled"):
         versions[f"cudnn_{name}"] = str(getattr(cudnn, name))
-    for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
-        versions[f"matmul_{name}"] = str(getattr(matmul, f"allow_{name}"))
     return versions
 
 
@@ -109,6 +99,25 @@ def has_expandable_segments() -> bool:
     settings: str = torch._C._accelerator_getAllocatorSettings()
     entries = dict(entry.partition(":")[::2] for entry in settings.replace(" ", "").split(","))
     return entries.get("expandable_segments", "").lower() == "true"
+
+
+def number_settings(device: torch.device) -> dict[str, str]:
+    """Switches of PyTorch that change the numbers of products, as they are now: quick enough to be read in every step.
+
+    The float32 precisions are read where PyTorch decides them, so that its older switches (``allow_tf32``) and its newer ones
+    (``fp32_precision``) are seen alike.
+    """
+    if device.type == "cpu":
+        return {"float32_matmul": {"tf32": "high", "bf16": "medium"}.get(_fp32_precision("mkldnn.matmul"), "highest")}
+    matmul = torch.backends.cuda.matmul
+    return {
+        "float32_matmul": "high" if _fp32_precision("cuda.matmul") == "tf32" else "highest",
+        "cudnn_tf32": str(_fp32_precision("cudnn.conv") == "tf32"),
+        "cudnn_rnn_tf32": str(_fp32_precision("cudnn.rnn") == "tf32"),
+        "matmul_fp16_reduced_precision_reduction": str(matmul.allow_fp16_reduced_precision_reduction),
+        "matmul_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
+        "matmul_fp16_accumulation": str(matmul.allow_fp16_accumulation),
+    }
 
 
 def active_autocast(device: torch.device) -> str:

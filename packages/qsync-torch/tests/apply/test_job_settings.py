@@ -14,7 +14,7 @@ from qsync_core.settings import SETTINGS
 from qsync_torch import apply_
 from qsync_torch.devices import software_versions
 
-from .small_models import BFLOAT16, ConvNet, named
+from .small_models import BFLOAT16, ConvNet, images, named
 from .test_apply import plan_of
 
 
@@ -47,6 +47,21 @@ def test_other_numbers_are_refused_with_the_way_out():
         apply_(ConvNet(), _plan(float32_matmul="high"))
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_switch_that_is_thrown_between_steps_is_refused_until_it_is_taken_back():
+    model, allowing = ConvNet(), ConvNet()
+    apply_(model, _plan())
+    apply_(allowing, _plan(), allow_flags=["float32_matmul"])
+    model(images())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(PlanError, match=r"^float32_matmul .* was highest when group 'infer' .* and is medium in this job"):
+            model(images())
+        allowing(images())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    model(images())
 
 
 def test_what_the_caller_allows_is_not_refused():

@@ -26,6 +26,7 @@ from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.devices import number_settings
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.kernels.selection import default_backend
@@ -88,6 +89,7 @@ class AppliedPlan(Installation):
         self._lowered: dict[OpId, LoweredCall] = {}
         self._placed_on: torch.device | None = None
         self._has_met = planned.plan is None
+        self._settings: dict[str, str] | None = None
         self._awaits_calls = True
 
     @property
@@ -169,14 +171,14 @@ class AppliedPlan(Installation):
         if torch.compiler.is_compiling():
             check_autocast(self.base, device)
         elif self._has_met:
+            self._check_settings(device)
             self._meet(device)
         else:
             self._has_met = True
             what = "the first step under a plan"
+            plan, group = self._planned.plan, self._planned.group
             with together(what):
-                plan, group = self._planned.plan, self._planned.group
-                if plan is not None and group is not None:  # settings may have changed since apply_
-                    check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
+                self._check_settings(device)
                 self._meet(device)
             if plan is not None and group is not None:  # by now the model is on its GPU
                 check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
@@ -186,6 +188,18 @@ class AppliedPlan(Installation):
         self._steps.advance()
         if whole:
             self._weights.prepare()
+
+    def _check_settings(self, device: torch.device) -> None:
+        """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
+
+        Raises:
+            PlanError: when one that changes numbers is not that of the profile.
+        """
+        plan, group = self._planned.plan, self._planned.group
+        if plan is None or group is None or (found := number_settings(device)) == self._settings:
+            return
+        check_settings(plan, group, self.model, self._planned.allow_flags, warn=False)
+        self._settings = found
 
     def _meet(self, device: torch.device) -> None:
         """What every forward meets must be what the plan was made for.
