@@ -788,6 +788,19 @@ def functional_calls_in_another_order() -> Pair:
 
 
 @script()
+def weights_cast_to_the_format_of_the_activation() -> Pair:
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = model.a(x).relu()
+        return F.linear(x, model.b.weight.to(x.dtype), model.b.bias.to(x.dtype))
+
+    variants = {"a": BFLOAT16, "b": INT8}
+    model, twin = Two(body), Two()
+    apply_(model, plan(variants))
+    with Reference(twin, variants).running():
+        return step(model), step(twin)
+
+
+@script()
 def parts_called_by_themselves() -> Pair:
     return same(lambda model: (model.b(model.a(batch()).relu()).float().square().sum().backward(), gradients(model))[1])
 

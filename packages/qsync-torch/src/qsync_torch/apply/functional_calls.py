@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -68,11 +69,17 @@ class WeightCalls:
         self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn)) for place in refused))
         self._found: dict[int, tuple[torch.Tensor | None, OperatorCall]] = {}
         self._is_current = False
+        self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._traced_casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start_forward(self) -> None:
         """A forward begins: parameters may have been replaced since the last one."""
         self._is_current = False
         self._stored = None
+
+    def end_forward(self) -> None:
+        """Forget the casts that a compiler traced; others are forgotten as they are freed: a checkpoint may run again with them."""
+        self._traced_casts.clear()
 
     def of(self, weight: object) -> OperatorCall | None:
         """What replaces a call with this weight; None for one that no plan names."""
@@ -86,6 +93,23 @@ class WeightCalls:
         self._is_current = True
         self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
         return self.of(weight)
+
+    def remember_cast(self, parameter: torch.Tensor, cast: torch.Tensor) -> None:
+        """The model itself casts a parameter: to the format of an activation, which a plan may have changed."""
+        if isinstance(self.of(parameter), RefusedCall):
+            return  # no operator of the trace: the cast was there already
+        if torch.compiler.is_compiling():
+            self._traced_casts.append((cast, parameter))
+        else:
+            key = id(cast)
+            self._casts[key] = (weakref.ref(cast, lambda _: self._casts.pop(key, None)), parameter)
+
+    def uncast(self, x: Any) -> Any:
+        """The parameter of which the model made this 16-bit cast; anything else as it is."""
+        if torch.compiler.is_compiling():
+            return next((parameter for cast, parameter in self._traced_casts if cast is x), x)
+        found = self._casts.get(id(x))
+        return x if found is None or found[0]() is not x else found[1]
 
     def fqn_of(self, weight: torch.Tensor) -> str:
         """The name of a weight for which there is a call."""

@@ -248,6 +248,7 @@ class Installation(abc.ABC):
         finally:
             self.running = False
             self.cache.end_forward()
+            self._calls.end_forward()
             self.end_forward()
         return self.finish(output, whole)
 

@@ -58,6 +58,9 @@ RIGHT_FACTORS: dict[Function, str] = {
 }
 """Products of two tensors, and what they call the second one."""
 
+CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "to", "type", "type_as", "bfloat16", "half"))
+"""Casts that a model may make of its own parameters."""
+
 WRITES: frozenset[Function] = frozenset(
     _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
 )
@@ -145,6 +148,7 @@ class Interception(TorchFunctionMode):
             **dict.fromkeys(RIGHT_FACTORS, self._product),
             **dict.fromkeys((torch.addmm, torch.Tensor.addmm), self._addmm),
             F.multi_head_attention_forward: self._open,
+            **dict.fromkeys(CASTS, self._cast_by_model),
         }
         if promote:
             self._handlers = {
@@ -213,9 +217,26 @@ class Interception(TorchFunctionMode):
         func(*args, **kwargs)
         return result
 
+    def _cast_by_model(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``weight.to(x.dtype)``, as in Whisper: under a plan the activation's format is another than in the trace."""
+        result = func(*args, **kwargs)
+        if isinstance(args[0], nn.Parameter) and result.dtype in LOW_FLOATS:
+            self._calls.remember_cast(args[0], result)
+        return result
+
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._planned(args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else kwargs.get("weight"))
-        return self._promoted(func, args, kwargs) if planned is None else planned.linear(*args, **kwargs)
+        weight = self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight"))
+        planned = self._planned(args[0] if args else kwargs.get("input"), weight)
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        args, kwargs = self._with_parameters(args, kwargs)
+        return planned.linear(*args, **kwargs)
+
+    def _with_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The parameters themselves in place of the model's own casts: an operator makes those of its variant."""
+        uncast = self._calls.uncast
+        others = {key: value if key == "input" else uncast(value) for key, value in kwargs.items()}
+        return (*args[:1], *map(uncast, args[1:])), others
 
     def _planned(self, x: Any, weight: Any) -> OperatorCall | None:
         call = self._calls.of(weight)
@@ -223,7 +244,7 @@ class Interception(TorchFunctionMode):
 
     def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x @ weight``, where that is the linear of a plan."""
-        weight = args[1] if len(args) > 1 else kwargs.get(RIGHT_FACTORS[func])
+        weight = self._calls.uncast(args[1] if len(args) > 1 else kwargs.get(RIGHT_FACTORS[func]))
         if isinstance(weight, torch.Tensor) and weight.ndim == 2 and "out" not in kwargs:
             x = args[0] if args else kwargs["input"]
             planned = self._planned(x, weight)
@@ -234,7 +255,7 @@ class Interception(TorchFunctionMode):
     def _addmm(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``bias + x @ weight``, where that is the linear of a plan."""
         operands: list[Any] = [*args[:3], *(kwargs.get(name) for name in ("input", "mat1", "mat2")[len(args) :])]
-        bias, x, weight = operands
+        bias, x, weight = self._calls.uncast(operands[0]), operands[1], self._calls.uncast(operands[2])
         planned = self._planned(x, weight) if isinstance(weight, torch.Tensor) else None
         if planned is None:
             return self._promoted(func, args, kwargs)
@@ -247,8 +268,11 @@ class Interception(TorchFunctionMode):
         return planned.linear(x, weight.t(), bias)
 
     def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._calls.of(args[1] if len(args) > 1 else kwargs.get("weight"))
-        return self._promoted(func, args, kwargs) if planned is None else planned.conv2d(*args, **kwargs)
+        planned = self._calls.of(self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight")))
+        if planned is None:
+            return self._promoted(func, args, kwargs)
+        args, kwargs = self._with_parameters(args, kwargs)
+        return planned.conv2d(*args, **kwargs)
 
     def _open(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python function of PyTorch with this mode still active inside it.
