@@ -39,9 +39,9 @@ class Stopwatch:
             hold the CPU's.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], int] | None = None) -> None:
         self.device = device
-        self.clock = clock
+        self.clock = clock or time.perf_counter_ns
         self.must_repeat = False
         self.given_up = 0
 
@@ -111,9 +111,7 @@ class CudaStopwatch(Stopwatch):
     spin of its own.
     """
 
-    def __init__(
-        self, device: torch.device, queue: LaunchQueue | None = None, clock: Callable[[], int] = time.perf_counter_ns
-    ) -> None:
+    def __init__(self, device: torch.device, queue: LaunchQueue | None = None, clock: Callable[[], int] | None = None) -> None:
         super().__init__(device, clock)
         self._queue = queue or LaunchQueue(device)
         self._spin_ns = _SHORTEST_SPIN_NS
