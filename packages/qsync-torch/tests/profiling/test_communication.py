@@ -25,7 +25,9 @@ from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_torch.distributed.ranks import which_group_of_cluster
 from qsync_torch.load_job import load_job
+from qsync_torch.profiling import contention
 from qsync_torch.profiling.communication import bucket_sizes, measure_communication
+from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
 SCRIPT = Path(__file__).with_name("communicating_ranks.py")
@@ -163,6 +165,42 @@ def test_alone_there_is_nothing_to_measure():
     job = load_job("resnet18:image=32", 2)
     with pytest.raises(RankError, match="this process is alone: start it with torchrun on every machine"):
         measure_communication(job, trace(job), group="train")
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """What is asked of a GPU is answered in its place."""
+    monkeypatch.setattr(contention, "_device_ns", lambda work: contention._CALIBRATION_CYCLES)
+    monkeypatch.setattr(contention.Backward, "wait", lambda backward: None)
+
+
+def runner_with_memory_for(samples: int, asked: list[int], monkeypatch) -> StepRunner:
+    """A step whose forward runs out of memory above a batch size; the sizes that it is asked for are written down."""
+    runner = StepRunner.start(load_job("resnet18:image=64", 8), torch.device("cpu"), batches=1)
+    inner = StepRunner.forward
+
+    def forward(self, step):
+        asked.append(self.batches[0].size)
+        if asked[-1] > samples:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(self, step)
+
+    monkeypatch.setattr(StepRunner, "forward", forward)
+    return runner
+
+
+@pytest.mark.parametrize("samples, asked", [(8, [8, 8]), (3, [8, 4, 2, 2]), (1, [8, 4, 2, 1, 1])])
+def test_a_batch_that_does_not_fit_in_the_base_precision_is_halved(without_a_gpu, monkeypatch, samples, asked):
+    sizes: list[int] = []
+    runner = runner_with_memory_for(samples, sizes, monkeypatch)
+    backward = contention.Backward(runner, torch.device("cpu"))
+    assert sizes == asked
+    assert backward.spin_ns > 0
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error(without_a_gpu, monkeypatch):
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        contention.Backward(runner_with_memory_for(0, [], monkeypatch), torch.device("cpu"))
 
 
 def with_parameters(sizes: list[int], cap: int) -> PrecisionDag:

@@ -44,13 +44,18 @@ class Backward:
         self._runner, self._device = runner, device
         self._loss = torch.zeros(())
         self._cycles_per_ns = _CALIBRATION_CYCLES / _device_ns(lambda: torch.cuda._sleep(_CALIBRATION_CYCLES))
-        while not (issue_ns := self._issue_ns()):
-            halved = runner.job.batch(0, max(1, self._runner.batches[0].size // 2))
-            self._runner = attrs.evolve(runner, batches=[halved.to(device)])
+        size = runner.batches[0].size
+        while not (issue_ns := self._issue_ns(must_fit=size <= 1)):
+            size //= 2
+            self._runner = attrs.evolve(runner, batches=[runner.job.batch(0, size).to(device)])
         self.spin_ns = min(_LONGEST_SPIN_NS, round(_SPIN_PER_ISSUE * issue_ns) + _SPIN_MORE_NS)
 
-    def _issue_ns(self) -> int:
-        """How long the CPU takes to issue a pass to an idle device, the second time; 0 where the batch does not fit."""
+    def _issue_ns(self, *, must_fit: bool) -> int:
+        """How long the CPU takes to issue a pass to an idle device, the second time; 0 where the batch does not fit.
+
+        Raises:
+            torch.OutOfMemoryError: where it must.
+        """
         issue_ns = 0
         for _ in range(2):
             try:
@@ -60,7 +65,7 @@ class Backward:
                 issue_ns = time.perf_counter_ns() - start
                 self.wait()
             except torch.OutOfMemoryError:
-                if self._runner.batches[0].size <= 1:
+                if must_fit:
                     raise
                 issue_ns = 0
                 break
