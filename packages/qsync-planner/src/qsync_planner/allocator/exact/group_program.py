@@ -82,6 +82,7 @@ class GroupProgram:
     def __init__(self, group: GroupProblem, replayer: Replayer, rest: Rest | None = None) -> None:
         self._group, self._replayer, self._rest = group, replayer, rest
         self._state: GroupState | None = None
+        self._spare: int | None = None
         model = replayer.model(group.name)
         self.program = Program()
         self.choices = Choices(group, model, self.program)
@@ -105,6 +106,7 @@ class GroupProgram:
             self._shape, self._slowest_ns = shape, ANY_TIME_NS
             rows = JointRows(self.program, self._limit, shape, rest, self._unit_ns)
             rows.add_rest()
+            self._spare = rows.spare
         if group.group.sync_per_step and not model.synchronous:
             rows.add_synchronising(steps)
         else:
@@ -143,7 +145,14 @@ class GroupProgram:
         return cost / _COST * self._scaled_for
 
     def limit(self, period_ns: int, budget_bytes: int) -> None:
-        """Set T and the memory budget (0: none); a T that no plan exceeds is none either, since solvers dislike huge numbers."""
+        """Set T and the memory budget (0: none); a T that no plan exceeds is none either, since solvers dislike huge numbers.
+
+        A program of the whole job's time leaves T as it is, which the other ranks may need, and lets its group begin later.
+        """
+        if self._rest is not None and self._spare is not None:
+            spare = (self._rest.limit_ns - period_ns) / self._unit_ns
+            self.program.bound(self._spare, spare, spare)
+            period_ns = self._rest.limit_ns
         binds = 0 < period_ns < self._slowest_ns
         self.program.bound(self._limit, 0.0, period_ns / self._unit_ns if binds else math.inf)
         self.program.bound(self._budget, 0.0, budget_bytes * _BYTES if budget_bytes else math.inf)

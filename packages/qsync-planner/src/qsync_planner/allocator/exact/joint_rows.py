@@ -135,6 +135,8 @@ class JointRows:
     def __init__(self, program: Program, limit: int, shape: StepShape, rest: Rest, unit: int) -> None:
         self._program, self._limit, self._shape, self._rest, self._unit = program, limit, shape, rest, unit
         self._delay = shape.start_delay_ns
+        self.spare = program.column(upper=0.0)
+        """How much later than it does the group begins, to leave out plans that the rows allow and the replayer does not."""
         optimizers = [shape.optimizer.compute_ns, *(rank.optimizer_ns for rank in rest.ranks)]
         self._after = max(optimizers) + self._delay if self._delay else 0
         self._ends = [program.column(upper=math.inf) for _ in shape.collective_ns]
@@ -154,7 +156,9 @@ class JointRows:
 
     def add_free_running(self, steps: StepExpressions) -> None:
         """Rows of the group: its sums of compute, and its CPU alone."""
-        self._add_rank(segments_of(steps, self._shape), self._shape.slowdown, self._shape.optimizer.compute_ns)
+        first, *later = segments_of(steps, self._shape)
+        first = attrs.evolve(first, work={**first.work, self.spare: self._unit})
+        self._add_rank([first, *later], self._shape.slowdown, self._shape.optimizer.compute_ns)
         dispatch: Expression = {CONSTANT: self._shape.optimizer.dispatch_ns}
         for some in (*steps.forward, *steps.backward):
             for step in some:
@@ -178,8 +182,7 @@ class JointRows:
         def until(moment: int | None) -> None:
             nonlocal last, before
             row: Expression = {} if moment is None else {moment: self._unit}
-            if last is not None:
-                add(row, {last: self._unit}, -1)
+            add(row, {self.spare: self._unit} if last is None else {last: -self._unit})
             work.append(Segment({c: f for c, f in row.items() if f}, least - before, self._rest.limit_ns))
             last, before = moment, least
 
