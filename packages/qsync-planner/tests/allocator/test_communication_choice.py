@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import attrs
 import pytest
@@ -15,7 +16,11 @@ from qsync_core.ir.dag import Bucket
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import CollectiveModel, DeviceKind
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.allocate import ROUNDS
 from qsync_planner.allocator.communication import how_to_apply, parse_settings, ways_to_communicate
+from qsync_planner.allocator.greedy import solve_greedy
+from qsync_planner.allocator.problem import SearchState
+from qsync_planner.allocator.solution import Solution
 from qsync_planner.replayer.replay import Replayer
 
 MEBIBYTE = 1024 * 1024
@@ -209,6 +214,29 @@ def test_the_reason_has_the_figures() -> None:
     assert plan.communication.settings == PYTORCH_DEFAULTS
     assert plan.communication.reason.startswith("with bucket as asked for, PyTorch's defaults: ")
     assert plan.communication.reason.endswith(", and none of 1 other ways is faster")
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 10.0])
+def test_a_plan_is_looked_for_under_the_ways_that_can_keep_the_limit(tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most so many, the fastest for the best plan so far first, each from a plan that keeps the limit there."""
+    case, costs = job(2)
+    searched: list[tuple[CommunicationSettings, bool]] = []
+
+    def solve(state: SearchState, starts: object, limit_ns: int, *further: object, **options: object) -> Solution:
+        searched.append((state.replayer.settings, state.prediction.iteration_ns <= limit_ns))
+        return solve_greedy(state, starts, limit_ns)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys.modules[allocate.__module__], "solve_exactly", solve)
+    plan = allocate(*case.arguments, solver="exact", communication=costs, tolerance=tolerance)
+    uniform = allocate(*case.arguments, solver="uniform", communication=costs, tolerance=tolerance)
+    assert uniform.communication is not None
+    tried = [way for way, _ in searched]
+    assert tried[0] == uniform.communication.settings
+    assert all(keeps for _, keeps in searched)
+    assert len(set(tried)) == len(tried)
+    assert len(tried) == (ROUNDS if tolerance else 1)
+    assert plan.communication is not None
+    assert plan.communication.settings in tried
 
 
 def test_what_was_not_measured_is_a_note_on_gpus_alone() -> None:

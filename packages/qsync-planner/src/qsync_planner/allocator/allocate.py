@@ -174,37 +174,48 @@ def _under_ways(
     solve: Callable[[SearchState, Mapping[str, UniformStart], Programs], tuple[Solution, int]],
     rounds: int,
 ) -> tuple[Solution, int]:
-    """Plan under the way that is the best for uniform precision, then under the one that is the best for the plan found, and so on.
+    """Plan under the way that is the best for uniform precision, then under those that are the best for the plans found.
 
     Args:
         state, programs: of the first way, at uniform precision.
         solve: the plan and its time limit, of a state, a plan that keeps the limits, and programs.
+        rounds: how many ways, at most.
 
     Returns:
         The plan of the least Σ Ω, of equal ones the fastest, and its time limit.
     """
-    problem, first = state.problem, (state, programs)
-    way, found = uniform.way, []
+    problem, first, found = state.problem, (state, programs), list[tuple[Solution, int]]()
+
+    def rank(solution: Solution) -> tuple[float, int]:
+        return problem.objective(solution.rungs), solution.prediction.iteration_ns
+
+    way, start = uniform.way, uniform
     for _ in range(rounds):
         assert way is not None
         state, programs = first
         if way != ways.settings[0]:
             state = SearchState(problem, ways.at(way))
             programs = Programs(state.replayer)
-        if state.all_rungs() != {name: start.rungs for name, start in starts.items()}:
-            for name, start in starts.items():
-                state.move_to(name, start.rungs)
-        solution, limit_ns = solve(state, starts, programs)
+        if state.all_rungs() != start.rungs:
+            for name, rungs in start.rungs.items():
+                state.move_to(name, rungs)
+        begin = {name: attrs.evolve(entry, rungs=start.rungs[name]) for name, entry in starts.items()}
+        solution, limit_ns = solve(state, begin, programs)
         periods = {way: solution.prediction.iteration_ns}
         if len(ways.settings) > 1:
             periods = ways.periods_ns(problem.variants(solution.rungs))
         found.append((attrs.evolve(solution, way=way, periods_ns=periods), limit_ns))
-        way = fastest(periods)
-        if any(way == other.way for other, _ in found):
+        # Next the way that is the fastest for the best plan so far, of those under which some plan is known to keep the limit.
+        known = sorted((solution for solution, _ in found), key=rank)
+        tried = {solution.way for solution in known}
+        for way in sorted(set(ways.settings) - tried, key=lambda way: (known[0].periods_ns[way], ways.settings.index(way))):
+            keeping = [solution for solution in (*known, uniform) if solution.periods_ns[way] <= limit_ns]
+            if keeping:
+                start = keeping[0]
+                break
+        else:
             break
-        # Uniform precision may be too slow under another way; this plan is faster there than where it kept the limit.
-        starts = {name: attrs.evolve(start, rungs=solution.rungs[name]) for name, start in starts.items()}
-    return min(found, key=lambda entry: (problem.objective(entry[0].rungs), entry[0].prediction.iteration_ns))
+    return min(found, key=lambda entry: rank(entry[0]))
 
 
 def _waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
