@@ -160,7 +160,8 @@ def test_plan_limit_and_baselines_are_each_under_their_best_way(solver: str, see
         alone = allocate(*case.arguments, solver=baseline, communication=costs)
         best[baseline] = min(period_ns(case, costs, way, alone) for way in ways)
         assert plan.baselines[baseline] == best[baseline]
-    assert plan.time_limit_ns == best["uniform"]
+    slowed = any(c for entry in costs.measured for c in entry.slowdown.values())
+    assert plan.time_limit_ns == best["uniform"] + (int(best["uniform"] * 0.002) if slowed else 0)
     chosen = plan.communication
     assert chosen is not None
     assert chosen.alternatives[0].settings == chosen.settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -27,7 +27,7 @@ from qsync_planner.allocator.baselines import (
     solve_uniform,
     time_limit_ns,
 )
-from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest
+from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest, fastest_by_ctas
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
 from qsync_planner.allocator.exact.group_program import Programs
 from qsync_planner.allocator.exact.program import is_installed
@@ -49,9 +49,6 @@ OBJECTIVES = ("omega", "memory", "time")
 
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
-
-ROUNDS = 3
-"""Ways to communicate under which a plan is looked for, at most."""
 
 
 def allocate(
@@ -131,20 +128,22 @@ def allocate(
     starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
     uniform = Solution.of(state)
     uniform = _under_the_best(uniform, ways, problem.variants(uniform.rungs))
-    limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance)
+    limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance + ways.alike)
     effort = EXACT if solver == "exact" else AUTO
+    wanted = fastest_by_ctas(uniform.periods_ns, limit_ns)[: None if objective == "omega" else 1]
 
     def solve(state: SearchState, starts: Mapping[str, UniformStart], programs: Programs) -> tuple[Solution, int]:
         if objective == "memory":
             return least_memory_plan(state, starts, limit_ns, effort, programs), limit_ns
         if objective == "time":
             return least_time_plan(state, starts, omega_limit, effort, programs)
-        return _planned(state, starts, limit_ns, solver, programs, seconds, progress), limit_ns
+        each = seconds if seconds is None or len(ways.settings) == 1 else seconds / (len(wanted) + 1)
+        return _planned(state, starts, limit_ns, solver, programs, each, progress), limit_ns
 
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif solution is None:
-        solution, limit_ns = _under_ways(state, programs, ways, uniform, starts, solve, ROUNDS if objective == "omega" else 1)
+        solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve)
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
@@ -169,53 +168,41 @@ def _under_ways(
     state: SearchState,
     programs: Programs,
     ways: Ways,
-    uniform: Solution,
+    wanted: Sequence[CommunicationSettings],
     starts: Mapping[str, UniformStart],
     solve: Callable[[SearchState, Mapping[str, UniformStart], Programs], tuple[Solution, int]],
-    rounds: int,
 ) -> tuple[Solution, int]:
-    """Plan under the way that is the best for uniform precision, then under those that are the best for the plans found.
+    """Plan under each of some ways to communicate, and then under the one that is the fastest for the best plan.
 
     Args:
         state, programs: of the first way, at uniform precision.
+        wanted: the ways, under each of which uniform precision keeps the limits.
         solve: the plan and its time limit, of a state, a plan that keeps the limits, and programs.
-        rounds: how many ways, at most.
 
     Returns:
         The plan of the least Σ Ω, of equal ones the fastest, and its time limit.
     """
-    problem, first, found = state.problem, (state, programs), list[tuple[Solution, int]]()
-
-    def rank(solution: Solution) -> tuple[float, int]:
-        return problem.objective(solution.rungs), solution.prediction.iteration_ns
-
-    way, start = uniform.way, uniform
-    for _ in range(rounds):
-        assert way is not None
+    problem, first, found, left = state.problem, (state, programs), [], list(wanted)
+    while left:
+        way = left.pop(0)
         state, programs = first
         if way != ways.settings[0]:
             state = SearchState(problem, ways.at(way))
             programs = Programs(state.replayer)
-        if state.all_rungs() != start.rungs:
-            for name, rungs in start.rungs.items():
-                state.move_to(name, rungs)
-        begin = {name: attrs.evolve(entry, rungs=start.rungs[name]) for name, entry in starts.items()}
-        solution, limit_ns = solve(state, begin, programs)
+        if state.all_rungs() != {name: start.rungs for name, start in starts.items()}:
+            for name, start in starts.items():
+                state.move_to(name, start.rungs)
+        solution, limit_ns = solve(state, starts, programs)
         periods = {way: solution.prediction.iteration_ns}
         if len(ways.settings) > 1:
             periods = ways.periods_ns(problem.variants(solution.rungs))
         found.append((attrs.evolve(solution, way=way, periods_ns=periods), limit_ns))
-        # Next the way that is the fastest for the best plan so far, of those under which some plan is known to keep the limit.
-        known = sorted((solution for solution, _ in found), key=rank)
-        tried = {solution.way for solution in known}
-        for way in sorted(set(ways.settings) - tried, key=lambda way: (known[0].periods_ns[way], ways.settings.index(way))):
-            keeping = [solution for solution in (*known, uniform) if solution.periods_ns[way] <= limit_ns]
-            if keeping:
-                start = keeping[0]
-                break
-        else:
-            break
-    return min(found, key=lambda entry: rank(entry[0]))
+        best = min(found, key=lambda entry: (problem.objective(entry[0].rungs), entry[0].prediction.iteration_ns))
+        if not left and len(found) == len(wanted) and (faster := fastest(best[0].periods_ns)) not in wanted:
+            # Uniform precision may be too slow there; this plan is faster than where it kept the limit.
+            left = [faster]
+            starts = {name: attrs.evolve(start, rungs=best[0].rungs[name]) for name, start in starts.items()}
+    return best
 
 
 def _waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:

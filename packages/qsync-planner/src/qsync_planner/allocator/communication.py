@@ -30,6 +30,12 @@ from qsync_planner.replayer.step_timing import Condensed
 
 NEEDS_COSTS = "communication settings need measured costs: run 'qsync communicate' on all ranks, and pass them with --communication"
 """What to say where a person names settings and no costs."""
+ALIKE = 0.002
+"""Periods that differ by less than this part are alike: steps are predicted to a quarter of a percent.
+
+Where open collectives slow ranks down, T is that much later.  Without it uniform precision's fastest way, perhaps by a microsecond,
+would rule out ways under which far more precision fits.
+"""
 BUCKET_CAPS_MB = (50.0, 100.0)
 """Tried beside the graph's own buckets and a single one."""
 _MEBIBYTE = 1024 * 1024
@@ -143,6 +149,15 @@ def fastest(times_ns: Periods) -> CommunicationSettings:
     return min(times_ns, key=lambda way: times_ns[way])
 
 
+def fastest_by_ctas(times_ns: Periods, limit_ns: int) -> list[CommunicationSettings]:
+    """For each number of CTAs its fastest way, where that keeps a limit; the fastest of all first."""
+    found: dict[int, CommunicationSettings] = {}
+    for way in sorted(times_ns, key=lambda way: times_ns[way]):
+        if times_ns[way] <= limit_ns:
+            found.setdefault(way.max_ctas, way)
+    return list(found.values())
+
+
 class Ways:
     """The replayers of one job, one for each way to communicate; a single one where nothing was measured.
 
@@ -161,6 +176,12 @@ class Ways:
         self.settings = (PYTORCH_DEFAULTS,) if costs is None else ways_to_communicate(dag, costs, fixed)
         first = Replayer(dag, cluster, profiles, communication=costs, settings=self.settings[0])
         self._replayers = {self.settings[0]: first}
+
+    @property
+    def alike(self) -> float:
+        """Part of a period within which ways are alike; 0 where nothing is slowed down, and where there is a single way."""
+        contends = self.costs is not None and any(c for entry in self.costs.measured for c in entry.slowdown.values())
+        return ALIKE if contends and len(self.settings) > 1 else 0.0
 
     def at(self, way: CommunicationSettings) -> Replayer:
         """The replayer under one way."""
