@@ -9,7 +9,7 @@ import attrs
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.communication import CollectiveCosts
+from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan, Role

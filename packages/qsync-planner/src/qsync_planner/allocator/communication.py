@@ -95,7 +95,7 @@ def ways_to_communicate(dag: PrecisionDag, costs: CollectiveCosts, fixed: Fixed)
     """The ways that are considered, PyTorch's defaults first where nothing that is fixed differs from them.
 
     Every number of CTAs that was measured, with the graph's own buckets, larger ones and one for all, with and without the
-    broadcast of buffers where the model has any; gradients live in the buckets, which saves their copies and costs nothing.
+    broadcast of buffers where the model has any; gradients live in the buckets, which saves half of their copies and costs nothing.
 
     Raises:
         PlanError: for a number of CTAs that was not measured, or bucket sizes that the graph does not have.

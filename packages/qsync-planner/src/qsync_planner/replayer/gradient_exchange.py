@@ -97,7 +97,9 @@ def _measured(costs: CollectiveCosts, settings: CommunicationSettings) -> Measur
 def _copy_rate(costs: CollectiveCosts, settings: CommunicationSettings, group: str, profile: Profile) -> float:
     """Device time of copies per byte of gradients.
 
-    0 where they are in the profile's steps already: among several ranks these run in DistributedDataParallel.
+    Of the way into the bucket and back, gradients that live in the bucket keep the half that divides them by the number of ranks.
+    0 where copies are in the profile's steps already: among several ranks these run in DistributedDataParallel.
     """
     in_profile = profile.collective is not None and profile.collective.world_size > 1
-    return 0.0 if settings.gradient_as_bucket_view or in_profile else max(0.0, costs.copy_ns_per_byte[group])
+    rate = 0.0 if in_profile else max(0.0, costs.copy_ns_per_byte[group])
+    return rate / 2 if settings.gradient_as_bucket_view else rate

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,15 @@ def _residuals(measured: Sequence[tuple[int, int]], alpha: float, beta: float) -
 def _all_reduce_ns(nbytes: int, device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> int:
     tensor = torch.zeros(max(1, nbytes // 4), device=device)
     return collective_ns(lambda: dist.all_reduce(tensor, group=group), device, repeats, group)
+
+
+def longer(model: CollectiveModel, factor: float) -> CollectiveModel:
+    """All-reduces that take a multiple of the time."""
+    measured = tuple((size, round(duration * factor)) for size, duration in model.measured)
+    alpha, beta = model.alpha_ns * factor, model.beta_ns_per_byte * factor
+    return attrs.evolve(
+        model, alpha_ns=alpha, beta_ns_per_byte=beta, measured=measured, residuals_ns=_residuals(measured, alpha, beta)
+    )
 
 
 def collective_ns(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None = None) -> int:

@@ -27,8 +27,8 @@ from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.nccl import CHANNEL_VARIABLES, nccl_options
 from qsync_torch.distributed.ranks import together, told_by_all
 from qsync_torch.job import Job, check_same_model
-from qsync_torch.profiling.collective import collective_ns, maximum_over_ranks, measure_collective
-from qsync_torch.profiling.contention import Backward, Slowdown, measure_slowdown
+from qsync_torch.profiling.collective import collective_ns, longer, maximum_over_ranks, measure_collective
+from qsync_torch.profiling.contention import Backward, Slowdown, measure_beside_compute, measure_slowdown
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.timing import make_stopwatch
 
@@ -143,6 +143,11 @@ def measure_communication(
                 model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
                 assert model is not None  # there are ranks and buckets
                 model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target))
+                if backward is not None and process_group is not None:
+                    largest_ns = model.cost_ns(waiting.nbytes)
+                    factor = measure_beside_compute(backward, process_group, waiting, largest_ns, WHAT)
+                    model = longer(model, factor)
+                    note(f"beside compute, a collective of {label} takes {factor:.2f} times as long")
                 slowdown = dict.fromkeys(groups, 0.0)
                 for name in groups:
                     advance(f"compute of {name}, {label}")

@@ -85,6 +85,10 @@ class Backward:
         self.spin(self.spin_ns)
         return _device_ns(self._loss.backward)
 
+    def issue(self) -> None:
+        """Issue a prepared pass."""
+        self._loss.backward()
+
     def spin(self, duration_ns: float) -> None:
         """Keep the current stream busy, on one thread of the device."""
         torch.cuda._sleep(round(duration_ns * self._cycles_per_ns))
@@ -103,6 +107,41 @@ def _device_ns(work: Callable[[], object]) -> int:
     end.synchronize()
     elapsed_ms: float = begin.elapsed_time(end)
     return round(elapsed_ms * 1e6)
+
+
+def measure_beside_compute(backward: Backward, group: dist.ProcessGroup, tensor: torch.Tensor, alone_ns: int, what: str) -> float:
+    """How many times longer an all-reduce takes while all ranks compute, against ``alone_ns``; at least 1, the slowest rank's.
+
+    A collective of few CTAs shares its multiprocessors with the kernels beside it, and memory and links are shared by all.  Every
+    rank runs its backward pass, and, from its beginning on, a small all-reduce that brings the ranks level, then the one that
+    counts, on another stream.
+
+    Args:
+        backward: of this rank; prepared here.
+        group: a process group of all ranks, initialised and connected for ``tensor``'s size.
+        tensor: what is reduced.
+        alone_ns: its duration when no rank computes.
+        what: the call, for errors.
+    """
+    device, kept = tensor.device, []
+    flag, side = torch.zeros(1, device=device), torch.cuda.Stream(device)
+    for _ in range(_SAMPLES_OF_LONG + 1):
+        with together(what, slow=True):
+            backward.prepare()
+            backward.spin(backward.spin_ns)
+            computing = torch.cuda.Event()
+            computing.record()
+            with torch.cuda.stream(side):
+                side.wait_event(computing)
+                dist.all_reduce(flag, group=group)
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                dist.all_reduce(tensor, group=group)
+                end.record()
+            backward.issue()
+            backward.wait()
+        kept.append(begin.elapsed_time(end) * 1e6)
+    return max(1.0, maximum_over_ranks(statistics.median(kept[1:]), device) / max(1, alone_ns))
 
 
 @attrs.frozen
