@@ -18,7 +18,7 @@ from qsync_planner.allocator.baselines import move_to_uniform
 from qsync_planner.allocator.exact.group_program import GroupProgram, Programs, Quantity
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, Segment, relaxed
 from qsync_planner.allocator.exact.program import Limits, Program
-from qsync_planner.allocator.exact.solve import EXACT, solve_exactly, solve_jointly
+from qsync_planner.allocator.exact.solve import EXACT, answer, solve_exactly, solve_jointly
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.replayer.contention import PARTS, RankStep, joint_step
 from qsync_planner.replayer.max_plus import kernel
@@ -109,6 +109,23 @@ def test_several_free_groups_are_solved_for_in_turn_within_the_gap_that_is_state
         assert omega >= best * (1 - 1e-6) - 1e-12
         found += omega <= best * (1 + 1e-6) + 1e-12
     assert found >= 11
+
+
+def test_a_plan_says_when_contention_is_dear() -> None:
+    """Where deadlines alone allow a much smaller Σ Ω, and nowhere else."""
+    told = set()
+    for seed in range(16):
+        _, replayer, problem = contended_job(seed)
+        state, programs = SearchState(problem, replayer), Programs(replayer)
+        starts = {group.name: move_to_uniform(state, group.name, programs) for group in problem.groups}
+        limit_ns = state.prediction.iteration_ns
+        solution = solve_exactly(state, starts, limit_ns, EXACT, programs)
+        searched = answer(state, programs, solution.rungs, limit_ns, EXACT)
+        alone = sum(group.group.count * searched[group.name].bound for group in problem.groups)
+        is_told = any("a --tolerance of 0.005 or 0.01 may give most of it back" in note for note in solution.notes)
+        assert is_told == (problem.objective(solution.rungs) > 1.2 * alone)
+        told.add(is_told)
+    assert told == {True, False}
 
 
 @pytest.mark.parametrize("seed", range(8))

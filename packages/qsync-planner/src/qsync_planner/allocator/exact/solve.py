@@ -45,6 +45,8 @@ _NO_BUDGET = 2**63
 """More than any budget."""
 _TIME_STEPS = 10_000
 """The shortest time is found to this part of itself."""
+_DEAR = 1.2
+"""Times the Σ Ω that would do without contention, from which on a plan's notes speak of it."""
 _ROUNDING = 1e-9
 """Part of a Σ Ω that a solver cannot tell from nothing, and that depends on the order in which it is added up."""
 
@@ -91,12 +93,26 @@ def solve_exactly(
     begin = time.monotonic()
     starts = {name: start.rungs for name, start in uniform.items()}
     answers = answer(state, programs, starts, limit_ns, effort, seconds=seconds, progress=progress)
-    bound = adopt(state, answers)
+    alone = bound = adopt(state, answers)
     if state.prediction.iteration_ns > limit_ns:
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
         bound = max(bound, solve_jointly(state, starts, limit_ns, attrs.evolve(effort, seconds=left), programs, progress))
     late = seconds is not None and time.monotonic() - begin > seconds / 2
-    return with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
+    solution = with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
+    if not programs.contended:
+        return solution
+    return attrs.evolve(solution, notes=(*solution.notes, *_dear_contention(state.problem.objective(solution.rungs), alone)))
+
+
+def _dear_contention(objective: float, alone: float) -> tuple[str, ...]:
+    """That the last percent of time is dear, where Σ Ω could be much less if ranks did not slow each other down."""
+    least = max(0.0, alone)
+    if objective <= _DEAR * least:
+        return ()
+    return (
+        "ranks that finish together slow each other down, for which this time limit leaves little room: Σ Ω is "
+        f"{objective:.4g}, and without that might be {least:.4g}; a --tolerance of 0.005 or 0.01 may give most of it back",
+    )
 
 
 def solve_jointly(
