@@ -66,7 +66,7 @@ def budgets(
         try:
             plan = allocate(dag, one_group(profile_, budget), {"infer": profile_}, sensitivity, tolerance=10.0)
             variants = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
-            outside = profile_.memory.context_bytes if profile_.memory is not None else 0
+            outside = profile_.memory.outside_bytes if profile_.memory is not None else 0
             torch.cuda.set_per_process_memory_fraction(max(0.0, (budget - outside) / total))
             row |= {
                 "predicted_bytes": plan.group("infer").predicted_peak_bytes,

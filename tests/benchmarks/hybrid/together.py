@@ -213,7 +213,7 @@ def main() -> None:
 def outside_bytes(out: Path) -> int:
     """What the weak rank's process holds outside PyTorch's allocator."""
     memory = load(out / "infer.qsync", Profile).memory
-    return memory.context_bytes if memory is not None else 0
+    return memory.outside_bytes if memory is not None else 0
 
 
 def predict(
