@@ -111,6 +111,7 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
+parts = st.dictionaries(texts, st.integers(-(2**60), 2**60), max_size=2)
 op_costs = st.builds(
     OpCost,
     measured,
@@ -257,6 +258,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         base=base,
         software={name: draw(string_maps) for name in group_names if draw(st.booleans())},
         communication=draw(st.none() | communication),
+        memory={name: draw(parts) for name in group_names if draw(st.booleans())},
     )
 
 

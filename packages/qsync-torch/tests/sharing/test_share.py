@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from qsync_core.artifacts.files import save
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.errors import ClusterError, PlanError
-from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.plan import OUTSIDE, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_torch import apply_, green_share, use_share
@@ -81,6 +81,12 @@ def test_a_share_is_asked_of_mps_and_memory_is_capped_on_gpus_of_the_groups_type
     assert which_group(plan_of()) == "infer"
     assert machine == {0: 0.5, 1: 0.5}
     assert share_in_force() == (0.5, "")
+
+
+def test_the_cap_leaves_out_what_a_plan_says_is_outside_the_allocator(machine):
+    plan = attrs.evolve(plan_of(0.5, 71 << 30), memory={"infer": {OUTSIDE: 1 << 30, "parameters": 5}})
+    assert use_share(plan, "infer") == Share("infer", "NVIDIA H200", 0.5, 71 << 30, 1 << 30)
+    assert machine == {0: 0.5, 1: 0.5}
 
 
 def test_a_group_with_the_whole_of_its_device_needs_nothing(machine, monkeypatch):

@@ -44,7 +44,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
 
 _ADDED: dict[str, dict[str, Any]] = {
     "PrecisionDag": {"base": "float32"},
-    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None, "estimated": {}},
+    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None, "estimated": {}, "memory": {}},
     "Profile": {"synchronises": False, "memory": None, "estimated_from": ""},
     "Timeline": {"software": {}},
 }

@@ -14,6 +14,9 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceType
 from qsync_core.ir.variant import Variant
 
+OUTSIDE = "outside PyTorch's allocator"
+"""The part of a process's memory (:attr:`PrecisionPlan.memory`) that no cap of the allocator counts."""
+
 
 class Role(enum.StrEnum):
     """A training group keeps its base precision; an inference group may be lowered."""
@@ -98,6 +101,7 @@ class PrecisionPlan:
         software: per group the versions and settings of the process that measured its profile (:mod:`qsync_core.settings`): the
             prediction holds for a job that has the same.  Groups of which they are not known are absent.
         weight_shapes: by the FQN of an operator the shape of its weight, which ``apply_`` compares with the model's.
+        memory: per group what one process takes of its device, by part, in bytes; empty where batches differ from the traced one.
         communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
     """
@@ -124,6 +128,7 @@ class PrecisionPlan:
     weight_shapes: Mapping[str, tuple[int, ...]] = attrs.field(factory=dict)
     communication: PlannedCommunication | None = None
     estimated: Mapping[str, str] = attrs.field(factory=dict)
+    memory: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
@@ -133,7 +138,7 @@ class PrecisionPlan:
             raise ValueError(f"the job's base is {self.base}, but group {other.group!r} has base {other.base}")
         if self.rank0_group and self.rank0_group not in names:
             raise ValueError(f"rank 0 is to belong to group {self.rank0_group!r}, but the plan's groups are {names}")
-        for what in ("local_batches", "software", "estimated"):
+        for what in ("local_batches", "software", "estimated", "memory"):
             if stray := sorted(set(getattr(self, what)) - set(names)):
                 raise ValueError(f"{what} has an entry for group {stray[0]!r}, but the plan's groups are {names}")
         if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):

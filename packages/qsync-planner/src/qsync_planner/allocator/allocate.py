@@ -36,7 +36,7 @@ from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
-from qsync_planner.allocator.solution import Solution, group_plan
+from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import check_profiles, check_ranks, check_sensitivity, one_of_each, under_base
@@ -113,7 +113,7 @@ def allocate(
     state = SearchState(problem, ways.at(ways.settings[0]))
     full = _under_the_best(Solution.of(state), ways, {})
     if solver != "dynamic-batch":
-        check_training_memory(cluster, full)
+        check_training_memory(problem, full)
     balanced = balance_batches(problem, ways, full, batch_profiles or {})
     solution = None
     if solver == "full":
@@ -150,7 +150,8 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles), *_contention_notes(problem, communication))
+    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles), *memory_notes(problem))
+    notes = (*notes, *_contention_notes(problem, communication))
     return _plan(problem, ways, solution, sensitivity, solver, limit_ns, baselines, notes, described)
 
 
@@ -284,7 +285,8 @@ def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit:
         peak = full.prediction.groups[group.name].peak_bytes
         if not group.fits(peak):
             notes.append(
-                f"full precision does not fit group {group.name}: {format_bytes(peak)} of {format_bytes(group.group.memory_bytes)}"
+                f"full precision does not fit group {group.name}: "
+                f"{format_bytes(problem.process_bytes(group.name, peak))} of {format_bytes(problem.budgets[group.name])}"
             )
     if does_not_fit and solver != "dynamic-batch":
         notes.append(f"the dynamic-batch baseline is not possible: {does_not_fit}")
@@ -375,6 +377,7 @@ def _plan(
             if not operator.is_adjustable and (operator.op_class is OpClass.ADJUSTABLE or operator.kind in ("linear", "conv2d"))
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
+        memory={} if solution.local_batches else memory_parts(ways.at(solution.way), variants),
         base=dag.base,
         estimated=estimated,
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from qsync_core.errors import InfeasibleError
-from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.plan import Role
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes, format_ns
@@ -48,12 +47,15 @@ class _Rung:
     fits: bool
 
 
-def infeasible(group: DeviceGroup, smallest_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
-    """The error for a group whose budget is below ``smallest_bytes``, which is a budget that would do."""
+def infeasible(problem: Problem, group: str, peak_bytes: int, what: str = "no precision plan fits") -> InfeasibleError:
+    """The error for a group whose budget is too small for tensors of this peak, with a budget that would do."""
+    budget, smallest = problem.budgets[group], problem.process_bytes(group, peak_bytes)
+    beside = smallest - peak_bytes
+    tensors = f", {format_bytes(beside)} of it beside tensors (CUDA context, allocator's reserve, margin)" if beside else ""
     return InfeasibleError(
-        f"{what} the memory of group {group.name!r}: its budget is {format_bytes(group.memory_bytes)} "
-        f"({group.memory_bytes:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest_bytes)} "
-        f"({smallest_bytes:,} bytes), {format_bytes(smallest_bytes - group.memory_bytes)} more; "
+        f"{what} the memory of group {group!r}: its budget is {format_bytes(budget)} "
+        f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest)} "
+        f"({smallest:,} bytes){tensors}, {format_bytes(smallest - budget)} more; "
         "raise the group's 'memory' to that, use a smaller batch, or leave the group out"
     )
 
@@ -67,20 +69,20 @@ def solve_full(problem: Problem, full: Solution) -> Solution:
     for group in problem.groups:
         peak = full.prediction.groups[group.name].peak_bytes
         if not group.fits(peak):
-            raise infeasible(group.group, peak, what="full precision does not fit")
+            raise infeasible(problem, group.name, peak, what="full precision does not fit")
     return full.with_one_reason(problem, "full precision was asked for")
 
 
-def check_training_memory(cluster: Cluster, full: Solution) -> None:
+def check_training_memory(problem: Problem, full: Solution) -> None:
     """A training group keeps its base precision, so its memory fits or it does not.
 
     Raises:
         InfeasibleError: naming the group and the budget that would do.
     """
-    for group in cluster.groups:
+    for group in problem.cluster.groups:
         peak = full.prediction.groups[group.name].peak_bytes
         if group.role is Role.TRAIN and 0 < group.memory_bytes < peak:
-            raise infeasible(group, peak, what="the base precision of a training group does not fit")
+            raise infeasible(problem, group.name, peak, what="the base precision of a training group does not fit")
 
 
 def move_to_uniform(state: SearchState, group: str, programs: Programs) -> UniformStart:
@@ -107,7 +109,7 @@ def move_to_uniform(state: SearchState, group: str, programs: Programs) -> Unifo
         return UniformStart(rungs, chosen.ladder_index, _why(problem.group.ladder, base, fitting, chosen))
     smallest = _move_to_leanest(state, group, programs)
     if not problem.fits(smallest):
-        raise infeasible(problem.group, smallest)
+        raise infeasible(state.problem, group, smallest)
     return UniformStart(state.rungs(group), None)
 
 

@@ -25,6 +25,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import as_profiled
 from qsync_planner.replayer.prediction import Prediction
+from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
 
 
@@ -82,12 +83,23 @@ class GroupProblem:
 
 @attrs.frozen
 class Problem:
-    """A model, a cluster and its profiles, with the decisions on each inference group."""
+    """A model, a cluster and its profiles, with the decisions on each inference group.
+
+    Attributes:
+        cluster: as the planner takes it: groups that were measured to synchronise do, and each group's memory is what its tensors
+            may take of the budget.
+        budgets: the memory budgets as they were given, by group.
+    """
 
     dag: PrecisionDag
     cluster: Cluster
     profiles: Mapping[str, Profile]
     groups: tuple[GroupProblem, ...]
+    budgets: Mapping[str, int]
+
+    def process_bytes(self, group: str, peak_bytes: int) -> int:
+        """The smallest budget of a process of the group whose tensors have this peak."""
+        return ProcessMemory.of(self.profiles[group]).process_bytes(peak_bytes)
 
     @cached_property
     def by_name(self) -> dict[str, GroupProblem]:
@@ -112,7 +124,15 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
     Raises:
         PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
     """
+    budgets = {group.name: group.memory_bytes for group in cluster.groups}
     cluster = as_profiled(cluster, profiles)
+    cluster = attrs.evolve(
+        cluster,
+        groups=tuple(
+            attrs.evolve(group, memory_bytes=ProcessMemory.of(profiles[group.name]).tensors_within(group.memory_bytes))
+            for group in cluster.groups
+        ),
+    )
     groups = tuple(
         GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity))
         for group in cluster.groups
@@ -121,7 +141,7 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
     for group in cluster.groups:
         if group.role is Role.TRAIN:
             _check_base_measured(dag, group, profiles[group.name])
-    return Problem(dag, cluster, profiles, groups)
+    return Problem(dag, cluster, profiles, groups, budgets)
 
 
 def _units(dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity: Sensitivity | None) -> tuple[Unit, ...]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal
 from qsync_planner.replayer.prediction import Prediction
+from qsync_planner.replayer.replay import Replayer
 
 
 @attrs.frozen
@@ -91,11 +94,34 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
         device=profile.device,
         base=group.base,
         assignments=assignments,
-        memory_budget_bytes=group.memory_bytes,
+        memory_budget_bytes=problem.budgets[group.name],
         predicted_peak_bytes=prediction.peak_bytes,
         predicted_busy_ns=prediction.busy_ns,
         needs_loss_scaling=any(_needs_loss_scaling(assignment.variant) for assignment in assignments.values()),
     )
+
+
+def memory_parts(replayer: Replayer, variants: Mapping[str, Mapping[OpId, Variant]]) -> dict[str, Mapping[str, int]]:
+    """Per group what one of its processes takes of its device under a plan, by part."""
+    return {name: replayer.memory(name, chosen).process_parts for name, chosen in variants.items()}
+
+
+def memory_notes(problem: Problem) -> Iterator[str]:
+    """What a reader must know of memory budgets on GPUs."""
+    for name, budget in problem.budgets.items():
+        profile = problem.profiles[name]
+        if not budget or profile.device.kind is not DeviceKind.CUDA:
+            continue
+        if profile.memory is None:
+            yield (
+                f"group {name}: its profile does not say what a process takes beside tensors (CUDA context, allocator's reserve), "
+                "so that its memory budget is for tensors alone; profile again"
+            )
+        elif profile.software.get("expandable_segments") == "False":
+            yield (
+                f"group {name}: its profile was made without expandable segments, so that PyTorch's allocator may reserve more "
+                "than was measured; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for qsync profile and for training"
+            )
 
 
 def _needs_loss_scaling(variant: Variant) -> bool:

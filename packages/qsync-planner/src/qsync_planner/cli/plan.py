@@ -191,19 +191,29 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
     rows = []
     for group in plan.groups:
         counts = Counter(assignment.variant.label for assignment in group.assignments.values())
-        memory = format_bytes(group.predicted_peak_bytes)
+        parts = plan.memory.get(group.group)
+        memory = format_bytes(sum(parts.values()) if parts else group.predicted_peak_bytes)
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
         batch = str(plan.local_batches.get(group.group, ""))
         estimated = ", estimated" if group.group in plan.estimated else ""
         rows.append([f"{group.group} ({group.count} × {group.device.name}{estimated})", operators, memory, batch])
     print_table(console, ["group", "operators", "peak memory", "local batch"], rows)
+    _render_memory(console, plan)
     if plan.communication is not None:
         _render_communication(console, plan.communication)
     if plan.verdict is not None:
         console.print(f"verdict: {plan.verdict.sentence}", markup=False)
     for note in plan.notes:
         console.print(f"note: {note}", markup=False)
+
+
+def _render_memory(console: Console, plan: PrecisionPlan) -> None:
+    """What the memory of a process is made of, a column per group."""
+    names = dict.fromkeys(name for parts in plan.memory.values() for name in parts)
+    if names:
+        rows = [[name, *(format_bytes(parts.get(name, 0)) for parts in plan.memory.values())] for name in names]
+        print_table(console, ["memory of a process", *plan.memory], rows)
 
 
 def _render_communication(console: Console, communication: PlannedCommunication) -> None:

@@ -18,7 +18,7 @@ updates, each of which costs O(log V) for every operator whose memory changes.  
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
@@ -26,11 +26,13 @@ from typing import NamedTuple
 import attrs
 
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import GRADIENT_NBYTES, Evaluation, Wiring
 from qsync_planner.replayer.incremental import Node, SequenceTree
 from qsync_planner.replayer.max_plus import NEVER
+from qsync_planner.replayer.process_memory import ProcessMemory
 
 _DTYPE_NBYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 Intervals = list[tuple[int, int, int]]
@@ -51,12 +53,37 @@ class MemoryEstimate:
         transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
             calibration's correction (which may make it negative).
         peak_bytes: the sum of the three.
+        parts: the peak by what is alive at its moment.
+        process: what a process takes beside its tensors.
     """
 
     static_bytes: int
     saved_bytes: int
     transient_bytes: int
     peak_bytes: int
+    parts: Mapping[str, int] = attrs.field(factory=dict, eq=False)
+    process: ProcessMemory = attrs.field(factory=ProcessMemory)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's allocator reserves for the peak."""
+        return self.process.reserved_bytes(self.peak_bytes)
+
+    @property
+    def process_bytes(self) -> int:
+        """The smallest budget of a process, margin included."""
+        return self.process.process_bytes(self.peak_bytes)
+
+    @property
+    def process_parts(self) -> dict[str, int]:
+        """What adds up to :attr:`process_bytes`, by name; parts of 0 bytes are left out."""
+        parts = {
+            OUTSIDE: self.process.outside_bytes,
+            **self.parts,
+            "allocator's reserve": self.reserved_bytes - self.peak_bytes,
+            "margin": self.process_bytes - self.process.outside_bytes - self.reserved_bytes,
+        }
+        return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
 @attrs.frozen
@@ -270,7 +297,25 @@ class MemoryLedger:
     def estimate(self) -> MemoryEstimate:
         """The whole estimate."""
         saved, peak = self.saved_bytes(), self.peak_bytes()
-        return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak)
+        process = ProcessMemory.of(self._layout.profile)
+        return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak, self._parts(peak), process)
+
+    def _parts(self, peak_bytes: int) -> dict[str, int]:
+        """The peak by what is alive at its moment, each at least 0 but for the last, which is what calibration adds."""
+        layout, profile = self._layout, self._layout.profile
+        moments = self.moments_bytes()
+        at = max(range(len(moments)), key=moments.__getitem__)
+        gradients, workspace = layout.parameter_gradients_until[at], self._moment[at]
+        state, batch = profile.optimizer_state_bytes, profile.input_bytes
+        return {
+            "parameters": self.static_bytes - state - batch - layout.bucket_bytes,
+            "optimizer state": state,
+            "batch": batch,
+            "gradients": gradients + layout.bucket_bytes,
+            "activations": moments[at] - gradients - workspace,
+            "workspace": workspace,
+            "measured beside these": peak_bytes - self.static_bytes - moments[at],
+        }
 
 
 def _own_bytes(entry: Evaluation) -> OwnBytes:

@@ -91,6 +91,7 @@ def _group(plan: PrecisionPlan, group: GroupPlan, chosen: tuple[OpId, ...]) -> d
         "predicted_busy_ns": group.predicted_busy_ns,
         "predicted_peak_bytes": group.predicted_peak_bytes,
         "memory_budget_bytes": group.memory_budget_bytes,
+        "memory_parts_bytes": dict(plan.memory.get(group.group, {})),
         "needs_loss_scaling": group.needs_loss_scaling,
         "variants": dict(Counter(assignment.variant.label for assignment in group.assignments.values()).most_common()),
         "operators": [

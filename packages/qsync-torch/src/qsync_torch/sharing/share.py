@@ -17,7 +17,7 @@ from qsync_core.cluster_file import read_cluster
 from qsync_core.devices import same_device
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import OUTSIDE, PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.units import format_bytes
 from qsync_torch.distributed.ranks import (
@@ -45,12 +45,14 @@ class Share:
         device: name of the device type; ``cpu`` where there is nothing to share.
         fraction: of the device's SMs, above 0 and at most 1.
         memory_bytes: device memory of one rank, 0 for no limit.
+        outside_bytes: how much of it a process takes outside PyTorch's allocator, where a plan says so.
     """
 
     group: str
     device: str
     fraction: float = 1.0
     memory_bytes: int = 0
+    outside_bytes: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -166,7 +168,8 @@ def find_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: 
         entry = source.group(which_group_of_cluster(source, environment, _device_before_cuda))
         return Share(entry.name, entry.device, entry.share, entry.memory_bytes)
     planned = source.group(which_group(source, environment, _device_before_cuda))
-    return Share(planned.group, planned.device.name, planned.device.share, planned.memory_budget_bytes)
+    outside = source.memory.get(planned.group, {}).get(OUTSIDE, 0)
+    return Share(planned.group, planned.device.name, planned.device.share, planned.memory_budget_bytes, outside)
 
 
 def _device_before_cuda() -> tuple[str, DeviceKind]:
@@ -204,7 +207,8 @@ def take_sms(fraction: float, who: str) -> None:
 
 
 def cap_memory(share: Share) -> None:
-    """Limit what PyTorch's allocator reserves to the group's memory, on every GPU of its type that this process sees; starts CUDA.
+    """Limit what PyTorch's allocator reserves to the group's memory, without what lies outside of it where a plan says that, on
+    every GPU of its type that this process sees; starts CUDA.
 
     Raises:
         PlanError: such a GPU has less, or there is no GPU.
@@ -218,7 +222,7 @@ def cap_memory(share: Share) -> None:
             total = torch.cuda.get_device_properties(index).total_memory
             if problem := memory_problem(share.group, share.memory_bytes, total):
                 raise PlanError(problem)
-            torch.cuda.set_per_process_memory_fraction(share.memory_bytes / total, index)
+            torch.cuda.set_per_process_memory_fraction(max(0, share.memory_bytes - share.outside_bytes) / total, index)
 
 
 def memory_problem(group: str, memory_bytes: int, total_bytes: int) -> str:

@@ -34,6 +34,7 @@ from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
 from qsync_planner.estimating.marks import estimated_groups
 from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
+from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
 
 EFFORT = Effort(gap=1e-3, work=200_000, columns=20_000)
@@ -113,6 +114,7 @@ class Tradeoff:
         budgets: the memory budgets, least first: bytes by inference group (0: none); the last are the cluster file's own.
         points: none dominates another; fastest first.
         baselines: step time in ns of ``full`` and ``uniform`` precision within the cluster file's budgets.
+        given: the budgets as a cluster file has them, where they are for more than tensors.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
     """
 
@@ -122,6 +124,7 @@ class Tradeoff:
     points: tuple[TradeoffPoint, ...]
     baselines: Mapping[str, int]
     estimated: Mapping[str, str] = attrs.field(factory=dict)
+    given: tuple[Mapping[str, int], ...] = ()
 
     def curve(self, level: int) -> tuple[TradeoffPoint, ...]:
         """The points within one of the budgets of which none is both slower and of higher Σ Ω than another; fastest first."""
@@ -133,10 +136,11 @@ class Tradeoff:
 
     def budget_text(self, level: int) -> str:
         """A budget for people."""
+        given = (self.given or self.budgets)[level]
         if level == len(self.budgets) - 1:
-            limited = {name: nbytes for name, nbytes in self.budgets[level].items() if nbytes}
+            limited = {name: nbytes for name, nbytes in given.items() if nbytes}
             return f"memory as in the cluster file: {_sizes(limited)}" if limited else "memory without a limit"
-        return f"memory {_sizes(self.budgets[level])}"
+        return f"memory {_sizes(given)}"
 
     def as_dict(self) -> dict[str, object]:
         """The whole as plain data; curves as positions in ``points``."""
@@ -149,7 +153,7 @@ class Tradeoff:
             "points": [point.as_dict() for point in self.points],
             "curves": [
                 {"budget_bytes": dict(budget), "points": [positions[id(point)] for point in self.curve(level)]}
-                for level, budget in enumerate(self.budgets)
+                for level, budget in enumerate(self.given or self.budgets)
             ],
         }
 
@@ -195,7 +199,7 @@ def tradeoff(
     levels = curve.levels(budgets)
     for number, level in enumerate(levels):
         for text in curve.add(level, limits):
-            progress(number * limits, len(levels) * limits, f"{_sizes(level.budgets) or 'no memory limit'}, {text}")
+            progress(number * limits, len(levels) * limits, f"{_sizes(level.given) or 'no memory limit'}, {text}")
     points = curve.points()
     return Tradeoff(
         dag.model,
@@ -204,14 +208,17 @@ def tradeoff(
         points,
         {"full": curve.full.prediction.iteration_ns, "uniform": levels[-1].uniform_ns},
         estimated_groups(profiles),
+        tuple(level.given for level in levels),
     )
 
 
 @attrs.frozen
 class MemoryLevel:
-    """One memory budget for every inference group (0: none), its lines in the cluster file, and uniform precision within it."""
+    """One memory budget of tensors for every inference group (0: none), the budget that a cluster file has for it with its lines
+    there, and uniform precision within it."""
 
     budgets: Mapping[str, int]
+    given: Mapping[str, int]
     lines: Mapping[str, str]
     uniform: Mapping[str, tuple[int, ...]]
     uniform_ns: int
@@ -249,7 +256,7 @@ class _Curve:
         self._problem, self._replayer, self._effort = problem, replayer, effort
         state = SearchState(problem, replayer)
         self.full = Solution.of(state)
-        check_training_memory(problem.cluster, self.full)
+        check_training_memory(problem, self.full)
         check_deadline_form(problem.dag)
         programs = self._programs = Programs(replayer)
         for group in problem.groups:
@@ -273,15 +280,15 @@ class _Curve:
             sizes = {name: rounded_budget(*ends, step / (count - 1)) for name, ends in ranges.items()}
             if all(nbytes >= ranges[name][1] for name, (nbytes, _) in sizes.items()):
                 break
-            budgets = {name: nbytes for name, (nbytes, _) in sizes.items()}
-            if not found or found[-1].budgets != budgets:
-                found.append(self._level(budgets, {name: line for name, (_, line) in sizes.items()}))
-        own = self._level({group.name: group.group.memory_bytes for group in self._problem.groups}, {})
+            given = {name: nbytes for name, (nbytes, _) in sizes.items()}
+            if not found or found[-1].given != given:
+                found.append(self._level(given, {name: line for name, (_, line) in sizes.items()}))
+        own = self._level({group.name: self._problem.budgets[group.name] for group in self._problem.groups}, {})
         self._levels = (*found, own)
         return self._levels
 
     def _range(self, group: GroupProblem) -> tuple[int, int]:
-        """The least and the most memory that are worth a budget."""
+        """The least and the most memory of a process that are worth a budget."""
         known = self._known[group.name]
         most = self.full.prediction.groups[group.name].peak_bytes
         most = min(most, group.group.memory_bytes) if group.group.memory_bytes else most
@@ -293,15 +300,18 @@ class _Curve:
             leanest = least(known.program, Quantity.MEMORY)
         assert leanest is not None, "without limits there is a plan"
         known.add(leanest.rungs)
-        return leanest.peak_bytes, max(leanest.peak_bytes, most)
+        low, high = (self._problem.process_bytes(group.name, peak) for peak in (leanest.peak_bytes, most))
+        return low, max(low, high)
 
-    def _level(self, budgets: Mapping[str, int], lines: Mapping[str, str]) -> MemoryLevel:
+    def _level(self, given: Mapping[str, int], lines: Mapping[str, str]) -> MemoryLevel:
+        profiles = self._problem.profiles
+        budgets = {name: ProcessMemory.of(profiles[name]).tensors_within(nbytes) for name, nbytes in given.items()}
         groups = tuple(attrs.evolve(g, group=attrs.evolve(g.group, memory_bytes=budgets[g.name])) for g in self._problem.groups)
-        state = SearchState(attrs.evolve(self._problem, groups=groups), self._replayer)
+        state = SearchState(attrs.evolve(self._problem, groups=groups, budgets={**self._problem.budgets, **given}), self._replayer)
         uniform = {group.name: move_to_uniform(state, group.name, self._programs).rungs for group in groups}
         for name, rungs in uniform.items():
             self._known[name].add(rungs)
-        return MemoryLevel(budgets, lines, uniform, state.prediction.iteration_ns)
+        return MemoryLevel(budgets, given, lines, uniform, state.prediction.iteration_ns)
 
     def add(self, level: MemoryLevel, limits: int) -> Iterator[str]:
         """Solve for the time limits of one level, saying what before each."""

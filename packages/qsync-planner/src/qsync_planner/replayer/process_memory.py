@@ -1,0 +1,50 @@
+"""From the peak of tensors to the device memory of a process (docs/design/memory.md#what-a-process-takes)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import attrs
+
+from qsync_core.ir.profile import Profile
+
+MARGIN = Fraction(1, 40)
+"""Of what the allocator reserves: mixed plans' peaks were predicted up to 2.3% too low where uniform ones are exact."""
+
+
+@attrs.frozen
+class ProcessMemory:
+    """What a process takes of its device for tensors of a given peak; as it is made by default, just that peak.
+
+    Attributes:
+        outside_bytes: outside PyTorch's allocator.
+        reserve: what the allocator reserves over what tensors take, at least 1.
+        margin: share of what is reserved that is kept free for the error of predicted peaks.
+    """
+
+    outside_bytes: int = 0
+    reserve: Fraction = Fraction(1)
+    margin: Fraction = Fraction(0)
+
+    @classmethod
+    def of(cls, profile: Profile) -> ProcessMemory:
+        """As a profile measured it, with the most that any rung reserved; tensors alone where it measured none of it."""
+        memory = profile.memory
+        if memory is None:
+            return cls()
+        ratios = [Fraction(rung.reserved_bytes, max(1, rung.allocated_bytes)) for rung in memory.rungs]
+        return cls(memory.outside_bytes, max([Fraction(1), *ratios]), MARGIN)
+
+    def reserved_bytes(self, peak_bytes: int) -> int:
+        """What the allocator reserves for tensors of this peak."""
+        return -int(-peak_bytes * self.reserve // 1)
+
+    def process_bytes(self, peak_bytes: int) -> int:
+        """The smallest budget that tensors of this peak fit."""
+        return self.outside_bytes + -int(-peak_bytes * self.reserve * (1 + self.margin) // 1)
+
+    def tensors_within(self, budget_bytes: int) -> int:
+        """The largest peak of tensors that fits a budget (at least 1, because 0 stands for no limit); 0 for no budget."""
+        if budget_bytes == 0:
+            return 0
+        return max(1, int((budget_bytes - self.outside_bytes) / (self.reserve * (1 + self.margin)) // 1))
