@@ -22,10 +22,21 @@ TWICE = Effort(min_repeats=2, max_repeats=2, budget_s=0.0, warmup=0)
 _WORK = []
 
 
-@torch.library.custom_op("device_time::call", mutates_args=())
-def _call(x: torch.Tensor) -> torch.Tensor:
+_LIBRARY = torch.library.Library("aten", "FRAGMENT")
+_LIBRARY.define("simulated_call(Tensor x) -> Tensor")
+
+
+def _call(x):
     _WORK.pop()()
     return x.clone()
+
+
+_LIBRARY.impl("simulated_call", _call, "CPU")
+
+
+@torch.library.custom_op("device_time::foreign_call", mutates_args=())
+def _foreign_call(x: torch.Tensor) -> torch.Tensor:
+    return _call(x)
 
 
 class Moment:
@@ -59,7 +70,12 @@ class SimulatedDevice:
     def call(self, work):
         """A call of PyTorch that does this work."""
         _WORK.append(work)
-        torch.ops.device_time.call(self._x)
+        torch.ops.aten.simulated_call(self._x)
+
+    def foreign_call(self, work):
+        """A call of another library that does this work."""
+        _WORK.append(work)
+        torch.ops.device_time.foreign_call(self._x)
 
     def enqueue(self, kernel_ns, issue_ns):
         """A launch that PyTorch does not see."""
@@ -202,6 +218,21 @@ def test_it_says_when_launches_that_pytorch_does_not_see_outlast_the_queue():
     assert device_ns(stopwatch, lambda: [device.enqueue(1_000, 8_000) for _ in range(500)]) > 2 * 500 * 1_000
     assert stopwatch.given_up == 1
     device_ns(stopwatch, launches(device, 50, 1_000, 8_000))
+    assert stopwatch.given_up == 1
+
+
+def test_a_long_call_of_another_library_is_right_within_a_spin_and_doubted_beyond():
+    device = SimulatedDevice(capacity=4096)
+    stopwatch = watch(device)
+
+    def phase(count):
+        launches(device, 100, 3_000, 8_000)()
+        device.foreign_call(lambda: [device.enqueue(2_000, 10_000) for _ in range(count)])
+        launches(device, 100, 3_000, 8_000)()
+
+    assert device_ns(stopwatch, lambda: phase(1_000)) == 200 * 3_000 + 1_000 * 2_000
+    assert stopwatch.given_up == 0
+    assert device_ns(stopwatch, lambda: phase(4_000)) > 1.5 * (200 * 3_000 + 4_000 * 2_000)
     assert stopwatch.given_up == 1
 
 

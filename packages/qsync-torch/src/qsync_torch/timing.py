@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
 import time
@@ -19,8 +20,8 @@ _CUDA_CYCLES_PER_NS = 2.0
 """Upper bound of the clock of today's data-centre GPUs in cycles per ns (``torch.cuda._sleep`` takes cycles)."""
 _SHORTEST_SPIN_NS = 200_000
 _LONGEST_SPIN_NS = 200_000_000
-_PIECE_SPIN_NS = 4_000_000
-"""Before each piece of a phase: long beside the time that the CPU takes for a call."""
+_PIECE_SPIN_NS = 16_000_000
+"""Before each piece of a phase: long beside the time that the CPU takes for a call, such as one that quantizes all weights."""
 _DOUBTFUL = 0.02
 """Share of a phase's device time that may be waiting for the CPU."""
 _CPU_CACHE_BYTES = 16 << 20
@@ -136,8 +137,14 @@ class CudaStopwatch(Stopwatch):
 
     def time_phase(self, phase: Thunk) -> tuple[Any, int]:
         """Result of a phase of any number of operators, and the device's time to run it, in nanoseconds."""
-        with self._queue.current(), _Pieces(self._queue, self.clock) as pieces:
-            result = phase()
+        collects = gc.isenabled()
+        gc.disable()  # Python's collector would hold up the CPU for longer than a device has work queued
+        try:
+            with self._queue.current(), _Pieces(self._queue, self.clock) as pieces:
+                result = phase()
+        finally:
+            if collects:
+                gc.enable()
         self._judge(pieces.doubtful_ns <= _DOUBTFUL * pieces.device_ns, can_improve=False)
         return result, pieces.device_ns
 
@@ -155,7 +162,8 @@ class _Pieces(TorchDispatchMode):
 
     A piece ends with the call of PyTorch in which its spin has ended.  However that came about (the spin's time was over, the queue
     was full, the call waited for the device), the device has only begun with what was queued until then, or had nothing left.  What
-    is launched between PyTorch's calls is not seen: it may take longer than the device is busy with what was queued.
+    is launched between PyTorch's calls, or by one call of another library, may take longer than the device is busy with what was
+    queued.
 
     Attributes:
         device_ns: time of all pieces on the device.
@@ -183,7 +191,7 @@ class _Pieces(TorchDispatchMode):
             self._begin()
         result = func(*args, **(kwargs or {}))
         if self._first.query():
-            self._end(within_call=True)
+            self._end(within_call=func.namespace == "aten")
             self._begin()
         return result
 
