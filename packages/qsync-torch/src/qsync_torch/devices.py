@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import subprocess
 from importlib.metadata import version
@@ -94,9 +95,16 @@ def software_versions(device: torch.device) -> dict[str, str]:
     return versions
 
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
 def has_expandable_segments() -> bool:
-    """Whether PyTorch's CUDA allocator grows its segments instead of adding new ones."""
-    settings: str = torch._C._accelerator_getAllocatorSettings()
+    """Whether PyTorch's CUDA allocator grows its segments instead of adding new ones.
+
+    PyTorch 2.11 does not tell its settings; there the environment is asked, from which it takes them when it starts.
+    """
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings: str = read() if read is not None else next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
     entries = dict(entry.partition(":")[::2] for entry in settings.replace(" ", "").split(","))
     return entries.get("expandable_segments", "").lower() == "true"
 
