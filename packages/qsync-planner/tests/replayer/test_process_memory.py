@@ -51,10 +51,15 @@ def test_by_hand() -> None:
     process = ProcessMemory.of(PROFILES["infer"])
     assert process == ProcessMemory(700 << 20, Fraction(11, 10), MARGIN)
     assert process.reserved_bytes(1000) == 1100
-    assert process.process_bytes(1000) == (700 << 20) + 1128  # 1,100 and a fortieth of it, rounded up
-    assert process.tensors_within((700 << 20) + 1128) == 1000
+    assert process.process_bytes(1000) == (700 << 20) + 1144  # 1,100 and a twenty-fifth of it
+    assert process.tensors_within((700 << 20) + 1144) == 1000
     assert process.tensors_within(0) == 0, "no budget stays none"
     assert process.tensors_within(1 << 20) == 1, "a budget below the context is not none"
+
+
+def test_segments_that_can_grow_give_back_what_they_do_not_need() -> None:
+    profile = on_gpus(MEMORY, {"expandable_segments": "True"})["infer"]
+    assert ProcessMemory.of(profile).reserve == Fraction(26, 25)
 
 
 def test_a_profile_without_a_record_counts_tensors_alone() -> None:
