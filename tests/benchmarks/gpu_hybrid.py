@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.alone import one_group
-from hybrid.rows import ablation_rows, alone_rows, budget_rows, median_ms, share_rows, together_rows
-from hybrid.workloads import configurations
+from hybrid.rows import ablation_rows, alone_rows, budget_rows, median_ms, share_rows, steps_alone, together_rows
+from hybrid.workloads import Variants, configurations
 from results import RESULTS, write_rows
 
 from qsync_core.artifacts.files import load
 from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_planner.estimating import estimate
 from qsync_planner.replayer.ablation import Ablation
@@ -97,26 +98,45 @@ def alone(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> N
 
 
 def quarter(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-    """Two workloads at a time, each on half and then on a quarter of a GPU."""
-    for share in (50, 25):
-        for first in range(0, len(models), 2):
-            running = []
-            for gpu, name in enumerate(models[first : first + 2]):
-                log = out / f"quarter.{name}.{share}.log"
-                own = {**environment, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
-                command = [sys.executable, HERE / "hybrid" / "quarter.py", name, out / name / "alone"]
-                running.append((start(command, log, own), name, log))
-            for process, name, log in running:
-                finish(process, f"{name} at {share}%", log)
+    """Two workloads at a time, each on a quarter of a GPU."""
+    for first in range(0, len(models), 2):
+        running = []
+        for gpu, name in enumerate(models[first : first + 2]):
+            log = out / f"quarter.{name}.log"
+            own = {**environment, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+            command = [sys.executable, HERE / "hybrid" / "quarter.py", name, out / name / "alone"]
+            running.append((start(command, log, own), name, log))
+        for process, name, log in running:
+            finish(process, f"{name} at a quarter", log)
 
 
-def estimated_ms(folder: Path, share: float, plans: Sequence[str]) -> dict[str, float]:
-    """Step times at a share, estimated from the profile of the whole GPU."""
-    dag, whole = load(folder / "dag.qsync", PrecisionDag), load(folder / "profile.1.qsync", Profile)
-    profile = estimate(dag, whole, whole.device.name, share).profile
-    replayer = Replayer(dag, one_group(profile), {"infer": profile})
-    variants = configurations(dag)
-    return {label: replayer.replay({"infer": variants[label]}).iteration_ns / 1e6 for label in plans}
+def estimated_ms(folder: Path, profile: str, share: float, plans: Mapping[str, Variants]) -> dict[str, float]:
+    """Step times at a share of plans, estimated from the profile of the whole GPU."""
+    dag, whole = load(folder / "dag.qsync", PrecisionDag), load(folder / profile, Profile)
+    guess = estimate(dag, whole, whole.device.name, share).profile
+    replayer = Replayer(dag, one_group(guess), {"infer": guess})
+    return {label: replayer.replay({"infer": variants}).iteration_ns / 1e6 for label, variants in plans.items()}
+
+
+def rows_of_shares(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """Row H9: half of the SMs from the weak rank's steps without communication, a quarter from ``quarter.py``."""
+    half = {name: steps_alone(infer) for name, (_, infer) in together.items()}
+    guesses = {}
+    for name, found in half.items():
+        folder = out / name / "together"
+        plans: dict[str, Variants] = {"full": {}}
+        for label in found["runs"].keys() - plans.keys():
+            plan = load(folder / f"{label}.plan.qsync", PrecisionPlan)
+            plans[label] = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
+        guesses[name] = estimated_ms(folder, "train.qsync", 0.5, plans)
+    rows = share_rows(0.5, half, guesses)
+    quarter = read(out, "alone/quarter.0.25.json")
+    guesses = {}
+    for name, found in quarter.items():
+        folder = out / name / "alone"
+        every = configurations(load(folder / "dag.qsync", PrecisionDag))
+        guesses[name] = estimated_ms(folder, "profile.1.qsync", 0.25, {label: every[label] for label in found["runs"]})
+    return rows + share_rows(0.25, quarter, guesses)
 
 
 def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -177,24 +197,22 @@ def main() -> None:
             if "whole" in parts:
                 together(models, options.out, environment, WHOLE, "--full-only")
     found = read(options.out, "alone/alone.1.json")
-    shares = []
-    for share in (0.5, 0.25):
-        at_share = read(options.out, f"alone/quarter.{share:g}.json")
-        guesses = {name: estimated_ms(options.out / name / "alone", share, list(entry["runs"])) for name, entry in at_share.items()}
-        shares += share_rows(at_share, guesses)
+    jobs = pairs(options.out, SHARES)
     left_out = {name: ablated(options.out / name / "alone", entry["runs"]) for name, entry in found.items()}
     rows = [
         *alone_rows(found),
         *ablation_rows(left_out),
-        *shares,
+        *rows_of_shares(options.out, jobs),
         *budget_rows(found),
-        *together_rows(pairs(options.out, SHARES), pairs(options.out, WHOLE)),
+        *together_rows(jobs, pairs(options.out, WHOLE)),
     ]
     for row in rows:
         if row["target"] != "reported":
             print(f"{row['id']:24} {row['value']:10.4f} {row['unit']:9} {row['target']:9} {row['what']}", flush=True)
     if rows:
-        write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=options.directory)
+        last = [*found.values(), *(ranks[0] for ranks in jobs.values())][-1]
+        run = {name: last[name] for name in ("machine", "versions", "commit")}
+        write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=options.directory, measured=run)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,14 @@ _VERSIONS = (
 )  # fmt: skip
 
 
-def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, directory: Path = RESULTS) -> Path:
+def write_rows(
+    topic: str,
+    rows: Iterable[Mapping[str, Any]],
+    command: str,
+    *,
+    directory: Path = RESULTS,
+    measured: Mapping[str, Any] | None = None,
+) -> Path:
     """Merge rows into a results file by their ids; other rows stay as they are.
 
     Args:
@@ -39,6 +46,7 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
             unit, or as text that says which), ``target`` (text: ``≤ 0.10``, ``reported``) and ``device`` (if not the CPU).
         command: the command line that measures them.
         directory: where results are kept.
+        measured: the :func:`provenance` of the process that measured, if not this one.
 
     Returns:
         The file.
@@ -46,7 +54,12 @@ def write_rows(topic: str, rows: Iterable[Mapping[str, Any]], command: str, *, d
     Raises:
         ValueError: when a row lacks a field, has an unknown one, or a value that JSON cannot hold.
     """
-    return _merge(topic, rows, {"machine": machine(), "versions": versions(), "commit": commit(), "command": command}, directory)
+    return _merge(topic, rows, {**(measured or provenance()), "command": command}, directory)
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions and commit of this process, for rows that are worked out elsewhere."""
+    return {"machine": machine(), "versions": versions(), "commit": commit()}
 
 
 def merge_file(path: Path, *, directory: Path = RESULTS) -> Path:

@@ -12,9 +12,21 @@ from pathlib import Path
 
 import attrs
 import torch
-from results import commit
+from results import provenance
 
-from hybrid.workloads import DEVICE, LADDER, WORKLOADS, Variants, configurations, make_job, measure, release, stepper, without_tf32
+from hybrid.workloads import (
+    DEVICE,
+    LADDER,
+    WORKLOADS,
+    Variants,
+    configurations,
+    gpu_name,
+    make_job,
+    measure,
+    release,
+    stepper,
+    without_tf32,
+)
 from qsync_core.artifacts.files import save
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
@@ -101,7 +113,8 @@ def main() -> None:
         "profile_s": time.perf_counter() - begin,
         "batch": batch,
         "share": options.share,
-        "commit": commit(),
+        **provenance(),
+        "device": gpu_name(),
     }
     save(dag, options.out / "dag.qsync")
     save(profile_, options.out / f"profile.{options.share:g}.qsync")

@@ -10,10 +10,10 @@ import json
 import os
 from pathlib import Path
 
-from results import commit
+from results import provenance
 
 from hybrid.alone import run
-from hybrid.workloads import WORKLOADS, configurations, without_tf32
+from hybrid.workloads import WORKLOADS, configurations, gpu_name, without_tf32
 from qsync_core.artifacts.files import load
 from qsync_core.ir.dag import PrecisionDag
 
@@ -30,7 +30,7 @@ def main() -> None:
     batch = WORKLOADS[options.name].batch_alone
     plans = configurations(load(options.out / "dag.qsync", PrecisionDag))
     found = {label: run(options.name, batch, plans[label]) for label in PLANS}
-    text = json.dumps({"share": share, "batch": batch, "commit": commit(), "runs": found})
+    text = json.dumps({"share": share, "batch": batch, **provenance(), "device": gpu_name(), "runs": found})
     (options.out / f"quarter.{share:g}.json").write_text(text)
 
 

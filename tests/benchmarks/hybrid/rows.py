@@ -23,30 +23,35 @@ def spread_ms(measured: Found) -> float:
 
 
 def _row(row_id: str, what: str, value: float, unit: str, target: str = "reported", **more: object) -> Row:
-    return {"id": row_id, "what": what, "value": value, "unit": unit, "target": target, "device": "cuda", **more}
+    return {"id": row_id, "what": what, "value": value, "unit": unit, "target": target, **more}
 
 
 def measured_at(found: Found, rows: Iterable[Row]) -> list[Row]:
-    """The rows with the commit at which their file was measured, where it says so."""
-    return [{**row, "commit": found["commit"]} if "commit" in found else row for row in rows]
+    """The rows with machine, versions and commit of their file, where it says so."""
+    own = {name: found[name] for name in ("machine", "versions", "commit", "device") if name in found}
+    return [{**row, **own} for row in rows]
 
 
-def share_rows(measured: Mapping[str, Found], estimated_ms: Mapping[str, Mapping[str, float]]) -> list[Row]:
+def share_rows(share: float, files: Mapping[str, Found], estimated_ms: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """Row H9 at one share: step times estimated from the whole GPU's profile, by workload and plan, against measured ones."""
     rows: list[Row] = []
     errors: dict[str, float] = {}
-    for name, found in measured.items():
-        percent = f"{found['share']:.0%}"
+    percent = f"{share:.0%}"
+    for name, found in files.items():
         for label, run in found["runs"].items():
             case = f"{name}-{label}"
             what = f"{name} b{found['batch']} at {percent} of the SMs, {label}"
             own, errors[case] = _case(f"H9-{percent[:-1]}-{case}", what, median_ms(run), spread_ms(run), estimated_ms[name][label])
             rows += measured_at(found, own)
-        worst = "≤ 0.08" if found["share"] >= 0.5 else "≤ 0.12"
-        summary = _summary(
-            f"H9-{percent[:-1]}", f"step time at {percent} of the SMs, estimated from the whole GPU", errors, "reported", worst
-        )
-    return rows + summary if rows else []
+    worst = "≤ 0.08" if share >= 0.5 else "≤ 0.12"
+    title = f"step time at {percent} of the SMs, estimated from the whole GPU"
+    return rows + _summary(f"H9-{percent[:-1]}", title, errors, "reported", worst)
+
+
+def steps_alone(infer: Found) -> dict[str, Any]:
+    """What ``together.py``'s weak rank measured of its steps without communication, in the form of a file of row H9."""
+    own = {name: infer[name] for name in ("batch", "machine", "versions", "commit", "device") if name in infer}
+    return {**own, "runs": {run["plan"]: {"step_ms": [run["measured"]["alone_ms"]] * 3} for run in infer["runs"]}}
 
 
 def _case(prefix: str, what: str, measured_ms: float, spread: float, predicted_ms: float) -> tuple[list[Row], float]:
@@ -162,6 +167,8 @@ def _best_ms(found: Found, plan: str) -> float:
 
 
 def _against_uniform(name: str, train: Found, infer: Found, whole: Sequence[Found] | None) -> Iterable[Row]:
+    if not {"uniform", "qsync", "full"} <= {run["plan"] for run in train["runs"]}:
+        return  # the run was cut off
     uniform, qsync = _best_ms(train, "uniform"), _best_ms(train, "qsync")
     yield _row(
         f"H4-{name}",

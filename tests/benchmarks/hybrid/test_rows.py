@@ -79,9 +79,9 @@ def test_a_hybrid_job() -> None:
 
 def test_estimates_of_a_share() -> None:
     def file(step_ms: float) -> dict[str, Any]:
-        return {"share": 0.25, "batch": 8, "commit": "abc", "runs": {"float32": {"step_ms": [step_ms] * 5}}}
+        return {"batch": 8, "commit": "abc", "runs": {"float32": {"step_ms": [step_ms] * 5}}}
 
-    rows = share_rows({"m": file(100.0), "n": file(200.0)}, {"m": {"float32": 90.0}, "n": {"float32": 210.0}})
+    rows = share_rows(0.25, {"m": file(100.0), "n": file(200.0)}, {"m": {"float32": 90.0}, "n": {"float32": 210.0}})
     found = by_id(rows)
     assert found["H9-25"] == pytest.approx((0.1 + 0.05) / 2)
     assert found["H9-25-worst"] == pytest.approx(0.1)

@@ -24,10 +24,22 @@ os.environ["QSYNC_GROUP"] = GROUP
 import attrs  # noqa: E402 - MPS reads its percentage when CUDA starts
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from results import commit  # noqa: E402
+from results import provenance  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from hybrid.workloads import BFLOAT16, DEVICE, FLOAT32, WORKLOADS, make_job, measure, release, stepper, synchronize, without_tf32  # noqa: E402
+from hybrid.workloads import (  # noqa: E402
+    BFLOAT16,
+    DEVICE,
+    FLOAT32,
+    WORKLOADS,
+    gpu_name,
+    make_job,
+    measure,
+    release,
+    stepper,
+    synchronize,
+    without_tf32,
+)
 from qsync_core.artifacts.files import load, save  # noqa: E402
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link  # noqa: E402
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings  # noqa: E402
@@ -144,7 +156,7 @@ def main() -> None:
     batch, out = WORKLOADS[options.name].batch_hybrid, options.out
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
-    found: dict[str, object] = {"batch": batch, "commit": commit()}
+    found: dict[str, object] = {"batch": batch, **provenance(), "device": gpu_name()}
     clock = time.perf_counter()
 
     def lap(what: str) -> None:

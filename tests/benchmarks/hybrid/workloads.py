@@ -52,6 +52,11 @@ REPETITIONS = 5
 WARM_UP = 4
 
 
+def gpu_name() -> str:
+    """What the driver calls the device."""
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+
+
 def without_tf32() -> None:
     """Float32 means float32, in products and in convolutions."""
     torch.backends.cuda.matmul.allow_tf32 = False
