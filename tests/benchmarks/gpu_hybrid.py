@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.alone import one_group
+from hybrid.page import write_page
 from hybrid.rows import ablation_rows, alone_rows, budget_rows, median_ms, share_rows, steps_alone, together_rows
 from hybrid.workloads import Variants, configurations
-from results import RESULTS, write_rows
+from results import RESULTS, ROOT, write_rows
 
 from qsync_core.artifacts.files import load
 from qsync_core.ir.dag import PrecisionDag
@@ -34,6 +35,7 @@ from qsync_planner.replayer.ablation import Ablation
 from qsync_planner.replayer.replay import Replayer
 
 HERE = Path(__file__).resolve().parent
+PAGE = ROOT / "docs" / "hybrid.md"
 MODELS = ("resnet50", "bert-base", "vgg16-bn", "roberta-base")
 PARTS = ("alone", "quarter", "together", "whole")
 SHARES, WHOLE = "1,0.5", "1,1"
@@ -213,6 +215,8 @@ def main() -> None:
         last = [*found.values(), *(ranks[0] for ranks in jobs.values())][-1]
         run = {name: last[name] for name in ("machine", "versions", "commit")}
         write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=options.directory, measured=run)
+    if options.directory == RESULTS:
+        write_page(PAGE, json.loads((RESULTS / "hybrid.json").read_text(encoding="utf-8"))["rows"])
 
 
 if __name__ == "__main__":

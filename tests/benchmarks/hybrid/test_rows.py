@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid.page import write_page
 from hybrid.rows import ablation_rows, alone_rows, budget_rows, share_rows, together_rows
 
 GIB = 2**30
@@ -92,3 +94,26 @@ def test_estimates_of_a_share() -> None:
 def test_what_parts_of_the_model_are_worth() -> None:
     errors = {"m": {"casts": {"float32": 0.0, "int8": -0.2}}, "n": {"casts": {"int8": 0.1}}}
     assert by_id(ablation_rows(errors)) == {"H1-without-casts": pytest.approx(0.1)}
+
+
+def test_the_page_shows_steps_and_targets(tmp_path: Path) -> None:
+    page = tmp_path / "hybrid.md"
+    places = [
+        f"<!-- {name}-BEGIN: written by tests/benchmarks/gpu_hybrid.py -->old<!-- {name}-END -->" for name in ("STEPS", "TARGETS")
+    ]
+    page.write_text("before\n" + "\nbetween\n".join(places) + "\nafter\n")
+    default, infer = "PyTorch's defaults", {"batch": 64, "runs": []}
+    train = {"batch": 64, "runs": [run("full", default, 100.0, 101.0, 0), run("qsync", "2 NCCL CTAs", 80.0, 79.2, 0)]}
+    rows = together_rows({"resnet50": (train, infer)}, {})
+    for _ in range(2):  # a second time changes nothing
+        write_page(page, rows)
+    text = page.read_text()
+    assert "| ResNet50 | 100.0 (101.0, +1.0%) | 80.0 (79.2, -1.0%) |" in text
+    assert "| full precision | QSync, as planned |" in text
+    assert "| H2 | step time of a hybrid job, error of the prediction, mean of 2 configurations | 1.00% | ≤ 0.02 |" in text
+    assert text.startswith("before")
+    assert text.rstrip().endswith("after")
+    assert "old" not in text
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="no place for STEPS"):
+        write_page(page, rows)
