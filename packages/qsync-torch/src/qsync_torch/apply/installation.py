@@ -176,25 +176,31 @@ class Installation(abc.ABC):
             ACTIVE.remove(self)
             self.running, self._suspended = before
 
-    def _operator(self, call: OperatorCall, owner: nn.Module, inner: Forward) -> Forward:
-        """An operator that is a module's forward."""
-        if isinstance(owner, nn.Linear):
+    def _operator(self, call: OperatorCall, owner: Any, inner: Forward) -> Forward:
+        """An operator that is a module's forward; inside a forward of the model, no frame stands before its call."""
 
-            def run(module: Any, input: torch.Tensor) -> torch.Tensor:
-                return call.linear(input, module.weight, module.bias)
-        else:
-
-            def run(module: Any, input: torch.Tensor) -> torch.Tensor:
-                return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
-
-        def forward(module: nn.Module, input: torch.Tensor) -> Any:
-            if self.running and module is owner:
-                return run(module, input)
+        def otherwise(module: nn.Module, input: torch.Tensor, run: Forward) -> Any:
             if self._suspended or module is not owner:
                 return inner(module, input)
             return self._enter(module is self.model, run, inner, module, (input,), {})
 
-        return forward
+        def linear(module: Any, input: torch.Tensor) -> torch.Tensor:
+            return call.linear(input, module.weight, module.bias)
+
+        def conv2d(module: Any, input: torch.Tensor) -> torch.Tensor:
+            return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+
+        def forward_linear(module: Any, input: torch.Tensor) -> Any:
+            if self.running and module is owner:
+                return call.linear(input, module.weight, module.bias)
+            return otherwise(module, input, linear)
+
+        def forward_conv2d(module: Any, input: torch.Tensor) -> Any:
+            if self.running and module is owner:
+                return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+            return otherwise(module, input, conv2d)
+
+        return forward_linear if isinstance(owner, nn.Linear) else forward_conv2d
 
     def _entry(self, whole: bool, owner: nn.Module, inner: Forward) -> Forward:
         """The model, or a part of it that gradient checkpointing or a user may run by itself."""
