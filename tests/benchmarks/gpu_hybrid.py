@@ -22,14 +22,16 @@ from typing import Any
 
 from hybrid.alone import one_group
 from hybrid.page import write_page
-from hybrid.rows import ablation_rows, alone_rows, budget_rows, median_ms, share_rows, steps_alone, together_rows
-from hybrid.workloads import Variants, configurations
-from results import RESULTS, ROOT, write_rows
+from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, median_ms, share_rows, steps_alone, together_rows
+from hybrid.workloads import WORKLOADS, Variants, cluster_of, configurations, gpu_name
+from results import RESULTS, ROOT, provenance, write_rows
 
 from qsync_core.artifacts.files import load
+from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import Profile
+from qsync_planner.allocator import allocate
 from qsync_planner.estimating import estimate
 from qsync_planner.replayer.ablation import Ablation
 from qsync_planner.replayer.replay import Replayer
@@ -37,7 +39,7 @@ from qsync_planner.replayer.replay import Replayer
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "hybrid.md"
 MODELS = ("resnet50", "bert-base", "vgg16-bn", "roberta-base")
-PARTS = ("alone", "quarter", "together", "whole")
+PARTS = ("alone", "quarter", "together", "whole", "dynamic")
 SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
@@ -165,6 +167,26 @@ def together(models: Sequence[str], out: Path, environment: Mapping[str, str], s
         print(f"{name} at {shares} done at {time.strftime('%X')}", flush=True)
 
 
+def dynamic(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
+    """Batches that the planner balances between the ranks, after ``together.py`` has profiled them; the global batch stays."""
+    for name in models:
+        folder, log = out / name / "together", out / f"dynamic.{name}.log"
+        profiles = {group: load(folder / f"{group}.qsync", Profile) for group in ("train", "infer")}
+        costs = load(folder / "costs.qsync", CollectiveCosts)
+        cluster = cluster_of(profiles["train"].device.name, profiles["infer"].device.share)
+        plan = allocate(
+            load(folder / "dag.qsync", PrecisionDag), cluster, profiles, None, solver="dynamic-batch", communication=costs
+        )
+        batches = f"{plan.local_batches['train']},{plan.local_batches['infer']}"
+        script = f"{HERE / 'dynamic_batch.py'} {WORKLOADS[name].job} --batches {batches} --steps 8"
+        weak = '[ "$LOCAL_RANK" = 1 ] && export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50'
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python"]
+        command = [*torchrun, "bash", "-c", f"{weak}; exec {sys.executable} {script}"]
+        finish(start(command, log, {**environment, "NVIDIA_TF32_OVERRIDE": "0"}), f"{name} with batches {batches}", log)
+        if printed := [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"job"')]:
+            (folder / "dynamic.json").write_text(json.dumps(json.loads(printed[-1]) | {**provenance(), "device": gpu_name()}))
+
+
 def read(out: Path, pattern: str) -> dict[str, Any]:
     """Files of that name by workload."""
     return {name: json.loads((out / name / pattern).read_text()) for name in MODELS if (out / name / pattern).exists()}
@@ -196,6 +218,8 @@ def main() -> None:
                 quarter(models, options.out, environment)
             if "together" in parts:
                 together(models, options.out, environment, SHARES)
+            if "dynamic" in parts:
+                dynamic(models, options.out, environment)
             if "whole" in parts:
                 together(models, options.out, environment, WHOLE, "--full-only")
     found = read(options.out, "alone/alone.1.json")
@@ -207,6 +231,7 @@ def main() -> None:
         *rows_of_shares(options.out, jobs),
         *budget_rows(found),
         *together_rows(jobs, pairs(options.out, WHOLE)),
+        *dynamic_rows(read(options.out, "together/dynamic.json"), jobs),
     ]
     for row in rows:
         if row["target"] != "reported":

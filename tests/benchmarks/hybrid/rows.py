@@ -159,6 +159,18 @@ def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequ
     return rows + _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
 
 
+def dynamic_rows(files: Mapping[str, Found], jobs: Mapping[str, Sequence[Found]]) -> list[Row]:
+    """Row H5: QSync's samples per second over those of measured dynamic batch sizing, whose global batch is the same."""
+    rows = []
+    for name, found in files.items():
+        if name not in jobs or pick(jobs[name][0], "qsync") is None:
+            continue
+        ours = sum(found["batches"]) / _best_ms(jobs[name][0], "qsync") * 1e3
+        what = f"samples per second of QSync over dynamic batches of {' and '.join(map(str, found['batches']))}, {name}"
+        rows += measured_at(found, [_row(f"H5-{name}", what, ours / found["samples_per_s"], "ratio", "≥ 1.15")])
+    return rows
+
+
 DEFAULT = "PyTorch's defaults"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid.page import write_page
-from hybrid.rows import ablation_rows, alone_rows, budget_rows, share_rows, together_rows
+from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, share_rows, together_rows
 
 GIB = 2**30
 
@@ -117,3 +117,10 @@ def test_the_page_shows_steps_and_targets(tmp_path: Path) -> None:
     page.write_text("nothing")
     with pytest.raises(ValueError, match="no place for STEPS"):
         write_page(page, rows)
+
+
+def test_samples_per_second_beside_dynamic_batches() -> None:
+    train = {"runs": [run("qsync", "PyTorch's defaults", 100.0, 0, 0), run("qsync", "2 NCCL CTAs", 80.0, 0, 0)]}
+    dynamic = {"batches": [80, 48], "samples_per_s": 1280.0}
+    found = by_id(dynamic_rows({"resnet50": dynamic, "other": dynamic}, {"resnet50": (train, train)}))
+    assert found == {"H5-resnet50": pytest.approx(128 / 0.08 / 1280)}

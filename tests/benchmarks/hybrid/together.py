@@ -28,10 +28,10 @@ from results import provenance  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hybrid.workloads import (  # noqa: E402
-    BFLOAT16,
     DEVICE,
-    FLOAT32,
+    HYBRID_LADDER,
     WORKLOADS,
+    cluster_of,
     gpu_name,
     make_job,
     measure,
@@ -41,11 +41,10 @@ from hybrid.workloads import (  # noqa: E402
     without_tf32,
 )
 from qsync_core.artifacts.files import load, save  # noqa: E402
-from qsync_core.ir.cluster import Cluster, DeviceGroup, Link  # noqa: E402
+from qsync_core.ir.cluster import Cluster, Link  # noqa: E402
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings  # noqa: E402
 from qsync_core.ir.dag import PrecisionDag  # noqa: E402
-from qsync_core.ir.plan import PrecisionPlan, Role  # noqa: E402
-from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.plan import PrecisionPlan  # noqa: E402
 from qsync_core.ir.profile import Profile  # noqa: E402
 from qsync_planner.allocator import allocate  # noqa: E402
 from qsync_planner.indicate import indicate  # noqa: E402
@@ -57,29 +56,21 @@ from qsync_torch.profiling.profile import profile  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 
 DEFAULTS = CommunicationSettings()
-LADDER = (BFLOAT16, FLOAT32)
 SHARES = tuple(float(text) for text in os.environ["QSYNC_SHARES"].split(","))
-
-
-def cluster_of(device: str, memory_bytes: int = 0) -> Cluster:
-    """The job: a whole GPU that trains and a share of another."""
-    train = DeviceGroup("train", device, 1, Role.TRAIN, Precision.FLOAT32, (FLOAT32,))
-    infer = DeviceGroup("infer", device, 1, Role.INFER, Precision.FLOAT32, LADDER, memory_bytes, SHARES[1])
-    return Cluster("two GPUs", (train, infer))
 
 
 def plans_of(
     dag: PrecisionDag, profiles: Mapping[str, Profile], sensitivity: object, costs: CollectiveCosts, memory_bytes: int
 ) -> dict[str, PrecisionPlan]:
     """Uniform precision and QSync's plan, QSync's plan as if communication were free of contention, and one for little memory."""
-    cluster = cluster_of(profiles["train"].device.name)
+    cluster = cluster_of(profiles["train"].device.name, SHARES[1])
     made = {
         "uniform": allocate(dag, cluster, profiles, None, solver="uniform", communication=costs),
         "qsync": allocate(dag, cluster, profiles, sensitivity, communication=costs),
         "blind": allocate(dag, blind_cluster(cluster), profiles, sensitivity),
     }
     if memory_bytes:
-        small = cluster_of(profiles["train"].device.name, memory_bytes)
+        small = cluster_of(profiles["train"].device.name, SHARES[1], memory_bytes)
         made["small"] = allocate(dag, small, profiles, sensitivity, communication=costs)
     return made
 
@@ -178,11 +169,11 @@ def main() -> None:
     job = make_job(options.name, batch)
     dag = trace(job)
     lap("trace")
-    save(profile(job, dag, device=device, share=SHARE, ladder=LADDER), out / f"{GROUP}.qsync")
+    save(profile(job, dag, device=device, share=SHARE, ladder=HYBRID_LADDER), out / f"{GROUP}.qsync")
     lap("profile")
     if RANK == 0:
         save(dag, out / "dag.qsync")
-        sensitivity = indicate(observe(job, dag, LADDER, device=device, steps=10), dag, LADDER)
+        sensitivity = indicate(observe(job, dag, HYBRID_LADDER, device=device, steps=10), dag, HYBRID_LADDER)
         save(sensitivity, out / "sensitivity.qsync")
         lap("observe")
     dist.init_process_group(**backend)
@@ -233,7 +224,7 @@ def predict(
 ) -> dict[str, object]:
     """The period of a plan under a way to communicate, with and without contention."""
     profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
-    cluster = cluster_of(profiles["train"].device.name)
+    cluster = cluster_of(profiles["train"].device.name, SHARES[1])
     variants = {} if plan is None else plan_variants(plan, cluster)
     replayer = Replayer(dag, cluster, profiles, communication=costs, settings=settings)
     prediction = replayer.replay(variants)

@@ -12,8 +12,10 @@ from typing import Any
 import attrs
 import torch
 
+from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
@@ -21,6 +23,8 @@ from qsync_torch.load_job import load_job
 
 INT8, BFLOAT16, FLOAT32 = (Variant.of(precision) for precision in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 LADDER = (INT8, BFLOAT16, FLOAT32)
+HYBRID_LADDER = (BFLOAT16, FLOAT32)
+"""Of the hybrid jobs: without tuned kernels an 8-bit step of these models takes longer than a 16-bit one."""
 Variants = Mapping[OpId, Variant]
 
 
@@ -67,6 +71,13 @@ def make_job(name: str, batch: int) -> Job:
     """A workload's job, with the same weights in every process."""
     torch.manual_seed(0)
     return load_job(WORKLOADS[name].job, batch)
+
+
+def cluster_of(device: str, share: float, memory_bytes: int = 0) -> Cluster:
+    """The job: a whole GPU that trains and a share of another."""
+    train = DeviceGroup("train", device, 1, Role.TRAIN, Precision.FLOAT32, (FLOAT32,))
+    infer = DeviceGroup("infer", device, 1, Role.INFER, Precision.FLOAT32, HYBRID_LADDER, memory_bytes, share)
+    return Cluster("two GPUs", (train, infer))
 
 
 def configurations(dag: PrecisionDag) -> dict[str, Variants]:
