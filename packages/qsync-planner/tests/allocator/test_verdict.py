@@ -6,13 +6,15 @@ import random
 
 import attrs
 import pytest
-from planning_cases import Case, random_case
+from planning_cases import Case, random_case, random_costs
 
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Verdict
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.communication import ways_to_communicate
 from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.step_timing import Condensed
 
 
 def slowed(profile: Profile, factor: int) -> Profile:
@@ -47,7 +49,7 @@ def test_condensed_operators_give_the_same_period(seed: int, kind: DeviceKind) -
         replayer = Replayer(case.dag, attrs.evolve(case.cluster, groups=groups), case.profiles)
         draw = random.Random(seed)
         variants = {group.name: {operator.op_id: draw.choice(group.ladder) for operator in case.dag.adjustable} for group in groups}
-        work = {name: replayer.condensed(name, chosen) for name, chosen in variants.items()}
+        work = {name: Condensed.of(replayer.mapper(name, chosen), replayer.shape(name).cuts) for name, chosen in variants.items()}
         assert replayer.period_ns(work) == replayer.replay(variants).iteration_ns
 
 
@@ -63,6 +65,22 @@ def test_throughputs_are_samples_over_periods(seed: int) -> None:
     assert plan.verdict.training_only_ns == period
     assert plan.verdict.hybrid_ns == plan.predicted_iteration_ns
     assert plan.verdict.speedup == pytest.approx((ranks / plan.predicted_iteration_ns) / (train.count / period))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_training_groups_alone_have_their_own_best_way_to_communicate(seed: int) -> None:
+    case = random_case(seed, kind=DeviceKind.CUDA, train=2)
+    costs = random_costs(case, random.Random(seed))
+    plan = allocate(*case.arguments, communication=costs)
+    assert plan.verdict is not None
+    names = ("train0", "train1")
+    alone = attrs.evolve(case.cluster, groups=tuple(case.cluster.group(name) for name in names), links=())
+    profiles = {name: case.profiles[name] for name in names}
+    whole = Replayer(case.dag, case.cluster, case.profiles, communication=costs)
+    assert plan.verdict.training_only_ns == min(
+        Replayer(case.dag, alone, profiles, communication=costs, settings=way, like=whole).replay({}).iteration_ns
+        for way in ways_to_communicate(case.dag, costs, {})
+    )
 
 
 def test_a_group_that_slows_the_job_down_is_left_out() -> None:

@@ -23,6 +23,7 @@ from qsync_core.ir.profile import CollectiveModel, DeviceKind, DeviceType, OpCos
 from qsync_planner.replayer.contention import PARTS
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.simulator import simulate
+from qsync_planner.replayer.step_timing import Condensed
 
 SHARE = st.sampled_from([0.0, 0.125, 0.25, 0.75])
 
@@ -94,7 +95,7 @@ def test_trials_equal_replays_from_scratch_in_every_number(case: Case, way: Comm
         after = {**now, name: {**now[name], **change}}
         fresh = Replayer(case.dag, case.cluster, case.profiles, communication=measured, settings=way)
         assert replayer.trial(name, change) == fresh.replay(after)
-        condensed = {group: fresh.condensed(group, after[group]) for group in names}
+        condensed = {group: Condensed.of(fresh.mapper(group, after[group]), fresh.shape(group).cuts) for group in names}
         assert fresh.period_ns(condensed) == replayer.current().iteration_ns
         if keep:
             replayer.commit()

@@ -143,7 +143,7 @@ def allocate(
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif solution is None:
-        solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve)
+        solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve, objective)
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
@@ -172,6 +172,7 @@ def _under_ways(
     wanted: Sequence[CommunicationSettings],
     starts: Mapping[str, UniformStart],
     solve: Callable[[SearchState, Mapping[str, UniformStart], Programs], tuple[Solution, int]],
+    objective: str,
 ) -> tuple[Solution, int]:
     """Plan under each of some ways to communicate, and then under the one that is the fastest for the best plan.
 
@@ -179,11 +180,23 @@ def _under_ways(
         state, programs: of the first way, at uniform precision.
         wanted: the ways, under each of which uniform precision keeps the limits.
         solve: the plan and its time limit, of a state, a plan that keeps the limits, and programs.
+        objective: one of :data:`OBJECTIVES`.
 
     Returns:
-        The plan of the least Σ Ω, of equal ones the fastest, and its time limit.
+        The plan that is the best by the objective, of equal ones that of the least Σ Ω, then the fastest, and its time limit.
     """
     problem, first, found, left = state.problem, (state, programs), [], list(wanted)
+
+    def rank(entry: tuple[Solution, int]) -> tuple[float, ...]:
+        solution = entry[0]
+        omega, period = problem.objective(solution.rungs), solution.prediction.iteration_ns
+        if objective == "time":
+            return period, omega
+        if objective == "memory":
+            peaks = [group.group.count * solution.prediction.groups[group.name].peak_bytes for group in problem.groups]
+            return sum(peaks), omega, period
+        return omega, period
+
     while left:
         way = left.pop(0)
         state, programs = first
@@ -198,7 +211,7 @@ def _under_ways(
         if len(ways.settings) > 1:
             periods = ways.periods_ns(problem.variants(solution.rungs))
         found.append((attrs.evolve(solution, way=way, periods_ns=periods), limit_ns))
-        best = min(found, key=lambda entry: (problem.objective(entry[0].rungs), entry[0].prediction.iteration_ns))
+        best = min(found, key=rank)
         if not left and len(found) == len(wanted) and (faster := fastest(best[0].periods_ns)) not in wanted:
             # Uniform precision may be too slow there; this plan is faster than where it kept the limit.
             left = [faster]
@@ -367,7 +380,7 @@ def _plan(
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
-        verdict=judge(ways.at(solution.way), variants, period, local_batches),
+        verdict=judge(ways, solution.way, variants, period, local_batches),
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,

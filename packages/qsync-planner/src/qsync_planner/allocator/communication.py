@@ -92,10 +92,11 @@ def _setting(name: str, value: str) -> tuple[str, Any]:
 
 
 def ways_to_communicate(dag: PrecisionDag, costs: CollectiveCosts, fixed: Fixed) -> tuple[CommunicationSettings, ...]:
-    """The ways that are considered, PyTorch's defaults first where nothing that is fixed differs from them.
+    """The ways that are considered, PyTorch's defaults last where nothing that is fixed differs from them.
 
     Every number of CTAs that was measured, with the graph's own buckets, larger ones and one for all, with and without the
-    broadcast of buffers where the model has any; gradients live in the buckets, which saves half of their copies and costs nothing.
+    broadcast of buffers where the model has any; gradients live in the buckets, which saves half of their copies, and memory, and
+    costs nothing.  So no way takes more memory than the first but PyTorch's defaults, and these are never faster than it.
 
     Raises:
         PlanError: for a number of CTAs that was not measured, or bucket sizes that the graph does not have.
@@ -117,7 +118,7 @@ def ways_to_communicate(dag: PrecisionDag, costs: CollectiveCosts, fixed: Fixed)
         for number in ctas
     ]
     if 0 in measured and all(getattr(PYTORCH_DEFAULTS, name) == value for name, value in fixed.items()):
-        found.insert(0, PYTORCH_DEFAULTS)
+        found.append(PYTORCH_DEFAULTS)
     return tuple(dict.fromkeys(found))
 
 
@@ -194,13 +195,17 @@ class Ways:
         first = self.at(self.settings[0])
         return Ways(first.dag, first.cluster, profiles, self.costs, self.fixed)
 
-    def periods_ns(self, variants: Mapping[str, Variants]) -> dict[CommunicationSettings, int]:
-        """A plan's period under every way."""
+    def condensed(self, variants: Mapping[str, Variants]) -> dict[str, Condensed]:
+        """What a plan's operators take by group, as far as its period under any of the ways depends on it."""
         first = self.at(self.settings[0])
         names = [group.name for group in first.cluster.groups]
-        cuts = sorted({cut for way in self.settings for cut in self.at(way).shape(names[0]).cuts})
+        cuts = {cut for way in self.settings for cut in self.at(way).shape(names[0]).cuts}
         plan = {name: variants.get(name) or first.base_variants(name) for name in names}
-        work = {name: Condensed.of(first.mapper(name, plan[name]), cuts) for name in names}
+        return {name: Condensed.of(first.mapper(name, plan[name]), cuts) for name in names}
+
+    def periods_ns(self, variants: Mapping[str, Variants]) -> dict[CommunicationSettings, int]:
+        """A plan's period under every way."""
+        work = self.condensed(variants)
         return {way: self.at(way).period_ns(work) for way in self.settings}
 
     def planned(self, chosen: CommunicationSettings, periods_ns: Periods) -> PlannedCommunication | None:
@@ -227,6 +232,8 @@ def _reason(
     parts = [f"{asked}{label}: {format_ns(times_ns[chosen])}"]
     if chosen == PYTORCH_DEFAULTS:
         parts[0] += f", and none of {len(times_ns) - 1} other ways is faster" if len(times_ns) > 1 else ""
+    elif times_ns.get(PYTORCH_DEFAULTS) == times_ns[chosen]:
+        parts[0] += ", as with PyTorch's defaults, which take more memory"
     elif PYTORCH_DEFAULTS in times_ns:
         parts[0] += f" instead of {format_ns(times_ns[PYTORCH_DEFAULTS])} with PyTorch's defaults{_contention(costs)}"
     elif len(times_ns) > 1:

@@ -16,17 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, Role, Verdict
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
+from qsync_planner.allocator.communication import Ways
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 
 MAX_SUBSET_GROUPS = 4
-"""Inference groups up to which every subset is replayed; beyond, only leaving out one or all."""
+"""Inference groups up to which every subset is replayed, under every way to communicate; beyond, only leaving out one or all."""
 WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 FLIP_EXPONENT = 1.5
@@ -43,12 +45,17 @@ class _Job:
 
 
 def judge(
-    whole: Replayer, variants: Mapping[str, Mapping[OpId, Variant]], hybrid_ns: int, local_batches: Mapping[str, int]
+    ways: Ways,
+    chosen: CommunicationSettings,
+    variants: Mapping[str, Mapping[OpId, Variant]],
+    hybrid_ns: int,
+    local_batches: Mapping[str, int],
 ) -> Verdict | None:
-    """Compare the hybrid job with the training groups alone, at the same batch per rank.
+    """Compare the hybrid job with the training groups alone, at the same batch per rank, each under its best way to communicate.
 
     Args:
-        whole: the replayer of the hybrid job.
+        ways: in which the jobs may communicate.
+        chosen: the one of the hybrid job.
         variants: the plan, by group.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
@@ -56,6 +63,7 @@ def judge(
     Returns:
         None where there is no training group to compare with, or nothing but training groups.
     """
+    whole = ways.at(ways.settings[0])
     dag, cluster = whole.dag, whole.cluster
     training = [group for group in cluster.groups if group.role is Role.TRAIN]
     inference = [group for group in cluster.groups if group.role is Role.INFER]
@@ -64,8 +72,11 @@ def judge(
     everyone = tuple(group.name for group in inference)
     hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
     hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
-    work = {group.name: whole.condensed(group.name, variants[group.name]) for group in cluster.groups}
-    others = [_replay(whole, work, training, subset) for subset in _subsets(everyone)]
+    work = ways.condensed(variants)
+    few = len(everyone) <= MAX_SUBSET_GROUPS
+    others = [
+        _replay(ways, ways.settings if few or not subset else [chosen], work, training, subset) for subset in _subsets(everyone)
+    ]
     alone = others[0]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
     estimated = "estimated: " if any(profile.estimated_from for profile in whole.profiles.values()) else ""
@@ -83,15 +94,27 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [(), *(tuple(name for name in names if name != left_out) for left_out in names)]
 
 
-def _replay(whole: Replayer, work: Mapping[str, Condensed], training: Sequence[DeviceGroup], inference: tuple[str, ...]) -> _Job:
-    """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank."""
+def _replay(
+    ways: Ways,
+    considered: Sequence[CommunicationSettings],
+    work: Mapping[str, Condensed],
+    training: Sequence[DeviceGroup],
+    inference: tuple[str, ...],
+) -> _Job:
+    """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank.
+
+    Its period is that under the best of the ways to communicate that are considered.
+    """
+    whole = ways.at(ways.settings[0])
     dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
     smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
     kept_profiles = {group.name: profiles[group.name] for group in groups}
-    replayer = Replayer(dag, smaller, kept_profiles, communication=whole.communication, settings=whole.settings, like=whole)
-    period = replayer.period_ns(work)
+    period = min(
+        Replayer(dag, smaller, kept_profiles, communication=ways.costs, settings=way, like=ways.at(way)).period_ns(work)
+        for way in considered
+    )
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
 
 

@@ -157,6 +157,8 @@ class Wiring:
         reads: the same, each with the slot that reads the operator.
         parameter_gradients: per moment of a step (docs/design/memory.md#moments) the bytes of parameters' gradients that begin to
             live: at their last user's backward.
+        gradients_copied: per moment, and for the one after the last, the bytes of those whose first user ran backward just before
+            it: from there on a gradient that DDP keeps as a view of its bucket is nowhere else.
         first_gradient: per operator the moment at which its output's gradient is first made: the backward of its last reader that
             makes one.  The last operator (the loss) starts from its own; None where no reader makes any, and for inputs.
     """
@@ -166,6 +168,7 @@ class Wiring:
     readers: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[tuple[int, int], ...], ...]
     parameter_gradients: tuple[int, ...]
+    gradients_copied: tuple[int, ...]
     first_gradient: tuple[int | None, ...]
 
     @classmethod
@@ -175,19 +178,24 @@ class Wiring:
         readers = tuple(tuple(dict.fromkeys(consumers)) for consumers in dag.consumers)
         reads = tuple(tuple((r, inputs[r].index(position)) for r in row) for position, row in enumerate(readers))
         slots = tuple(tuple(map(row.index, row)) for row in inputs)
-        return cls(inputs, slots, readers, reads, _parameter_gradients(dag), _first_gradients(dag, inputs))
+        return cls(inputs, slots, readers, reads, *_parameter_gradients(dag), _first_gradients(dag, inputs))
 
 
-def _parameter_gradients(dag: PrecisionDag) -> tuple[int, ...]:
+def _parameter_gradients(dag: PrecisionDag) -> tuple[tuple[int, ...], tuple[int, ...]]:
     numel = {p.fqn: p.numel for p in dag.parameters if p.requires_grad}
+    first_user: dict[str, int] = {}
     last_user: dict[str, int] = {}
     for position, operator in enumerate(dag.operators):
-        last_user.update(dict.fromkeys(operator.parameters, position))
+        for name in operator.parameters:
+            first_user.setdefault(name, position)
+            last_user[name] = position
     begin = [0] * (2 * len(dag.operators))
+    copied = [0, *begin]
     for name, size in numel.items():
         if name in last_user:
             begin[-1 - last_user[name]] += size * GRADIENT_NBYTES
-    return tuple(begin)
+            copied[-1 - first_user[name]] += size * GRADIENT_NBYTES
+    return tuple(begin), tuple(copied)
 
 
 def _first_gradients(dag: PrecisionDag, inputs: Sequence[Sequence[int]]) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ moments:
 * a cast copy likewise, shared by the consumers that share the cast; the original is kept only where an operator saves it uncast;
 * what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
 * a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
-  optimizer, in float32;
+  optimizer, in float32; where it is a view of DDP's bucket, until it has been copied there, after its first user's backward;
 * workspace and the gradient's copies in the gradient formats live for one moment.
 
 Memory is then integer additions at moments, and the peak is the highest running sum: the same from scratch or after any number of
@@ -48,7 +48,7 @@ class MemoryEstimate:
     """Predicted memory of one rank, in bytes.
 
     Attributes:
-        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's bucket copies of all gradients.
+        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's buckets of all gradients.
         saved_bytes: kept for backward when the forward pass ends.
         transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
             calibration's correction (which may make it negative).
@@ -94,13 +94,15 @@ class MemoryLayout:
         dag: the model.
         wiring: which of its operators reads which.
         profile: its measurements.
-        distributed: whether DDP keeps its bucket copies of the gradients.
+        distributed: whether DDP keeps buckets of all gradients.
+        bucket_views: whether gradients live there alone (``gradient_as_bucket_view``); otherwise the buckets are copies.
     """
 
     dag: PrecisionDag
     wiring: Wiring
     profile: Profile
     distributed: bool
+    bucket_views: bool = False
 
     @property
     def count(self) -> int:
@@ -113,19 +115,27 @@ class MemoryLayout:
 
     @cached_property
     def bucket_bytes(self) -> int:
-        """DDP's copies of all gradients."""
+        """DDP's buckets of all gradients."""
         return sum(bucket.nbytes for bucket in self.dag.buckets) if self.distributed else 0
 
     @cached_property
     def static_bytes(self) -> int:
-        """There during the whole step: weights, optimizer state, the batch, bucket copies."""
+        """There during the whole step: weights, optimizer state, the batch, buckets."""
         weights = sum(p.numel * _DTYPE_NBYTES.get(p.dtype, GRADIENT_NBYTES) for p in self.dag.parameters)
         return weights + self.profile.optimizer_state_bytes + self.profile.input_bytes + self.bucket_bytes
 
     @cached_property
+    def parameter_gradients(self) -> tuple[int, ...]:
+        """By how much the bytes of parameters' gradients outside buckets change at each moment, and at the one after the last."""
+        begin = (*self.wiring.parameter_gradients, 0)
+        if not (self.distributed and self.bucket_views):
+            return begin
+        return tuple(new - copied for new, copied in zip(begin, self.wiring.gradients_copied, strict=True))
+
+    @cached_property
     def parameter_gradients_until(self) -> tuple[int, ...]:
-        """Bytes of parameters' gradients at each moment."""
-        return tuple(accumulate(self.wiring.parameter_gradients))
+        """Bytes of parameters' gradients outside buckets at each moment."""
+        return tuple(accumulate(self.parameter_gradients))
 
 
 class MemoryBefore(NamedTuple):
@@ -142,18 +152,17 @@ class MemoryLedger:
     """Memory of one device group's rank, kept up to date with its cost mapper.
 
     The operators are the leaves of a :class:`~qsync_planner.replayer.incremental.SequenceTree`; a node holds what a run of them
-    adds until
-    its end and the highest sum on the way, forward and, in reverse, backward.
+    adds until its end and the highest sum on the way, forward and, in reverse, backward.
     """
 
-    def __init__(self, mapper: CostMapper, *, distributed: bool = True) -> None:
+    def __init__(self, mapper: CostMapper, *, distributed: bool = True, bucket_views: bool = False) -> None:
         self._mapper = mapper
-        layout = self._layout = MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, distributed)
+        layout = self._layout = MemoryLayout(mapper.dag, mapper.wiring, mapper.model.profile, distributed, bucket_views)
         count = layout.count
         self.static_bytes = layout.static_bytes
         self._backward_of = [layout.backward_of(position) for position in range(count)]
         self._operator_at = [*range(count), *reversed(range(count)), 0]
-        self._delta = [*mapper.wiring.parameter_gradients, 0]
+        self._delta = [*layout.parameter_gradients]
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
         self._known: dict[tuple[object, ...], Intervals] = {}

@@ -63,7 +63,7 @@ class GroupState:
     def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None) -> None:
         self.mapper = CostMapper(replayer.dag, replayer.model(group.name), variants)
         self.timing = StepTiming(self.mapper, shape or replayer.shape(group.name), synchronises=group.sync_per_step)
-        self.memory = MemoryLedger(self.mapper, distributed=replayer.ranks > 1)
+        self.memory = replayer.ledger(self.mapper)
         self.times: StepTimes = self.timing.times()
         self.peak_bytes = self.memory.peak_bytes()
         self._before: tuple[Node, MemoryBefore, StepTimes, int] | None = None
@@ -102,7 +102,7 @@ class Replayer:
         cluster: the device groups.
         profiles: of every group, of this model on its device type (:func:`qsync_planner.matching.check_profiles`).
         communication: what was measured of all groups together; None: all-reduces of each group alone, and no contention.
-        settings: how the job communicates; beside the size of buckets they only matter where ``communication`` is given.
+        settings: how the job communicates; without ``communication`` only the size of buckets matters, and where gradients live.
         without: parts of the model that are left out.
         like: another replayer of the same model, whose cost models are taken where profiles are the same objects.  One with the
             same ``communication`` may be of more groups.
@@ -258,15 +258,15 @@ class Replayer:
         """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
         return GroupState(self, self.cluster.group(group), variants, shape)
 
+    def ledger(self, mapper: CostMapper) -> MemoryLedger:
+        """Memory of a rank of this job under a mapper's variants."""
+        return MemoryLedger(mapper, distributed=self.ranks > 1, bucket_views=self.settings.gradient_as_bucket_view)
+
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""
         state = self.group_state(group, variants)
         entries = {group: (state.times, state.peak_bytes)}
         return GroupPredictions(entries, state.times.period_ns, self._joint({group: state.times}))[group]
-
-    def condensed(self, group: str, variants: Variants) -> Condensed:
-        """What the operators of a group take under some variants, as far as periods depend on it; whatever the other groups."""
-        return Condensed.of(self.mapper(group, variants), self._ready_after)
 
     def period_ns(self, work: Mapping[str, Condensed]) -> int:
         """The job's period with every group's operators condensed, perhaps by another replayer of the model."""
@@ -282,7 +282,7 @@ class Replayer:
         """Predicted memory of one rank of a group, in its parts; without variants of the present state of trials."""
         if variants is None:
             return self._states[group].memory.estimate()
-        return MemoryLedger(self.mapper(group, variants), distributed=self.ranks > 1).estimate()
+        return self.ledger(self.mapper(group, variants)).estimate()
 
     def start(self, variants: Mapping[str, Variants]) -> Prediction:
         """Begin trials from these variants; groups not named start at their base precision."""

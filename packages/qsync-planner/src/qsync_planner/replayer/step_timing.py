@@ -13,7 +13,7 @@ How dispatch binds (docs/design/simulator.md#steady-state) depends on the group:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -120,7 +120,7 @@ class Condensed:
     run_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, mapper: CostMapper, ready_after: Sequence[int]) -> Condensed:
+    def of(cls, mapper: CostMapper, ready_after: Iterable[int]) -> Condensed:
         """A mapper's work as it now is, in runs that begin where buckets are ready."""
         begins = sorted({0, *ready_after})
         runs = [slice(*ends) for ends in pairwise([*begins, len(mapper.forward)])]

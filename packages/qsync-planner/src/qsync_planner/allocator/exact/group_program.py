@@ -111,7 +111,8 @@ class GroupProgram:
             rows.add_synchronising(steps)
         else:
             rows.add_free_running(steps)
-        layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1)
+        views = replayer.settings.gradient_as_bucket_view
+        layout = MemoryLayout(replayer.dag, model.wiring, model.profile, replayer.ranks > 1, views)
         self.memory = MemoryRows(self.choices, self.program, layout, model.calibration.memory_bytes, self._budget)
         self.minimise(Quantity.OMEGA)
 
