@@ -218,7 +218,7 @@ def test_the_reason_has_the_figures() -> None:
     assert plan.communication is not None
     assert plan.communication.settings == PYTORCH_DEFAULTS
     assert plan.communication.reason.startswith("with view as asked for, PyTorch's defaults: ")
-    assert plan.communication.reason.endswith(", and none of 1 other ways is faster")
+    assert plan.communication.reason.endswith(", and no faster in the 1 other way")
 
 
 def test_a_budget_that_gradients_fit_once_is_enough() -> None:

@@ -170,6 +170,13 @@ def test_a_plan_says_how_to_communicate_and_replays_so(folder: Path, costs: Path
 
 def test_settings_of_communication_that_are_given(folder: Path, costs: Path) -> None:
     uniform = ("--solver", "uniform", "--communication", costs, "--communication-settings")
+    run(*plan_arguments(folder, "tiny.qsync", *uniform, "bucket=1e-9"))
+    tiny = load(folder / "tiny.qsync", PrecisionPlan)
+    replayed = json.loads(run("replay", folder / "tiny.qsync", *plan_arguments(folder, "x")[1:-2], "--json").output)
+    trained = [p for p in load(folder / "dag.qsync", PrecisionDag).parameters if p.requires_grad]
+    for group in tiny.groups:  # buckets and where gradients live are the plan's, without any costs too
+        assert len(replayed["groups"][group.group]["bucket_ready_ns"]) == len(trained)
+        assert replayed["groups"][group.group]["peak_bytes"] == group.predicted_peak_bytes
     assert run(*plan_arguments(folder, "a.qsync", *uniform, "ctas=0,bucket=own,view=off")).exit_code == 0
     plan = load(folder / "a.qsync", PrecisionPlan)
     assert plan.communication is not None

@@ -231,20 +231,24 @@ def _reason(
     asked = f"with {_listed([names[attribute] for attribute in fixed])} as asked for, " if fixed else ""
     parts = [f"{asked}{label}: {format_ns(times_ns[chosen])}"]
     if chosen == PYTORCH_DEFAULTS:
-        parts[0] += f", and none of {len(times_ns) - 1} other ways is faster" if len(times_ns) > 1 else ""
+        parts[0] += f", and no faster in the {_others(times_ns)}" if len(times_ns) > 1 else ""
     elif times_ns.get(PYTORCH_DEFAULTS) == times_ns[chosen]:
         parts[0] += ", as with PyTorch's defaults, which take more memory"
     elif PYTORCH_DEFAULTS in times_ns:
         parts[0] += f" instead of {format_ns(times_ns[PYTORCH_DEFAULTS])} with PyTorch's defaults{_contention(costs)}"
     elif len(times_ns) > 1:
         slowest = max(times_ns.values())
-        parts[0] += f", and up to {format_ns(slowest)} in the {len(times_ns) - 1} other ways"
+        parts[0] += f", and up to {format_ns(slowest)} in the {_others(times_ns)}"
     if not chosen.broadcast_buffers and costs.broadcast_ns:
         parts.append(
             f"without the broadcast of buffers ({format_ns(costs.broadcast_ns)} a step) rank 0, which evaluates and saves, "
             "computes the same bit for bit: its own are never overwritten"
         )
     return "; ".join(parts)
+
+
+def _others(times_ns: Periods) -> str:
+    return "1 other way" if len(times_ns) == 2 else f"{len(times_ns) - 1} other ways"
 
 
 def _contention(costs: CollectiveCosts) -> str:

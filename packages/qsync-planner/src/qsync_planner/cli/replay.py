@@ -58,7 +58,8 @@ def replay(
 ) -> None:
     """Predict iteration time and memory of a job under a plan.
 
-    With --communication it takes the plan's settings, where --communication-settings says nothing else.
+    It takes the plan's settings of communication, with --communication where --communication-settings says nothing else.  Without
+    --communication only bucket sizes and where gradients live count of them.
     """
     import attrs
 
@@ -86,7 +87,7 @@ def replay(
     costs = load(communication, CollectiveCosts) if communication else None
     if costs is None and communication_settings is not None:
         raise PlanError(NEEDS_COSTS)
-    settings = wanted.communication.settings if wanted.communication and costs else PYTORCH_DEFAULTS
+    settings = wanted.communication.settings if wanted.communication else PYTORCH_DEFAULTS
     settings = attrs.evolve(settings, **parse_settings(communication_settings or ""))
     replayer = Replayer(graph, described, measured, communication=costs, settings=settings, without=Ablation.of(without))
     if costs is not None:
