@@ -108,7 +108,7 @@ def check_profiles(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, P
 
 
 def check_communication(costs: CollectiveCosts, dag: PrecisionDag, cluster: Cluster) -> None:
-    """The collective costs were measured for this model on this cluster's groups, with as many ranks or fewer.
+    """The collective costs were measured for this model on this cluster's groups, whatever the number of their ranks.
 
     Raises:
         PlanError: when they are of another graph.

@@ -28,7 +28,7 @@ class CommunicationSettings:
         bucket_cap_mb: DistributedDataParallel's argument, in MiB; None: the buckets that the graph was traced with.
         max_ctas: most CTAs (each on an SM of its own) of an NCCL collective; 0: NCCL's own choice.
         broadcast_buffers: whether every forward begins with a broadcast of the buffers (BatchNorm's statistics) from rank 0.
-        gradient_as_bucket_view: gradients live in the buckets, so that nothing is copied.
+        gradient_as_bucket_view: gradients live in the buckets, so that none is there twice and nothing is copied back.
         static_graph: the same parameters get a gradient in every step.
     """
 
@@ -94,8 +94,8 @@ class CollectiveCosts:
         devices: per group the device type.
         software: per group the versions and settings of the processes (:mod:`qsync_core.settings`).
         measured: one entry per number of CTAs that was tried.
-        copy_ns_per_byte: per group, device time that copies between gradients and buckets take for each byte of gradients; nothing
-            with ``gradient_as_bucket_view``.
+        copy_ns_per_byte: per group, device time that copies between gradients and buckets take for each byte of gradients; half of
+            it with ``gradient_as_bucket_view``.
         broadcast_ns: one broadcast of the model's buffers once every rank is there; 0 for a model without buffers.
     """
 

@@ -86,7 +86,8 @@ class PrecisionPlan:
         model, dag_digest: what it is for.  ``operator_ids`` are all adjustable operators, to name differences by FQN.
         input_digests: digest of every artifact it was computed from, by name.
         solver, indicator: how it was found.
-        time_limit_ns: T, the iteration time it had to keep: the period of uniform precision times (1 + tolerance).
+        time_limit_ns: T, the iteration time it had to keep: the period of uniform precision times (1 + tolerance), and 0.2% more
+            where the way to communicate was chosen too (docs/design/allocator.md#communication).
         predicted_iteration_ns: its own predicted period.
         objective: Σ Ω of the inference groups; bound: a proven lower bound of it, None where there is none.
         groups: one per device group of the cluster.
