@@ -15,6 +15,7 @@ from qsync_core.errors import ArtifactError
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_torch import apply_, process_group_options
 from qsync_torch.apply import communication
+from qsync_torch.apply.communication import BUFFERS
 from qsync_torch.distributed.nccl import max_ctas_of
 
 from .communicating_plans import PLANNED, plan_with, small_model
@@ -25,7 +26,7 @@ def test_a_plan_says_what_ddp_is_told():
     applied = apply_(small_model(), plan_with(PLANNED), group="infer")
     assert applied.ddp_options() == {
         "bucket_cap_mb": 0.002,
-        "broadcast_buffers": False,
+        BUFFERS: False,
         "gradient_as_bucket_view": True,
         "static_graph": True,
     }
@@ -33,7 +34,7 @@ def test_a_plan_says_what_ddp_is_told():
 
 def test_without_a_cap_ddp_keeps_its_own():
     applied = apply_(small_model(), plan_with(CommunicationSettings(max_ctas=4)), group="train")
-    assert applied.ddp_options() == {"broadcast_buffers": True, "gradient_as_bucket_view": False, "static_graph": False}
+    assert applied.ddp_options() == {BUFFERS: True, "gradient_as_bucket_view": False, "static_graph": False}
 
 
 @pytest.mark.parametrize("entries", [plan_with(None), {"0": "int8"}], ids=["a plan without a word of it", "variants by operator"])
@@ -110,11 +111,11 @@ def test_what_cannot_be_seen_of_a_process_group_is_not_compared(monkeypatch):
 def test_another_number_of_ctas_is_named_with_the_line_to_write(monkeypatch, variable, has, advice):
     monkeypatch.setenv("NCCL_MAX_CTAS", variable)
     wrapper = SimpleNamespace(
-        broadcast_buffers=True,
         gradient_as_bucket_view=False,
         static_graph=False,
         bucket_bytes_cap=25 << 20,
         process_group=nccl_group(monkeypatch, -(2**31)),
+        **{BUFFERS: True},
     )
     found = communication._differences(CommunicationSettings(max_ctas=4), wrapper, small_model(), CUDA)
     assert found[0] == f"it is for collectives of at most 4 CTAs, and this job's process group is for {has}"
@@ -134,7 +135,11 @@ def train(settings, options, steps=3, set_to_none=True, wrap=True):
     torch.manual_seed(1)
     model = small_model()
     applied = apply_(model, plan_with(settings), group="infer" if rank else "train")
-    runs = DistributedDataParallel(model, **(applied.ddp_options() if options is None else options)) if wrap else model
+    with warnings.catch_warnings():
+        if options is None:
+            warnings.simplefilter("error")  # what a plan tells DistributedDataParallel is not deprecated
+            options = applied.ddp_options()
+        runs = DistributedDataParallel(model, **options) if wrap else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     gradients = []
     with warnings.catch_warnings(record=True) as said:
@@ -208,13 +213,13 @@ def test_a_job_that_communicates_as_planned_is_not_warned(trained):
     [
         (
             "otherwise",
-            "it is for DistributedDataParallel with bucket_cap_mb=0.002, broadcast_buffers=False, gradient_as_bucket_view=True, "
-            "static_graph=True, and this job's has bucket_cap_mb=25.0, broadcast_buffers=True, gradient_as_bucket_view=False, "
+            f"it is for DistributedDataParallel with bucket_cap_mb=0.002, {BUFFERS}=False, gradient_as_bucket_view=True, "
+            f"static_graph=True, and this job's has bucket_cap_mb=25.0, {BUFFERS}=True, gradient_as_bucket_view=False, "
             "static_graph=False",
         ),
         (
             "one_otherwise",
-            "it is for DistributedDataParallel with broadcast_buffers=False, and this job's has broadcast_buffers=True",
+            f"it is for DistributedDataParallel with {BUFFERS}=False, and this job's has {BUFFERS}=True",
         ),
         ("unwrapped", "the model does not run in DistributedDataParallel"),
     ],

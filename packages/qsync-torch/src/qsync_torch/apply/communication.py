@@ -5,6 +5,7 @@ Another way to communicate changes times and not numbers, so a difference is a w
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from typing import Any
@@ -19,6 +20,10 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
 
 _MEBIBYTE = 1024 * 1024
+BUFFERS = next(
+    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in inspect.signature(DistributedDataParallel).parameters
+)
+"""DistributedDataParallel's name for the broadcast of buffers before a forward; PyTorch 2.13 warns of the older one."""
 _WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ returned"
 _START = 'write init_process_group("nccl", pg_options=qsync_torch.process_group_options(plan))'
 
@@ -30,7 +35,7 @@ def ddp_options(plan: PrecisionPlan | None) -> dict[str, Any]:
     settings = plan.communication.settings
     cap = {} if settings.bucket_cap_mb is None else {"bucket_cap_mb": settings.bucket_cap_mb}
     return cap | {
-        "broadcast_buffers": settings.broadcast_buffers,
+        BUFFERS: settings.broadcast_buffers,
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
         "static_graph": settings.static_graph,
     }
@@ -59,10 +64,9 @@ def _differences(
 ) -> list[str]:
     """What is otherwise, each followed by what to write; empty where nothing is."""
     found = []
-    names = ["gradient_as_bucket_view", "static_graph"]
+    values = [(name, getattr(planned, name), getattr(wrapper, name)) for name in ("gradient_as_bucket_view", "static_graph")]
     if any(True for _ in model.buffers()):
-        names.insert(0, "broadcast_buffers")
-    values = [(name, getattr(planned, name), getattr(wrapper, name)) for name in names]
+        values.insert(0, (BUFFERS, planned.broadcast_buffers, getattr(wrapper, BUFFERS)))
     if planned.bucket_cap_mb is not None and wrapper.bucket_bytes_cap != int(planned.bucket_cap_mb * _MEBIBYTE):
         values.insert(0, ("bucket_cap_mb", planned.bucket_cap_mb, wrapper.bucket_bytes_cap / _MEBIBYTE))
     other = [(name, wanted, has) for name, wanted, has in values if wanted != has]
