@@ -9,10 +9,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from qsync_core.artifacts.codec import to_plain
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import contention
 from qsync_torch.profiling.communication import measure_communication
-from qsync_torch.profiling.contention import measure_slowdown
+from qsync_torch.profiling.contention import measure_beside_compute, measure_slowdown
 from qsync_torch.tracing.trace import trace
 
 WORLD_SIZE = 3
@@ -64,6 +67,8 @@ class ScriptedBackward:
 
     def prepare(self) -> None:
         self.said.append("prepare")
+        if self.rank == 1 and self.fails == "prepare":
+            raise RuntimeError("no memory is left")
 
     def run(self) -> int:
         self.runs += 1
@@ -74,6 +79,9 @@ class ScriptedBackward:
         if is_open:
             time.sleep(COMPUTE_S)
         return OPEN_NS[self.rank] if is_open else ALONE_NS
+
+    def issue(self) -> None:
+        self.said.append("issue")
 
     def spin(self, duration_ns: float) -> None:
         self.said.append(f"hold {duration_ns:.0f}")
@@ -89,6 +97,50 @@ def slowdown(rank: int, measuring: list[int], **script: Any) -> Any:
     tensor = torch.ones(8)
     found = measure_slowdown(backward, GROUP[0], tensor, measuring, "communicate")
     return [found.share, found.is_bound, backward.said]
+
+
+@contextmanager
+def scripted_cuda(said: list[str], elapsed_ms: list[float]) -> Iterator[None]:
+    """Streams and events without a GPU: the order of work is written down, and events are as far apart as the script says."""
+    times, reduce = iter(elapsed_ms), dist.all_reduce
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.name = "time" if enable_timing else "compute begins"
+
+        def record(self) -> None:
+            said.append(self.name)
+
+        def elapsed_time(self, end: Event) -> float:
+            return next(times)
+
+    @contextmanager
+    def stream(side: Any) -> Iterator[None]:
+        said.append("on the side:")
+        yield
+        said.append("beside it:")
+
+    def all_reduce(tensor: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        if group is not None:
+            said.append(f"all-reduce of {tensor.numel()}")
+        return reduce(tensor, group=group, **more)
+
+    side = SimpleNamespace(wait_event=lambda event: said.append(f"wait until {event.name}"))
+    with (
+        mock.patch.multiple(torch.cuda, Event=Event, Stream=lambda device: side, stream=stream),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+    ):
+        yield
+
+
+ELAPSED_MS = {0: [50.0, 1.0, 3.0], 1: [50.0, 2.0, 4.0], 2: [50.0, 4.0, 6.0]}
+
+
+def beside_compute(rank: int, alone_ns: int, **script: Any) -> Any:
+    backward = ScriptedBackward(rank, **script)
+    with scripted_cuda(backward.said, ELAPSED_MS[rank]):
+        factor = measure_beside_compute(backward, GROUP[0], torch.ones(8), alone_ns, "communicate")
+    return [factor, backward.said]
 
 
 GROUP: list[dist.ProcessGroup] = []
@@ -107,6 +159,9 @@ CASES: dict[str, Callable[[int], Any]] = {
     "never_held": lambda rank: slowdown(rank, [0], until_it_holds=float("inf")),
     "fails_alone": lambda rank: slowdown(rank, [1], fails="alone"),
     "fails_while_open": lambda rank: slowdown(rank, [1], fails="open"),
+    "all_compute": lambda rank: beside_compute(rank, 2_000_000),
+    "no_memory_to_prepare": lambda rank: beside_compute(rank, 2_000_000, fails="prepare"),
+    "compute_does_not_matter": lambda rank: beside_compute(rank, 10_000_000),
     "one_computes_again": lambda rank: slowdown(rank, [0]),
 }
 

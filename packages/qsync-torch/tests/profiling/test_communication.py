@@ -23,7 +23,7 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts, buckets_under
 from qsync_core.ir.dag import Bucket, OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_torch.distributed.ranks import which_group_of_cluster
+from qsync_torch.distributed.ranks import naming_lost_ranks, which_group_of_cluster
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import contention
 from qsync_torch.profiling.communication import bucket_sizes, measure_communication
@@ -154,11 +154,59 @@ def test_where_none_stays_open_the_share_is_said_to_be_a_bound(ranks):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["fails_alone", "fails_while_open"])
+@pytest.mark.parametrize("case, factor", [("all_compute", 5.0 / 2.0), ("compute_does_not_matter", 1.0)])
+def test_the_slowest_ranks_all_reduce_beside_compute_decides(ranks, case, factor):
+    """Of the medians of 2, 3 and 5 ms, each without its first sample."""
+    sample = ["prepare", "hold 10", "compute begins", "on the side:", "wait until compute begins", "all-reduce of 1", "time"]
+    sample += ["all-reduce of 8", "time", "beside it:", "issue"]
+    assert ranks[case] == [[factor, sample * 3]] * 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["fails_alone", "fails_while_open", "no_memory_to_prepare"])
 def test_a_rank_that_fails_ends_the_others_and_leaves_the_process_group_in_step(ranks, case):
     heard = ["RankError", "rank 1 fails with RuntimeError in communicate: no memory is left"]
     assert ranks[case] == [heard, ["RuntimeError", "no memory is left"], heard]
     assert [one[0] for one in ranks["one_computes_again"]] == [1 - 1000 / 1250] * 3
+
+
+LEAVES = """
+import os, sys, torch, torch.distributed as dist
+from qsync_core.errors import QSyncError
+from qsync_torch.distributed.ranks import naming_lost_ranks
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    os._exit(9)
+try:
+    with naming_lost_ranks("qsync communicate"):
+        dist.all_reduce(torch.ones(1))
+except QSyncError as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_in_a_collective_is_named_in_a_sentence(tmp_path):
+    (status, out, _), (died, _, _) = run([["-c", LEAVES, str(rank), str(tmp_path / "store")] for rank in range(2)], [{}] * 2)
+    assert (status, died) == (0, 9)
+    sentence = (
+        "another rank of this job has failed, or cannot be reached any more, while this one was in qsync communicate: see what"
+    )
+    assert out.startswith(f"RankError {sentence} was printed there last (")
+
+
+def test_errors_of_this_rank_are_not_those_of_another():
+    with pytest.raises(RuntimeError, match=r"^no memory is left$"), naming_lost_ranks("qsync communicate"):
+        raise RuntimeError("no memory is left")
+
+
+def test_the_command_says_at_once_that_it_is_alone(tmp_path):
+    [(status, out, error)] = run([["-mqsync_core.cli", "communicate", "no-such-job", "-o", str(tmp_path / "costs.qsync")]], [{}])
+    assert (status, out) == (1, "")
+    assert "error: communication is measured among all ranks of a job, and this process is alone" in " ".join(error.split())
 
 
 def test_alone_there_is_nothing_to_measure():

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from qsync_core.artifacts.files import save
 from qsync_core.cluster_file import parse_cluster
-from qsync_core.errors import ClusterError, PlanError
+from qsync_core.errors import PlanError
 from qsync_core.ir.plan import OUTSIDE, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
@@ -113,8 +113,9 @@ def test_a_plan_file_and_a_cluster_file_say_the_same(tmp_path, machine):
 def test_the_group_is_found_as_apply_finds_it(monkeypatch):
     with pytest.raises(PlanError, match=r"groups train, infer all match this device \(NVIDIA H200, cuda\); .* set QSYNC_GROUP"):
         use_share(plan_of())
-    with pytest.raises(ClusterError, match="QSYNC_GROUP is 'other', but the cluster file's groups are train, infer"):
-        use_share(parse_cluster(CLUSTER.format(share=0.5, memory="1 GiB")), "other")
+    for source in (plan_of(), parse_cluster(CLUSTER.format(share=0.5, memory="1 GiB"))):
+        with pytest.raises(PlanError, match="there is no group 'other'; the groups are train, infer"):
+            use_share(source, "other")
     monkeypatch.setenv(VARIABLE, "50")
     assert use_share(plan_of()).group == "infer"
     monkeypatch.setenv(VARIABLE, "")

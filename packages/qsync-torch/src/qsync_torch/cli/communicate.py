@@ -46,10 +46,10 @@ def communicate(
     Start it under torchrun with all processes of the job, as training is started; each is of the group that QSYNC_GROUP names, or
     that its device has in the cluster file.  Rank 0 writes the output.
     """
-    from qsync_torch.distributed.ranks import process_group_from_environment, together
+    from qsync_torch.distributed.ranks import naming_lost_ranks, process_group_from_environment, together
     from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
-    from qsync_torch.profiling.communication import measure_communication
+    from qsync_torch.profiling.communication import check_not_alone, measure_communication
     from qsync_torch.sharing.share import find_share, is_gpu, take_sms
     from qsync_torch.tracing.trace import trace
 
@@ -58,6 +58,7 @@ def communicate(
         take_sms(own.fraction, f"group {own.group!r}")
     target = chosen_device(device)
     with process_group_from_environment(target) as rank:
+        check_not_alone()
         with together("qsync communicate", slow=True), job_code(job):
             cluster = read_cluster(cluster_path) if cluster_path else None
             group, share = _own_group(cluster)
@@ -68,7 +69,7 @@ def communicate(
                 check_same_job(dag, trace(loaded))
             else:
                 dag = trace(loaded)
-        with job_code(job), progress_bar("communicate") as update:
+        with job_code(job), naming_lost_ranks("qsync communicate"), progress_bar("communicate") as update:
             found = measure_communication(
                 loaded,
                 dag,

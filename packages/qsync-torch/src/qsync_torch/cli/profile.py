@@ -71,7 +71,7 @@ def profile(
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
-    from qsync_torch.distributed.ranks import SHARE_VARIABLE, process_group_from_environment, together
+    from qsync_torch.distributed.ranks import SHARE_VARIABLE, naming_lost_ranks, process_group_from_environment, together
     from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
@@ -104,7 +104,7 @@ def profile(
                 check_same_job(dag, trace(loaded))
             else:
                 dag = trace(loaded)
-        with job_code(job), progress_bar("profile") as update:
+        with job_code(job), naming_lost_ranks("qsync profile"), progress_bar("profile") as update:
             found = run_profile(
                 loaded,
                 dag,

@@ -244,6 +244,27 @@ def told_by_all(what: str, mine: Mapping[str, str]) -> dict[int, Mapping[str, st
     return {rank: report.facts for rank, report in reports.items()}
 
 
+@contextmanager
+def naming_lost_ranks(what: str) -> Iterator[None]:
+    """Around collectives: one that fails because of another rank says so.
+
+    Args:
+        what: the call, as its user knows it.
+
+    Raises:
+        RankError: in the place of PyTorch's error, which gives a line of its own source.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RankError(
+            f"another rank of this job has failed, or cannot be reached any more, while this one was in {what}: see what was "
+            f"printed there last ({_first_line(error).partition('. ')[0]})"
+        ) from error
+
+
 def rank_timeout_s() -> float:
     """What ``QSYNC_RANK_TIMEOUT_S`` says, else 30 seconds."""
     text = os.environ.get(TIMEOUT_VARIABLE, "") or "30"

@@ -98,11 +98,7 @@ def measure_communication(
         QSyncError: when the graph is of another model or has no gradients; when groups are not as ``counts`` says, or one has
             devices of two types; when two ranks have one GPU.  On every rank.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
-        raise RankError(
-            "communication is measured among all ranks of a job, and this process is alone: start it with torchrun on every "
-            "machine, as training is started"
-        )
+    check_not_alone()
     variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
     with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}) as facts:
         target = parse_device(str(device))
@@ -171,6 +167,19 @@ def measure_communication(
         copy_ns_per_byte={name: max(copies[rank] for rank, member in members.items() if member.group == name) for name in groups},
         broadcast_ns=broadcast_ns,
     )
+
+
+def check_not_alone() -> None:
+    """Refuse a process that is not one of several.
+
+    Raises:
+        RankError: outside a process group of two or more ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        raise RankError(
+            "communication is measured among all ranks of a job, and this process is alone: start it with torchrun on every "
+            "machine, as training is started"
+        )
 
 
 def bucket_sizes(dag: PrecisionDag) -> tuple[int, ...]:

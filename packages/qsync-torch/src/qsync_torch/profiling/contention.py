@@ -126,8 +126,9 @@ def measure_beside_compute(backward: Backward, group: dist.ProcessGroup, tensor:
     device, kept = tensor.device, []
     flag, side = torch.zeros(1, device=device), torch.cuda.Stream(device)
     for _ in range(_SAMPLES_OF_LONG + 1):
-        with together(what, slow=True):
+        with together(what, slow=True):  # a rank that has no memory for it must not leave the others in a collective
             backward.prepare()
+        with together(what, slow=True):
             backward.spin(backward.spin_ns)
             computing = torch.cuda.Event()
             computing.record()

@@ -163,11 +163,13 @@ def find_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: 
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         source = read_cluster(path) if path.suffix == ".toml" else load(path, PrecisionPlan)
-    environment = os.environ if group is None else {GROUP_VARIABLE: group}
+    names = [entry.name for entry in source.groups] if isinstance(source, Cluster) else [entry.group for entry in source.groups]
+    if group is not None and group not in names:
+        raise PlanError(f"there is no group {group!r}; the groups are {', '.join(names)}")
     if isinstance(source, Cluster):
-        entry = source.group(which_group_of_cluster(source, environment, _device_before_cuda))
+        entry = source.group(group or which_group_of_cluster(source, None, _device_before_cuda))
         return Share(entry.name, entry.device, entry.share, entry.memory_bytes)
-    planned = source.group(which_group(source, environment, _device_before_cuda))
+    planned = source.group(group or which_group(source, None, _device_before_cuda))
     outside = source.memory.get(planned.group, {}).get(OUTSIDE, 0)
     return Share(planned.group, planned.device.name, planned.device.share, planned.memory_budget_bytes, outside)
 
