@@ -13,9 +13,8 @@ from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.cluster_file import read_cluster
 from qsync_core.errors import ClusterError
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns
-from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, dag_option, device_option
+from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, dag_option, device_option, graph_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,11 +46,9 @@ def communicate(
     that its device has in the cluster file.  Rank 0 writes the output.
     """
     from qsync_torch.distributed.ranks import naming_lost_ranks, process_group_from_environment, together
-    from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.communication import check_not_alone, measure_communication
     from qsync_torch.sharing.share import find_share, is_gpu, take_sms
-    from qsync_torch.tracing.trace import trace
 
     if cluster_path and is_gpu(device):  # before anything starts CUDA
         own = find_share(read_cluster(cluster_path))
@@ -63,12 +60,7 @@ def communicate(
             cluster = read_cluster(cluster_path) if cluster_path else None
             group, share = _own_group(cluster)
             loaded = load_job(job, batch_size)
-            if dag_path:
-                dag = artifact.load(dag_path, PrecisionDag)
-                check_same_model(loaded, dag)
-                check_same_job(dag, trace(loaded))
-            else:
-                dag = trace(loaded)
+            dag = graph_of(loaded, dag_path)
         with job_code(job), naming_lost_ranks("qsync communicate"), progress_bar("communicate") as update:
             found = measure_communication(
                 loaded,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from qsync_core.ir.cluster import DeviceGroup
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_torch.job import Job
 
 AUTO_DEVICE = "auto"
 PATH = click.Path(path_type=Path)
@@ -38,6 +40,25 @@ def any_chips_ladder() -> tuple[Variant, ...]:
 
 dag_option = click.option("--dag", "dag_path", type=PATH, help="The job's graph (qsync trace); traced anew without it.")
 """``--dag``; the command's parameter is ``dag_path: Path | None``."""
+
+
+def graph_of(job: Job, dag_path: Path | None) -> PrecisionDag:
+    """What ``--dag`` names, which must be this job's graph; without it a new trace.
+
+    Raises:
+        QSyncError: when the file holds no graph, or another job's.
+    """
+    from qsync_core.artifacts.files import load
+    from qsync_core.ir.dag import PrecisionDag
+    from qsync_torch.job import check_same_job, check_same_model
+    from qsync_torch.tracing.trace import trace
+
+    if dag_path is None:
+        return trace(job)
+    dag = load(dag_path, PrecisionDag)
+    check_same_model(job, dag)
+    check_same_job(dag, trace(job))
+    return dag
 
 
 device_option = click.option(

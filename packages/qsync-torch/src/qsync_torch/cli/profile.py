@@ -12,7 +12,6 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import QSyncError
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.units import format_bytes, format_ns, parse_bytes
 from qsync_torch.cli.options import (
     PATH,
@@ -21,6 +20,7 @@ from qsync_torch.cli.options import (
     chosen_device,
     dag_option,
     device_option,
+    graph_of,
     ladder_options,
     partial_file,
     remove_partial,
@@ -72,11 +72,9 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import SHARE_VARIABLE, naming_lost_ranks, process_group_from_environment, together
-    from qsync_torch.job import check_same_job, check_same_model
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
-    from qsync_torch.tracing.trace import trace
 
     group = ladder.group
     if share is None:
@@ -98,12 +96,7 @@ def profile(
             if fresh:
                 remove_partial(partial)
             loaded = load_job(job, batch_size)
-            if dag_path:
-                dag = artifact.load(dag_path, PrecisionDag)
-                check_same_model(loaded, dag)
-                check_same_job(dag, trace(loaded))
-            else:
-                dag = trace(loaded)
+            dag = graph_of(loaded, dag_path)
         with job_code(job), naming_lost_ranks("qsync profile"), progress_bar("profile") as update:
             found = run_profile(
                 loaded,
