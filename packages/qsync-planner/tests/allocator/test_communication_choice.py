@@ -294,6 +294,21 @@ def test_costs_that_slow_nothing_down_give_the_plan_that_is_found_without() -> N
     assert (plan.objective, plan.bound, plan.time_limit_ns) == (without.objective, without.bound, without.time_limit_ns)
 
 
+@pytest.mark.parametrize("seed", [1180, 1304, 1489])
+def test_no_plan_is_faster_than_the_fastest_under_contention(seed: int) -> None:
+    """One way to communicate, every assignment replayed."""
+    case = random_case(seed, kind=DeviceKind.CUDA, blocks=1)
+    costs = random_costs(case, random.Random(seed))
+    uniform = allocate(*case.arguments, solver="uniform", communication=costs)
+    assert uniform.communication is not None
+    way = uniform.communication.settings
+    fixed = {name: value for name, value in attrs.asdict(way).items() if name != "static_graph"}
+    fast = allocate(*case.arguments, solver="exact", objective="time", communication=costs, settings=fixed)
+    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, settings=way)
+    shortest = min(replayer.replay({"infer0": chosen}).iteration_ns for chosen in case.assignments("infer0"))
+    assert fast.predicted_iteration_ns == fast.time_limit_ns == shortest
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 10])
 def test_other_objectives_keep_their_limits_under_contention(seed: int) -> None:
     case, costs = job(seed)

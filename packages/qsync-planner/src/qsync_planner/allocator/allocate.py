@@ -29,7 +29,7 @@ from qsync_planner.allocator.baselines import (
 )
 from qsync_planner.allocator.communication import NEEDS_COSTS, Fixed, Ways, fastest, fastest_by_ctas
 from qsync_planner.allocator.dynamic_batch import BatchProfile, balance_batches
-from qsync_planner.allocator.exact.group_program import Programs
+from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
@@ -130,7 +130,7 @@ def allocate(
     uniform = _under_the_best(uniform, ways, problem.variants(uniform.rungs))
     limit_ns = time_limit_ns(uniform.prediction.iteration_ns, tolerance + ways.alike)
     effort = EXACT if solver == "exact" else AUTO
-    wanted = fastest_by_ctas(uniform.periods_ns, limit_ns)[: None if objective == "omega" else 1]
+    wanted = fastest_by_ctas(uniform.periods_ns, ANY_TIME_NS if objective == "time" else limit_ns)
 
     def solve(state: SearchState, starts: Mapping[str, UniformStart], programs: Programs) -> tuple[Solution, int]:
         if objective == "memory":

@@ -358,10 +358,26 @@ def least_time_plan(
                 low = middle
     bound = adopt(state, answers)
     if state.prediction.iteration_ns > high:  # open collectives delay it by more than they must
+        if omega_limit is None:
+            _hasten_jointly(state, programs)
         high = state.prediction.iteration_ns
         bound = _bound(problem, answer(state, programs, state.all_rungs(), high, RELAXED))
+        if omega_limit is None and programs.contended:
+            bound = max(bound, solve_jointly(state, state.all_rungs(), high, effort, programs))
     what = "the shortest time found" if omega_limit is None else f"the shortest time found at a Σ Ω of at most {omega_limit:g}"
     return _as_found(state, high, bound, f"{what}; of such plans, "), high
+
+
+def _hasten_jointly(state: SearchState, programs: Programs) -> None:
+    """Leave each group at the plan with which the whole job takes the shortest, the others as they are, one after another."""
+    if not programs.contended:
+        return
+    for group in state.problem.groups:
+        present = state.prediction.iteration_ns
+        program = programs.joint(group, state.problem.variants(state.all_rungs()), {group.name}, present)
+        found = least(program, Quantity.TIME, present, group.group.memory_bytes, state.rungs(group.name))
+        if found is not None and found.period_ns < present:
+            state.move_to(group.name, found.rungs)
 
 
 def _bound(problem: Problem, answers: Mapping[str, Answer]) -> float:
