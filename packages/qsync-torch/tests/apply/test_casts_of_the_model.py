@@ -86,6 +86,15 @@ def test_a_checkpoint_around_the_cast_does_too(use_reentrant):
     assert_equal(results_of(Checkpointing("linear", "to"), variants), results_of(Casting("linear"), variants))
 
 
+def test_a_weight_that_is_asked_for_its_type_is_not_cast():
+    class Asking(Casting):
+        def forward(self, x):
+            return super().forward(x.type(self.weight.type()))
+
+    variants = named(first=BFLOAT16, weight=INT8)
+    assert_equal(results_of(Asking("linear"), variants), results_of(Casting("linear"), variants))
+
+
 def test_compiled_code_does_too():
     variants = named(first=BFLOAT16, weight=INT8)
     assert_equal(

@@ -219,8 +219,8 @@ class Interception(TorchFunctionMode):
 
     def _cast_by_model(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``weight.to(x.dtype)``, as in Whisper: under a plan the activation's format is another than in the trace."""
-        result = func(*args, **kwargs)
-        if isinstance(args[0], nn.Parameter) and result.dtype in LOW_FLOATS:
+        result = func(*args, **kwargs)  # a name, of ``weight.type()``
+        if isinstance(args[0], nn.Parameter) and isinstance(result, torch.Tensor) and result.dtype in LOW_FLOATS:
             self._calls.remember_cast(args[0], result)
         return result
 
