@@ -148,12 +148,20 @@ def _fp32_precision(where: str) -> str:
 @functools.lru_cache(maxsize=1)
 def driver_version() -> str:
     """Of NVIDIA's driver; ``unknown`` where nvidia-smi does not say."""
+    return next(iter(nvidia_smi("gpu=driver_version")), "unknown")
+
+
+def nvidia_smi(query: str) -> tuple[str, ...]:
+    """Lines with which nvidia-smi answers a query such as ``gpu=name``, without units; none where it fails or is not there.
+
+    It starts CUDA in no process.
+    """
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
     try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found[0] if found else "unknown"
+        return ()
+    return tuple(line.strip() for line in answer.splitlines() if line.strip())
 
 
 def memory_format(model: torch.nn.Module) -> str:

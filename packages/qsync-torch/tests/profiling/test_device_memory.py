@@ -73,12 +73,12 @@ GPU-aa, 400, [N/A]
     ids=["two on the device", "the smaller of them", "alone", "in another namespace", "another device"],
 )
 def test_other_processes_on_the_device(uuid, pid, others):
-    assert others_in(LISTED, uuid, pid) == others
+    assert others_in(LISTED.splitlines(), uuid, pid) == others
 
 
 @pytest.mark.parametrize("listed", ["", "no devices were found", "GPU-aa, x, y\n"])
 def test_a_list_that_cannot_be_read_names_nobody(listed):
-    assert others_in(listed, "GPU-aa", 100) == 0
+    assert others_in(listed.splitlines(), "GPU-aa", 100) == 0
 
 
 def test_what_lies_outside_the_allocator(allocator, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from qsync_core.ir.profile import RungMemory
 from qsync_core.ir.variant import Variant
+from qsync_torch.devices import nvidia_smi
 from qsync_torch.profiling.memory import memory_rise, storage_bytes
 
 _MORE_STEPS = 3
@@ -54,18 +54,13 @@ def outside_bytes(device: torch.device) -> int:
 def _of_others(device: torch.device) -> int:
     """Memory of other processes on the device; 0 where nvidia-smi does not list this one, which then has another number there."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return others_in(listed, uuid, os.getpid())
+    return others_in(nvidia_smi("compute-apps=gpu_uuid,pid,used_memory"), uuid, os.getpid())
 
 
-def others_in(listed: str, uuid: str, pid: int) -> int:
+def others_in(listed: Iterable[str], uuid: str, pid: int) -> int:
     """Bytes of all processes but ``pid`` on a device, by nvidia-smi's list of (device, process, MiB); 0 where it lacks ``pid``."""
     used: dict[int, int] = {}
-    for line in listed.splitlines():
+    for line in listed:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 3 and fields[0] == uuid and fields[1].isdigit() and fields[2].isdigit():
             used[int(fields[1])] = int(fields[2]) << 20

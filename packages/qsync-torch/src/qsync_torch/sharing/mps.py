@@ -16,6 +16,8 @@ from pathlib import Path
 import attrs
 import torch
 
+from qsync_torch.devices import nvidia_smi
+
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL = "nvidia-cuda-mps-control"
 START = f"start it with '{CONTROL} -d' (docs/shared-gpus.md)"
@@ -80,9 +82,4 @@ def cuda_has_started() -> bool:
 
 def gpu_names() -> tuple[str, ...]:
     """Names of this machine's GPUs as ``nvidia-smi`` has them, each once; empty where it finds none."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(dict.fromkeys(line.strip() for line in found if line.strip()))
+    return tuple(dict.fromkeys(nvidia_smi("gpu=name")))
