@@ -20,9 +20,8 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
 
 _MEBIBYTE = 1024 * 1024
-BUFFERS = next(
-    name for name in ("forward_sync_buffers", "broadcast_buffers") if name in inspect.signature(DistributedDataParallel).parameters
-)
+_NEW_BUFFERS = "forward_sync_buffers"
+BUFFERS = _NEW_BUFFERS if _NEW_BUFFERS in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 """DistributedDataParallel's name for the broadcast of buffers before a forward; PyTorch 2.13 warns of the older one."""
 _WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ returned"
 _START = 'write init_process_group("nccl", pg_options=qsync_torch.process_group_options(plan))'
