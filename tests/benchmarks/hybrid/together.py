@@ -50,6 +50,8 @@ from qsync_planner.allocator import allocate  # noqa: E402
 from qsync_planner.indicate import indicate  # noqa: E402
 from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
 from qsync_torch.apply.apply import apply_  # noqa: E402
+from qsync_torch.apply.communication import options_of  # noqa: E402
+from qsync_torch.distributed.nccl import nccl_options  # noqa: E402
 from qsync_torch.observing.observe import observe  # noqa: E402
 from qsync_torch.profiling.communication import measure_communication  # noqa: E402
 from qsync_torch.profiling.profile import profile  # noqa: E402
@@ -89,18 +91,10 @@ class Ways:
     def wrap(self, model: torch.nn.Module, settings: CommunicationSettings) -> DistributedDataParallel:
         """The model among the ranks."""
         if settings.max_ctas not in self._groups:
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = settings.max_ctas
-            self._groups[settings.max_ctas] = dist.new_group(pg_options=options)
-        options = {} if settings.bucket_cap_mb is None else {"bucket_cap_mb": settings.bucket_cap_mb}
+            self._groups[settings.max_ctas] = dist.new_group(pg_options=nccl_options(settings.max_ctas))
+        devices = [RANK] if DEVICE == "cuda" else None
         return DistributedDataParallel(
-            model,
-            device_ids=[RANK] if DEVICE == "cuda" else None,
-            process_group=self._groups[settings.max_ctas],
-            broadcast_buffers=settings.broadcast_buffers,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            static_graph=settings.static_graph,
-            **options,
+            model, device_ids=devices, process_group=self._groups[settings.max_ctas], **options_of(settings)
         )
 
 

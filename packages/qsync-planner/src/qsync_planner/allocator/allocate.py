@@ -324,7 +324,7 @@ def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list
 
 
 def _contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
-    """That nobody knows what all-reduces take from compute, on GPUs that have any."""
+    """That it was not measured what all-reduces take from compute, on GPUs that have any."""
     groups = problem.cluster.groups
     on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
     if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:

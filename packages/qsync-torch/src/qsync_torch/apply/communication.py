@@ -31,7 +31,11 @@ def ddp_options(plan: PrecisionPlan | None) -> dict[str, Any]:
     """Keyword arguments for DistributedDataParallel; none where the plan says nothing of communication."""
     if plan is None or plan.communication is None:
         return {}
-    settings = plan.communication.settings
+    return options_of(plan.communication.settings)
+
+
+def options_of(settings: CommunicationSettings) -> dict[str, Any]:
+    """Keyword arguments for DistributedDataParallel."""
     cap = {} if settings.bucket_cap_mb is None else {"bucket_cap_mb": settings.bucket_cap_mb}
     return cap | {
         BUFFERS: settings.broadcast_buffers,
