@@ -1,0 +1,1 @@
+"""The parts of ``path.py``: a module each, with ``rows()``."""
