@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from contracts.environment import MODULES, ROOT, run_python
+from contracts.environment import MODULES, ROOT, run, run_python
 
 HEAVY = {"torch", "numpy", "triton", "transformers", "scipy", "scikit-learn", "nvidia-cutlass"}
 BRINGS = {
@@ -51,12 +51,21 @@ def test_a_wheel_installed_alone_brings_what_it_declares_and_works(distribution,
     foreign = set().union(*(COMMANDS[name] for name in MODULES if name not in (distribution, "qsync-core")))
     assert not foreign & offered
 
+    by_module = run(venv.python, "-m", "qsync", "--help", cwd=venv.folder)
+    assert (by_module.returncode, by_module.stdout) == (0, helped.stdout)
+
     doctor = venv.qsync("doctor", "--json")
     assert doctor.returncode == 0, doctor.stderr
     assert json.loads(doctor.stdout)
     for command in sorted(COMMANDS[distribution]):
         done = venv.qsync(command, "--help")
         assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+def test_the_module_that_is_only_a_command_says_what_scripts_import():
+    done = run_python("import qsync; qsync.apply_")
+    assert done.returncode == 1
+    assert "module 'qsync' has no 'apply_': it is only the command; in a script write 'import qsync_torch as qsync'" in done.stderr
 
 
 def test_the_wheel_carries_its_type_marker_and_no_tests(wheelhouse):

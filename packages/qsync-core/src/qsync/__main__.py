@@ -1,0 +1,5 @@
+"""Runs the command."""
+
+from qsync_core.cli import main
+
+main()
