@@ -26,6 +26,7 @@ from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.devices import number_settings
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
@@ -91,6 +92,7 @@ class AppliedPlan(Installation):
         self._has_met = planned.plan is None
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
+        self._step_times: StepTimes | None = None
 
     @property
     def step(self) -> int:
@@ -110,6 +112,35 @@ class AppliedPlan(Installation):
         Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
         """
         return ddp_options(self._planned.plan)
+
+    def each_step(self, call: Callable[[StepTime], None]) -> None:
+        """From now on, call ``call`` with the time of every training step (:class:`qsync_torch.apply.step_times.StepTime`).
+
+        On a GPU it is called some steps late, because nothing waits for the device; what it raises comes out of a ``backward()``.
+        """
+        if self._step_times is None:
+            self._step_times = StepTimes(self.model, lambda: self.step)
+        self._step_times.listeners.append(call)
+
+    def log_scalars(self, write: WriteScalar, *, every: int = 10, scaler: Scaler | None = None) -> None:
+        """From now on, write this rank's step times, in milliseconds: medians of every ``every`` training steps.
+
+        ``qsync/step_ms`` is the whole step, ``qsync/wait_ms`` what this rank waits for gradients in it
+        (:class:`qsync_torch.apply.step_times.StepTime`), and ``qsync/predicted_step_ms`` the plan's prediction of the whole step.
+
+        Args:
+            write: takes name, value and step: TensorBoard's ``writer.add_scalar``; for W&B
+                ``lambda name, value, step: wandb.log({name: value, "step": step})``.
+            every: steps of one point.
+            scaler: the job's GradScaler, whose scale is ``qsync/loss_scale``.
+
+        Raises:
+            ValueError: when ``every`` is not positive.
+        """
+        if every < 1:
+            raise ValueError(f"every is a number of steps, got {every}")
+        plan = self._planned.plan
+        self.each_step(ScalarLog(write, every, None if plan is None else plan.predicted_iteration_ns, scaler))
 
     @property
     def _changes_nothing(self) -> bool:
@@ -278,6 +309,9 @@ class AppliedPlan(Installation):
         """
         super().remove()
         self.model.__dict__.pop(MARK, None)
+        if self._step_times is not None:
+            self._step_times.close()
+            self._step_times = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has no plan."""
