@@ -38,6 +38,14 @@ def test_a_missing_plan_names_those_that_there_are(tmp_path):
         folder.load_plan(["infer"])
 
 
+def test_a_plan_of_other_groups_than_its_name_says_is_refused(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "plans").mkdir()
+    save(PLAN, folder.plan(["train"]))
+    with pytest.raises(PlanError, match=r"plans/train\.qsync is a plan for a job of infer, train, as its name does not say"):
+        folder.load_plan(["train"])
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"run folder .*nowhere is not there; 'qsync prepare JOB -o .*nowhere' makes it"):
         RunFolder(tmp_path / "nowhere").read_cluster()

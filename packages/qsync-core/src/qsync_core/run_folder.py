@@ -88,7 +88,7 @@ class RunFolder:
         """The plan of a job that has these groups, and no others.
 
         Raises:
-            PlanError: when there is no plan for them, naming those that there are.
+            PlanError: when there is no plan for them, naming those that there are, or its file holds another job's.
             ArtifactError: when it cannot be read.
         """
         path = self.plan(groups)
@@ -99,7 +99,12 @@ class RunFolder:
                 f"the run folder {self.path} has no plan for a job of {wanted} (there are plans for: {known}); run 'qsync prepare' "
                 "with these groups"
             )
-        return load(path, PrecisionPlan)
+        plan = load(path, PrecisionPlan)
+        if (found := {group.group for group in plan.groups}) != set(groups):
+            raise PlanError(
+                f"{path} is a plan for a job of {', '.join(sorted(found))}, as its name does not say: run 'qsync prepare' again"
+            )
+        return plan
 
 
 def _file_of(groups: Collection[str]) -> str:

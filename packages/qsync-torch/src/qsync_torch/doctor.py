@@ -14,7 +14,7 @@ import torch.distributed as dist
 from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.devices import driver_version
-from qsync_torch.distributed.exchange import Exchange, Report, by_value
+from qsync_torch.distributed.exchange import Exchange, Members, Report, by_value
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.observing.collectors import installed_collectors
 from qsync_torch.sharing.mps import CONTROL, START, Daemon, find_daemon, pipe_directory
@@ -197,7 +197,9 @@ def _agreement_lines(lines: list[DoctorLine]) -> list[DoctorLine]:
             )
         ]
     try:
-        exchange = Exchange(None, "qsync doctor", _RENDEZVOUS.total_seconds())
+        members = Members.of_group(None)
+        assert members is not None
+        exchange = Exchange(members, "qsync doctor", _RENDEZVOUS.total_seconds())
         exchange.say(Report("qsync doctor", mine))
         everyone = list(exchange.hear().values())
     except (RankError, dist.DistError) as error:

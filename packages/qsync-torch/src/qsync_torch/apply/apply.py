@@ -22,10 +22,12 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan, Planned
 from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.distributed.groups_present import groups_present, run_folder_of
 from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
@@ -33,7 +35,12 @@ from qsync_torch.sharing.share import refuse_deferred
 
 def apply_(
     model: nn.Module,
-    plan: PrecisionPlan | str | os.PathLike[str] | Mapping[OpId, Variant | Assignment] | Mapping[str, Variant | Assignment | str],
+    plan: PrecisionPlan
+    | RunFolder
+    | str
+    | os.PathLike[str]
+    | Mapping[OpId, Variant | Assignment]
+    | Mapping[str, Variant | Assignment | str],
     *,
     group: str | None = None,
     backend: str | None = None,
@@ -50,9 +57,10 @@ def apply_(
 
     Args:
         model: any module; its parameters stay as they are.
-        plan: a plan, the path of one, or variants (or whole assignments) by operator; operators and variants may be texts, as in
-            ``{"encoder.0#0": "int8"}``.  An operator with a variant alone runs on the kernels that were tuned fastest on a GPU,
-            and on PyTorch's own on a CPU.
+        plan: a plan, or the path of one; a run folder, or the path of one, whose plan for exactly those groups is applied that the
+            job's ranks are of (docs/run-folder.md); or variants (or whole assignments) by operator, where operators and
+            variants may be texts, as in ``{"encoder.0#0": "int8"}``.  An operator with a variant alone runs on the kernels that
+            were tuned fastest on a GPU, and on PyTorch's own on a CPU.
         group: which device group of the plan this process belongs to; by default what
             :func:`qsync_torch.distributed.ranks.which_group` finds.
         backend: run every operator on this kernel backend instead of the planned one; ``a+b`` takes b for what a does not offer,
@@ -70,7 +78,9 @@ def apply_(
     Raises:
         PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
             the ranks hold different plans, rank 0 is not of a training group, or this process computes with
-            other settings than its group's profile (TF32, another device).
+            other settings than its group's profile (TF32, another device); when a run folder is not there, or has no plan for
+            the groups of this job.
+        ArtifactError, ClusterError: when a plan's file, or the cluster file of a run folder, cannot be read.
         CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
             reasons.
@@ -78,9 +88,13 @@ def apply_(
             ends while it builds kernels.
     """
     whole_plan = not isinstance(plan, Mapping)
+    run = run_folder_of(plan)
+    present = groups_present("apply_", run, group) if run else None
     with _on_all_ranks("apply_", whole_plan) as facts:
         _check_model(model)
-        if isinstance(plan, (str, os.PathLike)):
+        if run and present:
+            plan, group = run.load_plan(present.names), present.own
+        elif isinstance(plan, (str, os.PathLike)):
             plan = load(Path(plan), PrecisionPlan)
         if backend is not None:
             KernelChoice.parse(backend)
@@ -126,7 +140,7 @@ def _check_model(model: nn.Module) -> None:
             raise PlanError(f"{which} has a plan already; call remove() on what apply_ returned before applying another")
 
 
-def _read(entries: Mapping[Any, Any]) -> dict[OpId, Variant | Assignment]:
+def _read(entries: Any) -> dict[OpId, Variant | Assignment]:
     """Operators and variants, of which some may be texts.  Raises PlanError for anything else."""
     if not isinstance(entries, Mapping):
         raise PlanError(f"apply_ takes a plan, the path of one, or variants by operator, got {type(entries).__name__}")

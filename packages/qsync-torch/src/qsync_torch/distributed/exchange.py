@@ -7,6 +7,7 @@ that has said nothing, and not a hang or a garbled answer.  Keys of a round go w
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ _GRACE_S = 5.0
 """How long a rank that gives up stays, at least, so that the others hear why: rank 0 may hold the store."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _BEATS_PER_TIMEOUT = 10
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @attrs.frozen
@@ -42,25 +44,67 @@ class Report:
     kind: str = ""
 
 
+@attrs.frozen
+class Members:
+    """The ranks that take part in rounds, and where they meet.
+
+    Attributes:
+        rank: this process's, in the job.
+        ranks: of all members, in the job.
+        store: of theirs alone.
+        patience_s: how long anything in this store may take.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    store: dist.Store
+    patience_s: float
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup | None) -> Members | None:
+        """Of a process group, the whole job's by default; None outside one, and on a rank that is alone in it or not of it."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+            return None
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        store = whole.get_group_store()
+        patience: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's stubs leave out
+        return cls(dist.get_rank(), dist.get_process_group_ranks(group), store, patience.total_seconds())
+
+    @classmethod
+    def of_environment(cls, timeout_s: float) -> Members | None:
+        """Of the process group that ``init_process_group`` will make of torchrun's variables; None where that is one of this rank
+        alone, or the variables are not set.
+
+        The store is the one that it will use: it must live until then.
+
+        Args:
+            timeout_s: how long it may take to be there.
+
+        Raises:
+            DistError: when it is not there in time.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not all(os.environ.get(name) for name in _RENDEZVOUS):
+            return None
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        return cls(rank, range(ranks), dist.PrefixStore("qsync/before", store), timeout_s)
+
+
 class Exchange:
-    """One round of reports; its number is the count of rounds that this rank has begun in the group.
+    """One round of reports; its number is the count of rounds that this rank has begun among these members.
 
     Args:
-        group: the ranks that take part, all by default.
+        members: the ranks that take part.
         what: the call that every rank must be in.
         timeout_s: how long the others may take to come after this rank has.
         slow: the others may take as long as their processes live, at most as long as the group's own timeout; within ``timeout_s``
             they must show that they live (:meth:`alive`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, what: str, timeout_s: float, *, slow: bool = False) -> None:
-        self.rank, self.ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    def __init__(self, members: Members, what: str, timeout_s: float, *, slow: bool = False) -> None:
+        self.rank, self.ranks, store = members.rank, members.ranks, members.store
         self._what, self._timeout_s, self._slow = what, timeout_s, slow
-        whole = dist.group.WORLD if group is None else group
-        assert whole is not None
-        store = whole.get_group_store()
-        patience: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's stubs leave out
-        self._limit_s = max(timeout_s, patience.total_seconds()) if slow else timeout_s
+        self._limit_s = max(timeout_s, members.patience_s) if slow else timeout_s
         number = store.add(f"qsync/rounds/{self.rank}", 1)
         self._store, self._previous = (dist.PrefixStore(f"qsync/{n}", store) for n in (number, number - 1))
 

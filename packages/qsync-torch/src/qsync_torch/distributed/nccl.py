@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.run_folder import RunFolder
+from qsync_torch.distributed.groups_present import plan_before_ranks_meet, run_folder_of
 
 CTA_VARIABLE = "NCCL_MAX_CTAS"
 CHANNEL_VARIABLES = (CTA_VARIABLE, "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
@@ -24,7 +26,7 @@ def nccl_options(max_ctas: int) -> Any:
     return options
 
 
-def process_group_options(plan: PrecisionPlan | str | os.PathLike[str]) -> Any:
+def process_group_options(plan: PrecisionPlan | RunFolder | str | os.PathLike[str]) -> Any:
     """What ``init_process_group`` is told so that collectives take as many CTAs as a plan says.
 
     Use it on all ranks::
@@ -32,16 +34,21 @@ def process_group_options(plan: PrecisionPlan | str | os.PathLike[str]) -> Any:
         dist.init_process_group("nccl", pg_options=process_group_options("plan.qsync"))
 
     Args:
-        plan: a plan, or the path of one.
+        plan: a plan, or the path of one; or a run folder, whose plan for the groups that the job has is taken: under torchrun the
+            ranks tell each other theirs, and elsewhere it is the plan of all groups of the cluster.
 
     Returns:
         ``ProcessGroupNCCL.Options``; None where the plan leaves the number to NCCL, or there is no GPU or no NCCL.
 
     Raises:
         ArtifactError: when the file cannot be read or is no plan.
+        PlanError, ClusterError, RankError: as ``apply_`` raises them for a run folder, on every rank.
     """
-    if not isinstance(plan, PrecisionPlan):
+    if run := run_folder_of(plan):
+        plan = plan_before_ranks_meet("process_group_options", run)
+    elif isinstance(plan, (str, os.PathLike)):
         plan = load(plan, PrecisionPlan)
+    assert isinstance(plan, PrecisionPlan)
     max_ctas = 0 if plan.communication is None else plan.communication.settings.max_ctas
     if not max_ctas or not torch.cuda.is_available() or not dist.is_nccl_available():
         return None

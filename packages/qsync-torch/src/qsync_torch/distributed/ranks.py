@@ -17,7 +17,7 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import DeviceKind
-from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Report, by_value, rank_list
+from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, by_value, rank_list
 
 GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -168,7 +168,7 @@ def together(
     timeout_s: float | None = None,
     *,
     slow: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Members | None = None,
 ) -> Iterator[dict[str, str]]:
     """Run a block on every rank so that a refusal on one is a refusal on all (docs/training.md#when-a-rank-refuses).
 
@@ -181,7 +181,7 @@ def together(
         timeout_s: how long this rank waits for the others; by default what ``QSYNC_RANK_TIMEOUT_S`` says, else 30 seconds.
         slow: the block may take minutes on some ranks, as building kernels does: then the others wait for as long as its process
             lives, at most for the group's own timeout, and ``timeout_s`` is how long a process may give no sign of life.
-        group: the ranks that take part, all by default.
+        group: the ranks that take part, all by default; before there is a process group, those that will be its members.
 
     Yields:
         The facts.
@@ -194,14 +194,14 @@ def together(
         RankError: a rank has not come in time, its process has ended, or it failed with an error that is not QSync's.
     """
     agreed = dict(facts)
-    if not _in_process_group() or dist.get_world_size(group) < 2:
+    if (members := _members(group)) is None:
         yield agreed
         return
     timeout_s = rank_timeout_s() if timeout_s is None else timeout_s
     mine: Exception | None = None
     wrong: Exception | None = None
     try:
-        exchange = Exchange(group, what, timeout_s, slow=slow)
+        exchange = Exchange(members, what, timeout_s, slow=slow)
         with exchange.alive():
             try:
                 yield agreed
@@ -212,7 +212,7 @@ def together(
                     exchange.say(_report(what, agreed, error))
                 raise
         exchange.say(_report(what, agreed, mine))
-        wrong = _disagreement(exchange.hear(), dist.get_rank(), as_well=mine is not None)
+        wrong = _disagreement(exchange.hear(), members.rank, as_well=mine is not None)
     except RankError as error:
         wrong = error
     except dist.DistError as error:
@@ -223,18 +223,20 @@ def together(
         raise wrong
 
 
-def told_by_all(what: str, mine: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+def told_by_all(
+    what: str, mine: Mapping[str, str], group: dist.ProcessGroup | Members | None = None
+) -> dict[int, Mapping[str, str]]:
     """What every rank of the job says of itself, by rank; through the store, as :func:`together`.
 
-    Outside a process group, and alone in one, this is rank 0.
+    Outside a process group, and alone in one, this is rank 0.  ``group`` is as in :func:`together`.
 
     Raises:
         RankError: a rank has not come in time, is in another call, or its process has ended; on every rank that came.
     """
-    if not _in_process_group() or dist.get_world_size() < 2:
+    if (members := _members(group)) is None:
         return {0: mine}
     try:
-        exchange = Exchange(None, what, rank_timeout_s())
+        exchange = Exchange(members, what, rank_timeout_s())
         exchange.say(Report(what, mine))
         reports = exchange.hear()
     except dist.DistError as error:
@@ -242,6 +244,10 @@ def told_by_all(what: str, mine: Mapping[str, str]) -> dict[int, Mapping[str, st
     if elsewhere := _different_calls(reports):
         raise elsewhere
     return {rank: report.facts for rank, report in reports.items()}
+
+
+def _members(group: dist.ProcessGroup | Members | None) -> Members | None:
+    return group if isinstance(group, Members) else Members.of_group(group)
 
 
 @contextmanager
