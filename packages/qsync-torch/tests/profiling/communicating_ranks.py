@@ -55,6 +55,11 @@ def measure(rank: int, *, buffers: bool = True, **changed: Any) -> Any:
     return to_plain(measure_communication(made, trace(made), **settings))
 
 
+def measure_pair(rank: int) -> Any:
+    pair = dist.new_group([1, 2])
+    return measure(rank, counts={"infer": 2}, among=pair) if rank else None
+
+
 class ScriptedBackward:
     """Compute of given times in the place of a GPU's; what it is asked to do and whether a collective is open are written down."""
 
@@ -148,6 +153,7 @@ FIRST_HOLD_NS = contention._HOLD * (ALONE_NS + SPIN_NS) + contention._HOLD_MORE_
 CASES: dict[str, Callable[[int], Any]] = {
     "with_buffers": lambda rank: measure(rank),
     "without_buffers": lambda rank: measure(rank, buffers=False),
+    "pair": measure_pair,
     "other_graph": lambda rank: measure(rank, buffers=rank != 1),
     "other_counts": lambda rank: measure(rank, counts={"train": 2, "infer": 1}),
     "no_such_group_here": lambda rank: measure(rank, counts={"train": 1, "infer": 2, "more": 1}),

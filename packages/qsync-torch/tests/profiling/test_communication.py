@@ -81,6 +81,19 @@ def test_every_rank_gets_the_same_costs(ranks, case, buffers):
 
 
 @pytest.mark.distributed
+def test_some_ranks_measure_what_a_job_of_them_alone_would_pay(ranks):
+    """Two of the three, while the third is elsewhere."""
+    absent, *costs = ranks["pair"]
+    assert absent is None
+    first, second = (from_plain(plain, CollectiveCosts) for plain in costs)
+    assert first == second
+    assert first.ranks == {"infer": 2}
+    model = first.measured[0].all_reduce
+    assert (model.world_size, model.backend) == (2, "gloo")
+    assert first.broadcast_ns > 0
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "case, kind, text",
     [
@@ -159,7 +172,7 @@ def test_the_slowest_ranks_all_reduce_beside_compute_decides(ranks, case, factor
     """Of the medians of 2, 3 and 5 ms, each without its first sample."""
     sample = ["prepare", "hold 10", "compute begins", "on the side:", "wait until compute begins", "all-reduce of 1", "time"]
     sample += ["all-reduce of 8", "time", "beside it:", "issue"]
-    assert ranks[case] == [[factor, sample * 3]] * 3
+    assert ranks[case] == [[factor, [*sample * 3, "all-reduce of 1"]]] * 3  # which finds the slowest
 
 
 @pytest.mark.distributed

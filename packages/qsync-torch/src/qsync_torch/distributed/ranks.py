@@ -30,6 +30,9 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
     """This process's rank; under torchrun inside a process group (nccl for CUDA devices, else gloo), alone as rank 0.
 
     A process group that exists already is used and left as it is.
+
+    Raises:
+        RankError: when the ranks do not meet: the port of the first one is in use, or one does not come.
     """
     if _in_process_group():
         yield dist.get_rank()
@@ -39,7 +42,10 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except dist.DistError as error:
+        raise RankError(not_met(error)) from None
     try:
         yield dist.get_rank()
     finally:
@@ -343,6 +349,20 @@ def _with_more(error: Exception, more: str) -> Exception:
     else:
         error.add_note(more)
     return error
+
+
+def not_met(error: Exception) -> str:
+    """Why the ranks have no store in common, as a sentence of its own."""
+    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"the ranks of this job cannot meet at {where}: another process has that port; end it, or give torchrun another one "
+            "(--master-port), the same on all machines"
+        )
+    return (
+        f"the ranks of this job did not meet at {where} ({_first_line(error)}): see that every machine was started with the same "
+        "address and port, and reaches it"
+    )
 
 
 def _store_has_gone(what: str, error: Exception) -> str:

@@ -29,28 +29,28 @@ _SPIN_CYCLES = 4_000_000
 def measure_collective(
     bucket_bytes: Sequence[int], device: torch.device, *, repeats: int = 15, group: dist.ProcessGroup | None = None
 ) -> CollectiveModel | None:
-    """Measure all-reduces of the given sizes over all ranks; every rank gets the slowest rank's times.
+    """Measure all-reduces of the given sizes over the ranks of a group; every rank gets the slowest rank's times.
 
     Args:
         bucket_bytes: sizes of the gradient buckets in bytes; two more sizes are added where there are fewer than three distinct
             ones, so that a line can be fitted.
         device: where the gradients live.
         repeats: samples of each size.
-        group: another process group of all ranks than the default one.
+        group: a process group, all ranks by default.
 
     Returns:
         The fitted model, or None without a process group of at least two ranks or without buckets.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2 or not bucket_bytes:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2 or not bucket_bytes:
         return None
     sizes = sorted(set(bucket_bytes))
     if len(sizes) < 3:
         sizes = sorted({*sizes, max(4, sizes[0] // 4), 2 * sizes[-1]})
     measured = tuple((size, _all_reduce_ns(size, device, repeats, group)) for size in sizes)
     line = fit_line(measured)
-    share = _compute_share(max(bucket_bytes), repeats) if device.type == "cpu" else 0.0
+    share = _compute_share(max(bucket_bytes), repeats, group) if device.type == "cpu" else 0.0
     return CollectiveModel(
-        world_size=dist.get_world_size(),
+        world_size=dist.get_world_size(group),
         backend=str(dist.get_backend(group)),
         alpha_ns=line.intercept,
         beta_ns_per_byte=line.slope,
@@ -85,7 +85,7 @@ def collective_ns(call: Callable[[], object], device: torch.device, repeats: int
     which all ranks are level, and a spin before that, so that the device does not wait for the CPU in between.
     """
     sample = _cuda_samples if device.type == "cuda" else _cpu_samples
-    return round(maximum_over_ranks(statistics.median(sample(call, device, repeats + _WARMUP, group)[_WARMUP:]), device))
+    return round(maximum_over_ranks(statistics.median(sample(call, device, repeats + _WARMUP, group)[_WARMUP:]), device, group))
 
 
 def _cuda_samples(call: Callable[[], object], device: torch.device, repeats: int, group: dist.ProcessGroup | None) -> list[float]:
@@ -120,7 +120,7 @@ def _leave_caches() -> None:
     torch.ones(_CACHE_BYTES // 4).add_(1)
 
 
-def _compute_share(nbytes: int, repeats: int) -> float:
+def _compute_share(nbytes: int, repeats: int, group: dist.ProcessGroup | None) -> float:
     """Share of a running all-reduce's time that its own threads take from compute on this rank's core.
 
     By CPU time: what the process uses while it only waits for the all-reduce, over what a computing process would have been given
@@ -130,11 +130,11 @@ def _compute_share(nbytes: int, repeats: int) -> float:
     a = torch.rand(_SHARE_MATRIX, _SHARE_MATRIX)
     shares = []
     for _ in range(repeats):
-        dist.barrier()
+        dist.barrier(group)
         given = _core_share(lambda: [a @ a for _ in range(_SHARE_PRODUCTS)])
         _leave_caches()
-        dist.barrier()
-        taken = _core_share(lambda: dist.all_reduce(tensor))
+        dist.barrier(group)
+        taken = _core_share(lambda: dist.all_reduce(tensor, group=group))
         if given > 0:
             shares.append(taken / given)
     return min(1.0, statistics.median(shares)) if shares else 0.0
@@ -147,8 +147,8 @@ def _core_share(work: Callable[[], object]) -> float:
     return (time.process_time_ns() - cpu) / (time.perf_counter_ns() - start)
 
 
-def maximum_over_ranks(value: float, device: torch.device) -> float:
-    """The greatest of the ranks' values; by an all-reduce on the default process group, after which they are level."""
+def maximum_over_ranks(value: float, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """The greatest of the ranks' values; by an all-reduce, after which they are level."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor.item())

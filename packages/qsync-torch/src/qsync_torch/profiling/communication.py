@@ -72,13 +72,15 @@ def measure_communication(
     device: str | torch.device = "cpu",
     share: float = 1.0,
     counts: Mapping[str, int] | None = None,
+    among: dist.ProcessGroup | None = None,
     progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
 ) -> CollectiveCosts:
     """Measure what communication costs a job, in the process group that all of its ranks have initialised.
 
-    All ranks call it, each with its own group.  With NCCL, all-reduces are measured under several numbers of CTAs, and for each the
-    slowdown of every group's compute while a collective is open; elsewhere under the library's own choice, with a slowdown of 0.
+    All its ranks call it, each with its own group.  With NCCL, all-reduces are measured under several numbers of CTAs, and for each
+    the slowdown of every group's compute while a collective is open; elsewhere under the library's own choice, with a slowdown of
+    0.
 
     Args:
         job: what is trained; its model is copied to the device and not changed.
@@ -87,6 +89,7 @@ def measure_communication(
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         share: share of the device that the job gets; recorded.
         counts: how many ranks each group must have, where that is known.
+        among: the job's ranks where they are not all that there are; what a job of them alone would pay.
         progress: receives how far it is.
         note: receives sentences for people; on every rank.
 
@@ -98,16 +101,16 @@ def measure_communication(
         QSyncError: when the graph is of another model or has no gradients; when groups are not as ``counts`` says, or one has
             devices of two types; when two ranks have one GPU.  On every rank.
     """
-    check_not_alone()
+    check_not_alone(among)
     variables = " ".join(f"{name}={os.environ[name]}" for name in CHANNEL_VARIABLES if os.environ.get(name))
-    with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}) as facts:
+    with together(WHAT, {"graph": digest(dag)[:16], "NCCL's channels": variables or "its own"}, group=among) as facts:
         target = parse_device(str(device))
         facts["kind of device"] = target.type
         check_same_model(job, dag)
         sizes = bucket_sizes(dag)
         mine = _Member.here(group, target, share)
-    members = _heard(mine, counts)
-    with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend())
+    members = _heard(mine, counts, among)
+    with_nccl = target.type == "cuda" and "nccl" in str(dist.get_backend(among))
     tried = MAX_CTAS if with_nccl and not variables else (0,)
     if with_nccl and variables:
         note(f"{variables} in the environment stands above what a process group asks of NCCL, so only that is measured")
@@ -122,23 +125,23 @@ def measure_communication(
 
     measured = []
     with torch.cuda.device(target) if target.type == "cuda" else nullcontext():
-        with together(WHAT, slow=True):
+        with together(WHAT, slow=True, group=among):
             runner = StepRunner.start(job, target, batches=1)
             advance("copies of gradients")
-            copied = _copy_ns_per_byte(runner.model, dag, target)
-        copies = {rank: float(said["copy"]) for rank, said in told_by_all(WHAT, {"copy": repr(copied)}).items()}
+            copied = _copy_ns_per_byte(runner.model, dag, target, len(members))
+        copies = {rank: float(said["copy"]) for rank, said in told_by_all(WHAT, {"copy": repr(copied)}, among).items()}
         advance("broadcast of buffers")
-        broadcast_ns = _broadcast_ns(runner.model, target)
-        with together(WHAT, slow=True):
+        broadcast_ns = _broadcast_ns(runner.model, target, among)
+        with together(WHAT, slow=True, group=among):
             backward = Backward(runner, target) if with_nccl else None
             waiting = torch.zeros(max(bucket.nbytes for bucket in dag.buckets) // 4, device=target)
         for max_ctas in tried:
             label = f"{max_ctas} CTAs" if max_ctas else "its own CTAs"
-            with _process_group(max_ctas, target) if with_nccl else nullcontext() as process_group:
+            with _process_group(max_ctas, target, among) if with_nccl else nullcontext(among) as process_group:
                 advance(f"all-reduces, {label}")
                 model = measure_collective(sizes, target, repeats=_REPEATS, group=process_group)
                 assert model is not None  # there are ranks and buckets
-                model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target))
+                model = attrs.evolve(model, compute_share=maximum_over_ranks(model.compute_share, target, among))
                 if backward is not None and process_group is not None:
                     largest_ns = model.cost_ns(waiting.nbytes)
                     factor = measure_beside_compute(backward, process_group, waiting, largest_ns, WHAT)
@@ -169,13 +172,13 @@ def measure_communication(
     )
 
 
-def check_not_alone() -> None:
+def check_not_alone(among: dist.ProcessGroup | None = None) -> None:
     """Refuse a process that is not one of several.
 
     Raises:
         RankError: outside a process group of two or more ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(among) < 2:
         raise RankError(
             "communication is measured among all ranks of a job, and this process is alone: start it with torchrun on every "
             "machine, as training is started"
@@ -200,13 +203,13 @@ def bucket_sizes(dag: PrecisionDag) -> tuple[int, ...]:
     return tuple(sizes[position * (len(sizes) - 1) // (_MOST_SIZES - 1)] for position in range(_MOST_SIZES))
 
 
-def _heard(mine: _Member, counts: Mapping[str, int] | None) -> dict[int, _Member]:
-    """All ranks' members, which all ranks judge alike.
+def _heard(mine: _Member, counts: Mapping[str, int] | None, among: dist.ProcessGroup | None) -> dict[int, _Member]:
+    """The members of all ranks of the job, which all of them judge alike.
 
     Raises:
         QSyncError: see :func:`measure_communication`.
     """
-    told = told_by_all(WHAT, {"member": json.dumps(to_plain(mine))})
+    told = told_by_all(WHAT, {"member": json.dumps(to_plain(mine))}, among)
     members = {rank: from_plain(json.loads(said["member"]), _Member) for rank, said in sorted(told.items())}
     by_group: dict[str, list[int]] = {}
     by_gpu: dict[str, list[int]] = {}
@@ -235,11 +238,12 @@ def _heard(mine: _Member, counts: Mapping[str, int] | None) -> dict[int, _Member
 
 
 @contextmanager
-def _process_group(max_ctas: int, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A process group of all ranks under a number of CTAs, its communicator initialised."""
-    with together(WHAT):  # so that no rank enters a communicator's initialisation alone
+def _process_group(max_ctas: int, device: torch.device, among: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup]:
+    """A process group of the same ranks under a number of CTAs, its communicator initialised."""
+    with together(WHAT, group=among):  # so that no rank enters a communicator's initialisation alone
         options = nccl_options(max_ctas)
-    group = dist.new_group(backend="nccl", pg_options=options)
+    ranks = None if among is None else dist.get_process_group_ranks(among)
+    group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=among is not None)
     try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         torch.cuda.synchronize(device)
@@ -254,13 +258,13 @@ def _sentence(name: str, label: str, found: Slowdown, max_ctas: int, sms: int) -
     return f"while a collective of {label} is open, compute of group {name} loses {found.share:.3f}{bound}{estimate}"
 
 
-def _copy_ns_per_byte(model: torch.nn.Module, dag: PrecisionDag, device: torch.device) -> float:
+def _copy_ns_per_byte(model: torch.nn.Module, dag: PrecisionDag, device: torch.device, ranks: int) -> float:
     """Device time of copying a model's gradients into buckets, divided by the number of ranks as DistributedDataParallel does it on
     the way, and back, per byte of gradients."""
     parameters = dict(model.named_parameters())
     gradients = [torch.ones_like(parameters[name].detach()) for bucket in dag.buckets for name in bucket.parameters]
     views = [torch.empty_like(gradient) for gradient in gradients]
-    factor = 1 / dist.get_world_size()
+    factor = 1 / ranks
 
     def copy() -> None:
         for view, gradient in zip(views, gradients, strict=True):
@@ -273,14 +277,15 @@ def _copy_ns_per_byte(model: torch.nn.Module, dag: PrecisionDag, device: torch.d
     return statistics.median(times) / sum(gradient.nbytes for gradient in gradients)
 
 
-def _broadcast_ns(model: torch.nn.Module, device: torch.device) -> int:
-    """One broadcast of a model's buffers from rank 0, coalesced as DistributedDataParallel does it; 0 where there are none."""
+def _broadcast_ns(model: torch.nn.Module, device: torch.device, among: dist.ProcessGroup | None) -> int:
+    """One broadcast of a model's buffers, coalesced as DistributedDataParallel does it; 0 where there are none."""
     buffers: Sequence[torch.Tensor] = list(model.buffers())
     if not buffers:
         return 0
-    group = dist.group.WORLD
+    group = among or dist.group.WORLD
     return collective_ns(
         lambda: dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0),  # type: ignore[arg-type]
         device,
         _REPEATS,
+        among,
     )

@@ -126,9 +126,9 @@ def measure_beside_compute(backward: Backward, group: dist.ProcessGroup, tensor:
     device, kept = tensor.device, []
     flag, side = torch.zeros(1, device=device), torch.cuda.Stream(device)
     for _ in range(_SAMPLES_OF_LONG + 1):
-        with together(what, slow=True):  # a rank that has no memory for it must not leave the others in a collective
+        with together(what, slow=True, group=group):  # a rank that has no memory for it must not leave the others in a collective
             backward.prepare()
-        with together(what, slow=True):
+        with together(what, slow=True, group=group):
             backward.spin(backward.spin_ns)
             computing = torch.cuda.Event()
             computing.record()
@@ -142,7 +142,7 @@ def measure_beside_compute(backward: Backward, group: dist.ProcessGroup, tensor:
             backward.issue()
             backward.wait()
         kept.append(begin.elapsed_time(end) * 1e6)
-    return max(1.0, maximum_over_ranks(statistics.median(kept[1:]), device) / max(1, alone_ns))
+    return max(1.0, maximum_over_ranks(statistics.median(kept[1:]), device, group) / max(1, alone_ns))
 
 
 @attrs.frozen
@@ -182,13 +182,13 @@ def measure_slowdown(
         for attempt in range(_TRIES):
             alone_ns = opened_ns = 0
             is_open = True
-            with together(what, slow=True):
+            with together(what, slow=True, group=group):
                 if computes:
                     backward.prepare()
                     alone_ns = backward.run()
                     backward.prepare()
-            longest_ns = maximum_over_ranks(float(alone_ns + backward.spin_ns), device)  # after which the ranks are level
-            with together(what, slow=True):
+            longest_ns = maximum_over_ranks(float(alone_ns + backward.spin_ns), device, group)  # after which the ranks are level
+            with together(what, slow=True, group=group):
                 if computes:
                     work = dist.all_reduce(tensor, group=group, async_op=True)
                     time.sleep(_UNTIL_OPEN_S)
@@ -199,7 +199,7 @@ def measure_slowdown(
                     work = dist.all_reduce(tensor, group=group, async_op=True)
                 work.wait()
                 backward.wait()
-            if not maximum_over_ranks(float(not is_open), device):
+            if not maximum_over_ranks(float(not is_open), device, group):
                 break
             if attempt + 1 < _TRIES:
                 hold *= 2
@@ -207,5 +207,5 @@ def measure_slowdown(
                 is_bound = True
         samples = _SAMPLES_OF_LONG if longest_ns > _LONG_NS else _SAMPLES
         kept.append(1 - alone_ns / opened_ns if computes else 0.0)
-    share = maximum_over_ranks(statistics.median(kept), device)
+    share = maximum_over_ranks(statistics.median(kept), device, group)
     return Slowdown(min(MOST_SLOWDOWN, max(0.0, share)), is_bound)
