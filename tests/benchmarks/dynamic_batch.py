@@ -1,8 +1,7 @@
 """Samples per second of training with unequal local batches, and proof that their weighted gradient is the whole batch's.
 
-DDP averages gradients over ranks, and a batch's gradient is a mean over samples: a rank's loss counts local batch · ranks / global
-batch.  Before anything is timed the averaged gradient is compared with that of one process with the whole batch in float64, without
-dropout and with batch norms' statistics as they are stored.  Started by torchrun, one rank per entry of ``--batches``::
+Before anything is timed the gradient is compared with that of one process with the whole batch in float64, without dropout and with
+batch norms' statistics as they are stored.  Started by torchrun, one rank per entry of ``--batches``::
 
     torchrun --nproc-per-node=2 tests/benchmarks/dynamic_batch.py resnet50 --batches 85,43 --steps 30
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from qsync_torch import weight_gradients
 from qsync_torch.job import Batch, Job
 from qsync_torch.load_job import load_job
 
@@ -79,12 +79,12 @@ def in_float64(batch: Batch) -> Batch:
     return Batch(*pytree.tree_map(widen, (batch.args, batch.kwargs, batch.target)))
 
 
-def gradient_error(job: Job, model: DistributedDataParallel, batch: Batch, local: Batch, weight: float) -> float:
-    """‖g − g_ref‖ / ‖g_ref‖ of the ranks' averaged gradient against one process with the whole batch in float64."""
+def gradient_error(job: Job, model: DistributedDataParallel, batch: Batch, local: Batch) -> float:
+    """‖g − g_ref‖ / ‖g_ref‖ of the ranks' weighted gradient against one process with the whole batch in float64."""
     reference = copy.deepcopy(model.module).double().eval()
     job.loss(reference(*(wide := in_float64(batch)).args, **wide.kwargs), wide).backward()
     model.eval()
-    (job.compute_loss(local, model) * weight).backward()
+    job.compute_loss(local, model).backward()
     model.train()
     difference = norm = 0.0
     for name, parameter in reference.named_parameters():
@@ -99,12 +99,12 @@ def gradient_error(job: Job, model: DistributedDataParallel, batch: Batch, local
 def measure(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """The error of the gradient, and samples per second in each repetition; every rank must call it, and all get the same."""
     rank, size, whole = dist.get_rank(), given.batches[dist.get_rank()], sum(given.batches)
-    weight = size * len(given.batches) / whole
     torch.manual_seed(0)
     job = load_job(given.job, batch_size=whole)
     model = DistributedDataParallel(job.model.to(device).train(), bucket_cap_mb=given.bucket_cap_mb)
+    weight_gradients(model)
     local = [part(job.batch(step, whole), sum(given.batches[:rank]), size).to(device) for step in range(DIFFERENT)]
-    error = of_all(gradient_error(job, model, job.batch(0, whole).to(device), local[0], weight), device)
+    error = of_all(gradient_error(job, model, job.batch(0, whole).to(device), local[0]), device)
     if not error <= TOLERANCE:
         return {"error": error}
     optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -115,7 +115,7 @@ def measure(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         for step in range(steps):
-            (job.compute_loss(local[step % DIFFERENT], model) * weight).backward()
+            job.compute_loss(local[step % DIFFERENT], model).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         synchronize(device)

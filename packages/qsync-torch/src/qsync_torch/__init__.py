@@ -10,11 +10,13 @@ _check_installed("qsync-torch")
 _PUBLIC = {
     "AppliedPlan": "qsync_torch.apply.apply",
     "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
+    "UnevenBatchSampler": "qsync_torch.distributed.uneven_batches",
     "apply_": "qsync_torch.apply.apply",
     "check_ranks_agree": "qsync_torch.distributed.ranks",
     "green_share": "qsync_torch.sharing.share",
     "process_group_options": "qsync_torch.distributed.nccl",
     "use_share": "qsync_torch.sharing.share",
+    "weight_gradients": "qsync_torch.distributed.weighted_gradients",
     "which_group": "qsync_torch.distributed.ranks",
 }
 """Names that are imported on first use: importing this package (which plugin discovery does) must not import torch."""

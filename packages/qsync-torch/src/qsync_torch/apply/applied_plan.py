@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import AbstractContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
@@ -24,11 +25,13 @@ from qsync_torch.apply.functional_calls import RefusedCall
 from qsync_torch.apply.installation import Installation
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
+from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.devices import number_settings
 from qsync_torch.distributed.ranks import together
+from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.kernels.selection import default_backend
 from qsync_torch.sharing.job_check import check_job
@@ -93,6 +96,7 @@ class AppliedPlan(Installation):
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
         self._step_times: StepTimes | None = None
+        self.know_ranks({})
 
     @property
     def step(self) -> int:
@@ -112,6 +116,54 @@ class AppliedPlan(Installation):
         Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
         """
         return ddp_options(self._planned.plan)
+
+    def know_ranks(self, groups: Mapping[int, str]) -> None:
+        """Note the device group of every rank of the job, as all have told each other."""
+        planned = self._planned
+        self._batches = LocalBatches(planned.plan, planned.group, groups, by_script=FLAG in planned.allow_flags)
+
+    @property
+    def local_batch(self) -> int | None:
+        """Samples that the plan has this rank train on in a step; None where no plan was applied, or one that does not say."""
+        return self._batches.own
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """:attr:`local_batch` of every rank, in rank order; empty where that is not known."""
+        return self._batches.by_rank
+
+    @property
+    def batch_weight(self) -> float | None:
+        """What a mean over this rank's local batch counts in the mean over the global batch; None where that is not known."""
+        return self._batches.share
+
+    def batch_sampler(self, dataset: Sized, **options: Any) -> UnevenBatchSampler:
+        """Batches of this rank: ``DataLoader(dataset, batch_sampler=applied.batch_sampler(dataset))``.
+
+        Args:
+            dataset: what all ranks train on together.
+            options: ``shuffle``, ``seed``, ``drop_last`` and ``join`` of :class:`qsync_torch.UnevenBatchSampler`.
+
+        Raises:
+            PlanError: where the plan does not say how large batches are, or as the sampler does.
+        """
+        if not self.batch_sizes:
+            raise PlanError(
+                "no plan says how large local batches are: apply a plan, or use UnevenBatchSampler(dataset, batch_sizes)"
+            )
+        return UnevenBatchSampler(dataset, self.batch_sizes, **options)
+
+    def weight_gradients(self, ddp: DistributedDataParallel, **options: Any) -> None:
+        """Weight gradients by samples, as a plan with local batches of different sizes asks for; on all ranks, before training.
+
+        Args:
+            ddp: the wrapper of this model.
+            options: ``reduction``, ``count``, ``hook`` and ``state`` of :func:`qsync_torch.weight_gradients`.
+
+        Raises:
+            PlanError: as that does; in the first step also where a rank sees another batch than :attr:`local_batch`.
+        """
+        self._batches.weight_gradients(ddp, **options)
 
     def each_step(self, call: Callable[[StepTime], None]) -> None:
         """From now on, call ``call`` with the time of every training step (:class:`qsync_torch.apply.step_times.StepTime`).
@@ -201,6 +253,7 @@ class AppliedPlan(Installation):
         device = device_of(self.model)
         if torch.compiler.is_compiling():
             check_autocast(self.base, device)
+            self._batches.check_weighted()
         elif self._has_met:
             self._check_settings(device)
             self._meet(device)
@@ -211,6 +264,7 @@ class AppliedPlan(Installation):
             with together(what):
                 self._check_settings(device)
                 self._meet(device)
+                self._batches.check_weighted()
             if plan is not None and group is not None:  # by now the model is on its GPU
                 check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
             check_communication(plan, self.model, device)

@@ -111,7 +111,7 @@ def apply_(
         applied = AppliedPlan(model, planned, seed=_rank_seed(seed), lower_eval=lower_eval)
         applied.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
-        check_job("apply_", plan, group, model, allow_flags)
+        applied.know_ranks(check_job("apply_", plan, group, model, allow_flags))
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):

@@ -142,11 +142,11 @@ class _Trainee:
         self._workload = workload
         sizes = [method.local_batches[group] for group in GROUPS]
         self._global_batch, self._start, self._size = sum(sizes), sum(sizes[:rank]), sizes[rank]
-        # DDP averages over ranks; gradients must average over samples.
-        self._loss_weight = self._size * len(sizes) / self._global_batch
         self.model = copy.deepcopy(workload.model).train()
-        apply_(self.model, plan)
+        applied = apply_(self.model, plan)
         self._ddp = DistributedDataParallel(self.model)
+        if len(set(sizes)) > 1:
+            applied.weight_gradients(self._ddp)
         self._optimizer = workload.optimizer(self.model.parameters())
         # Down to almost nothing at the end, or the last few updates would decide the accuracy.
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, LAST_LEARNING_RATE, steps)
@@ -169,7 +169,7 @@ class _Trainee:
     def step(self, batch: Batch) -> float:
         """One training step; its local loss."""
         loss = self._workload.loss(self._ddp(*batch.args, **batch.kwargs), batch)
-        (loss * self._loss_weight).backward()
+        loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())

@@ -48,7 +48,9 @@ class RankFacts:
     allow_share: bool = False
 
 
-def check_job(what: str, plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
+def check_job(
+    what: str, plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True
+) -> dict[int, str]:
     """Compare all ranks with the plan and with each other; call it on every rank.
 
     Args:
@@ -58,6 +60,9 @@ def check_job(what: str, plan: PrecisionPlan, group: str, model: nn.Module, allo
         model: on its device, or not yet.
         allowed: ``allow_flags`` of ``apply_``.
         warn: whether rank 0 says what makes the plan's times void without being refused.
+
+    Returns:
+        The device group of every rank.
 
     Raises:
         CompatibilityError, PlanError: on every rank, in the same words (:func:`job_problem`).
@@ -70,6 +75,7 @@ def check_job(what: str, plan: PrecisionPlan, group: str, model: nn.Module, allo
         raise problem
     if warn and len(ranks) > 1 and dist.get_rank() == 0 and (warning := job_warning(plan, ranks)):
         warnings.warn(warning, stacklevel=3)
+    return {rank: facts.group for rank, facts in ranks.items()}
 
 
 def rank_facts(group: str, model: nn.Module, allowed: Collection[str]) -> RankFacts:
