@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +31,8 @@ VERSIONS, PLAN = "versions", "plan"
 def process_group_from_environment(device: torch.device) -> Iterator[int]:
     """This process's rank; under torchrun inside a process group (nccl for CUDA devices, else gloo), alone as rank 0.
 
-    A process group that exists already is used and left as it is.
+    A process group that exists already is used and left as it is.  A new one has keys of its own in torchrun's store: those of an
+    earlier one of this process, whose ranks listen there no longer, are still in it.
 
     Raises:
         RankError: when the ranks do not meet: the port of the first one is in use, or one does not come.
@@ -37,19 +40,45 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
     if _in_process_group():
         yield dist.get_rank()
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+    found = store_of_environment()
+    if found is None:
         yield 0
         return
+    store, rank, world_size = found
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    keys = dist.PrefixStore(f"qsync/group{next(_NUMBERS)}", store)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=keys, rank=rank, world_size=world_size)
     except dist.DistError as error:
         raise RankError(not_met(error)) from None
     try:
         yield dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+_NUMBERS = itertools.count()
+"""Of the process groups that this process makes, which are the same on all ranks."""
+
+
+@functools.cache
+def store_of_environment() -> tuple[dist.Store, int, int] | None:
+    """The store that torchrun's environment names, this process's rank, and how many there are; None without such an environment.
+
+    It is kept until the process ends, and with it, where rank 0 serves it and not torchrun, the port.
+
+    Raises:
+        RankError: when the ranks do not meet: the port of the first one is in use, or one does not come.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        return None
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    except dist.DistError as error:
+        raise RankError(not_met(error)) from None
+    store.set_timeout(dist.constants.default_pg_timeout)
+    return store, rank, world_size
 
 
 def _in_process_group() -> bool:

@@ -1,0 +1,257 @@
+"""What a script's loader yields, as a job's batches: which part the model is called with, which the loss, and other batch sizes.
+
+The first batches are kept on the CPU.  A batch of any size is cut from them along dimension 0, as if they were one long batch
+that begins anew behind its end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from qsync_core.errors import JobError
+from qsync_torch.capturing.random_state import as_without
+from qsync_torch.job import Batch
+
+KEPT_BATCHES = 16
+"""Batches that are read from a loader at most."""
+KEPT_BYTES = 256 * 2**20
+"""No further batch is read once those that are kept have this many bytes."""
+_TARGETS = ("labels", "label", "targets", "target")
+"""Keys of a batch's dictionary that hold what a loss function of the script's own compares with."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Loss = Callable[..., torch.Tensor]
+
+
+def first_batches(name: str, loader: Iterable[Any]) -> list[Any]:
+    """What a loader yields first, read as if it had not been read.
+
+    The random state of torch, NumPy and ``random``, the generators that the loader holds, and a loader's persistent workers are
+    as before.
+
+    Raises:
+        JobError: when it cannot be read, or yields nothing.
+    """
+    if not isinstance(loader, Iterable):
+        raise JobError(
+            f"the loader of {name} is a {type(loader).__name__}, from which no batches can be read; pass what the training loop "
+            "iterates over, such as a DataLoader"
+        )
+    found: list[Any] = []
+    kept_bytes = 0
+    with as_without(loader):
+        try:
+            for batch in itertools.islice(loader, KEPT_BATCHES):
+                found.append(_kept(batch))
+                kept_bytes += sum(leaf.nbytes for leaf in pytree.tree_leaves(found[-1]) if isinstance(leaf, torch.Tensor))
+                if kept_bytes >= KEPT_BYTES:
+                    break
+        except Exception as error:
+            raise JobError(f"reading batch {len(found)} of {name}'s loader failed: {type(error).__name__}: {error}") from error
+    if not found:
+        raise JobError(f"the loader of {name} yields no batch; check its data set, its sampler and drop_last")
+    return found
+
+
+def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> Batch:
+    """What one element of a loader says: how the model is called, and what the loss compares its output with.
+
+    ====================================  ==============================  =========================================
+    element                               the model is called             the loss
+    ====================================  ==============================  =========================================
+    ``Batch``                             as it says                      ``loss_fn(output, target)`` of its target
+    dictionary, no ``loss_fn``            ``model(**batch)``              the model's own
+    dictionary                            with the keys its forward       ``loss_fn(output, target)`` of the others,
+                                          takes                           else of its labels
+    tuple or list, no ``loss_fn``         ``model(*batch)``               the model's own
+    tuple or list                         with all but the last           as many as ``loss_fn`` takes after the
+                                                                          output, mostly one
+    tensor                                ``model(tensor)``               of the same tensor, as autoencoders have it
+    ====================================  ==============================  =========================================
+
+    Raises:
+        JobError: when it is something else, or has too few parts.
+    """
+    if isinstance(given, Batch):
+        return given
+    if isinstance(given, Mapping):
+        return _of_mapping(name, model, loss_fn, dict(given))
+    if isinstance(given, torch.Tensor):
+        wanted = 0 if loss_fn is None else _targets_wanted(loss_fn, model, 2)
+        return Batch((given,), target=None if wanted == 0 else given)
+    if isinstance(given, (tuple, list)):
+        parts = tuple(given)
+        wanted = 0 if loss_fn is None else _targets_wanted(loss_fn, model, len(parts))
+        if len(parts) == 1 and wanted == 1:
+            return Batch(parts, target=parts[0])
+        if len(parts) <= wanted:
+            raise JobError(
+                f"the loader of {name} yields {len(parts)} parts, and the loss takes {wanted} of them beside the output, which "
+                f"leaves none for the model; {_OTHERWISE}"
+            )
+        inputs, targets = parts[: len(parts) - wanted], parts[len(parts) - wanted :]
+        return Batch(inputs, target=None if not targets else targets[0] if wanted == 1 else targets)
+    raise JobError(
+        f"the loader of {name} yields a {type(given).__name__}, which says neither what the model is called with nor what the loss "
+        f"takes; {_OTHERWISE}"
+    )
+
+
+_OTHERWISE = (
+    "where the training loop makes something else of a batch, pass that as the loader: ((images, labels) for images, labels, _ in "
+    "loader), or qsync_torch.job.Batch objects"
+)
+
+
+def loss_of(name: str, loss_fn: Loss | None) -> Callable[[Any, Batch], torch.Tensor]:
+    """A job's loss, from a script's."""
+    if loss_fn is None:
+
+        def own_loss(output: Any, batch: Batch) -> torch.Tensor:
+            return _own_loss(name, output)
+
+        return own_loss
+    function = loss_fn
+
+    def loss(output: Any, batch: Batch) -> torch.Tensor:
+        targets = batch.target if isinstance(batch.target, tuple) else () if batch.target is None else (batch.target,)
+        return function(output, *targets)
+
+    return loss
+
+
+@attrs.frozen(eq=False)
+class KeptBatches:
+    """Samples of a loader's first batches, as one ring; a job's batch function.
+
+    Attributes:
+        samples: how many there are.
+        leaves: tensors whose dimension 0 is the sample, and whatever else the first batch has.
+        per_sample: which of them are such tensors.
+        structure: of (args, kwargs, target).
+    """
+
+    samples: int
+    leaves: Sequence[Any]
+    per_sample: Sequence[bool]
+    structure: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, name: str, batches: Sequence[Batch]) -> KeptBatches:
+        """Of those batches that have the shape which takes the most memory per sample: a plan must have room for them.
+
+        Args:
+            name: of the job, for the warning that others are left out.
+            batches: one or more.
+        """
+        layouts = [_Layout.of(batch) for batch in batches]
+        largest = max(range(len(batches)), key=lambda index: batches[index].nbytes / batches[index].size)
+        kept = [batch for batch, layout in zip(batches, layouts, strict=True) if layout == layouts[largest]]
+        if len(set(layouts)) > 1:
+            warnings.warn(
+                f"the batches of {name} differ in more than their number of samples (as when each is padded to its longest "
+                "sample): its plan is made for the largest of them; pad all to one length where predictions are to hold for every "
+                "step",
+                stacklevel=4,
+            )
+        columns = zip(*(pytree.tree_leaves((batch.args, batch.kwargs, batch.target)) for batch in kept), strict=True)
+        per_sample = layouts[largest].per_sample
+        leaves = [torch.cat(column) if whole else column[0] for column, whole in zip(columns, per_sample, strict=True)]
+        return cls(sum(batch.size for batch in kept), leaves, per_sample, layouts[largest].structure)
+
+    def __call__(self, step: int, batch_size: int) -> Batch:
+        """The samples from ``step * batch_size`` on, in tensors of their own; behind the last one comes the first again."""
+        rows = torch.arange(step * batch_size, (step + 1) * batch_size) % self.samples
+        leaves = [leaf[rows] if whole else leaf for leaf, whole in zip(self.leaves, self.per_sample, strict=True)]
+        return Batch(*pytree.tree_unflatten(leaves, self.structure))
+
+
+@attrs.frozen
+class _Layout:
+    """What two batches must share to be joined."""
+
+    structure: pytree.TreeSpec
+    shapes: tuple[Any, ...]
+    per_sample: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Layout:
+        leaves, structure = pytree.tree_flatten((batch.args, batch.kwargs, batch.target))
+        whole = tuple(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch.size for leaf in leaves)
+        shapes = (
+            (leaf.dtype, tuple(leaf.shape[is_whole:])) if isinstance(leaf, torch.Tensor) else type(leaf)
+            for leaf, is_whole in zip(leaves, whole, strict=True)
+        )
+        return cls(structure, tuple(shapes), whole)
+
+    def __hash__(self) -> int:  # a structure has no hash of its own
+        return hash((self.shapes, self.per_sample))
+
+
+def _of_mapping(name: str, model: nn.Module, loss_fn: Loss | None, given: dict[str, Any]) -> Batch:
+    if loss_fn is None:
+        return Batch(kwargs=given)
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    labels = [key for key in _TARGETS if key in given]
+    beside = [key for key in given if key not in taken and not (takes_all and key not in labels)] or labels
+    if not beside:
+        raise JobError(
+            f"the loader of {name} yields a dictionary ({', '.join(given)}) of which the model takes everything, and nothing is "
+            f"left for the loss; pass loss_fn=None where the model returns its own loss; {_OTHERWISE}"
+        )
+    target = given[beside[0]] if len(beside) == 1 else tuple(given[key] for key in beside)
+    return Batch(kwargs={key: value for key, value in given.items() if key not in beside}, target=target)
+
+
+def _targets_wanted(loss_fn: Loss, model: nn.Module, parts: int) -> int:
+    """How many of a batch's parts the loss takes: what it needs beside the output, or all that the model does not need."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # nothing is known of some functions that are written in C
+        return 1
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return max(parts - _needed(inspect.signature(model.forward).parameters.values()), 1)
+    return max(_needed(parameters) - 1, 0)
+
+
+def _needed(parameters: Iterable[inspect.Parameter]) -> int:
+    return sum(parameter.kind in _POSITIONAL and parameter.default is parameter.empty for parameter in parameters)
+
+
+def _own_loss(name: str, output: Any) -> torch.Tensor:
+    """The loss in what a model returns: the output itself, its ``loss``, or its first part."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    if isinstance(found, torch.Tensor) and found.dim() == 0:
+        return found
+    raise JobError(
+        f"{name} was captured without a loss function, and its model returns no loss (a {type(output).__name__}); pass loss_fn, or "
+        "batches with the labels that the model makes its loss from"
+    )
+
+
+def _kept(batch: Any) -> Any:
+    """A copy on the CPU: loaders may use the same memory again."""
+    if isinstance(batch, Batch):
+        return Batch(*map(_kept, (batch.args, batch.kwargs, batch.target)))
+    return pytree.tree_map(_on_cpu, dict(batch) if isinstance(batch, Mapping) else batch)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf

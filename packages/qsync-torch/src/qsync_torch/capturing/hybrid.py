@@ -1,0 +1,58 @@
+"""``hybrid``: the one line in a script, which says what is trained when a plan is prepared, and applies the plan in training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qsync_core.errors import JobError
+from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.apply.apply import apply_
+from qsync_torch.capturing.batches import Loss
+from qsync_torch.capturing.capture import job_of
+from qsync_torch.capturing.optimizer import MakeOptimizer
+from qsync_torch.capturing.script import hand_over, is_wanted
+
+
+def hybrid(
+    model: nn.Module,
+    optimizer: Optimizer | MakeOptimizer,
+    loss_fn: Loss | None,
+    loader: Iterable[Any],
+    *,
+    run: str | os.PathLike[str] = "run",
+    name: str | None = None,
+    amp: str | None = None,
+    **options: Any,
+) -> AppliedPlan:
+    """Train ``model`` under the plan of a run folder: the one line that a script needs (docs/your-script.md).
+
+    Under ``qsync prepare train.py -o run`` the script ends here, and what it passes becomes the job that is planned, as
+    :func:`~qsync_torch.capturing.capture.capture` takes it.  In training it is ``apply_(model, run)``, and the other arguments are
+    not looked at.  It stands before the training loop, after ``init_process_group`` and before ``torch.compile``; best also before
+    DistributedDataParallel, so that the wrapper can be given what the plan says of communication.
+
+    Args:
+        model, optimizer, loss_fn, loader, name, amp: as :func:`~qsync_torch.capturing.capture.capture` takes them; the loader may
+            be an iterator.
+        run: the run folder, or the path of a plan.
+        options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``allow_flags``.
+
+    Returns:
+        A handle: ``DistributedDataParallel(model, **applied.ddp_options())`` communicates as the plan wants it.
+
+    Raises:
+        JobError: under ``qsync prepare``, when what is passed makes no job.
+        QSyncError: in training, what ``apply_`` raises.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):  # which calls the module inside, whatever its forward is by then
+        model = model.module
+    if isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"):
+        raise JobError(f"call qsync.hybrid before the model is wrapped in {type(model).__name__}")
+    if is_wanted():
+        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp))
+    return apply_(model, run, **options)

@@ -1,0 +1,152 @@
+"""A training script, run up to the line at which it says what it trains (docs/your-script.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import attrs
+import torch.distributed as dist
+
+from qsync_core.errors import JobError, QSyncError
+from qsync_torch.distributed.ranks import store_of_environment
+from qsync_torch.job import Job
+
+LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
+"""The line, as messages show it."""
+_VARIABLE = "QSYNC_PREPARING"
+"""Set to the process's number while a script runs, so that processes which the script starts know."""
+
+
+class LineReached(BaseException):
+    """Ends a script at its line.  Not an ``Exception``: a script that goes on after errors is to end all the same."""
+
+
+@attrs.define
+class _Handover:
+    """Where the script that runs now leaves its job."""
+
+    script: Path
+    job: Job | None = None
+
+
+_running: _Handover | None = None
+
+
+def is_wanted() -> bool:
+    """Whether :func:`job_of_script` runs this script, so that the line is to hand its job over.
+
+    Raises:
+        JobError: in a process that such a script has started, which is none of the job's ranks.
+    """
+    starter = os.environ.get(_VARIABLE)
+    if starter is None or (_running is not None and starter == str(os.getpid())):
+        return _running is not None
+    raise JobError(
+        f"{LINE} was reached in a process that the script started by itself; start the script's ranks with torchrun, as in "
+        "'torchrun --nproc-per-node 2 -m qsync prepare train.py', instead of torch.multiprocessing.spawn"
+    )
+
+
+def hand_over(job: Job) -> NoReturn:
+    """Give the script's job to whoever runs it, and end the script here."""
+    assert _running is not None
+    _running.job = job
+    raise LineReached(f"{_running.script} has said what it trains")
+
+
+def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
+    """The job that a training script trains: the script runs as ``python path arguments`` does, up to its line.
+
+    What stands before the line runs whole, ``finally`` blocks too; what it prints goes to standard error.  PyTorch's settings
+    (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has them so, and its
+    folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
+
+    Under torchrun every rank runs its script, which may call ``init_process_group``: so none may be there yet.  What the script
+    made is left for the caller, unless the script has destroyed it;
+    :func:`qsync_torch.distributed.ranks.process_group_from_environment` uses it, or makes one that does not meet its keys.
+
+    Args:
+        path: the script.
+        arguments: its own command line.
+
+    Raises:
+        JobError: when there is no such file; it ends, fails or exits before the line, with the place; or what it passes there makes
+            no job.
+    """
+    global _running
+    path = Path(path)
+    if not path.is_file():
+        raise JobError(f"there is no file {str(path)!r}")
+    if dist.is_available() and dist.is_initialized():
+        raise JobError(f"there is a process group already, so {path} cannot make its own; run the script first")
+    store_of_environment()  # outlives the script's process group, so that another can be made in its place
+    _running = handover = _Handover(path)
+    try:
+        with _as_main(path, arguments), contextlib.redirect_stdout(sys.stderr):
+            _run(path, handover)
+    finally:
+        _running = None
+    if handover.job is None:
+        raise JobError(
+            f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
+        )
+    return handover.job
+
+
+def _run(path: Path, handover: _Handover) -> None:
+    """Run the script; what ends it after its line is of no interest."""
+    try:
+        runpy.run_path(str(path.resolve()), run_name="__main__")
+    except LineReached:
+        pass
+    except SystemExit as error:
+        if handover.job is None:
+            code = 0 if error.code is None else error.code
+            advice = "; the script's own arguments stand behind --" if code == 2 else ""
+            raise JobError(
+                f"{path} ended with exit status {code!r}{_place(path, error)}, before it reached {LINE}{advice}"
+            ) from error
+    except QSyncError:
+        if handover.job is None:
+            raise
+    except Exception as error:
+        if handover.job is None:
+            raise JobError(f"{path} failed{_place(path, error)}, before it reached {LINE}: {_sentence(error)}") from error
+
+
+@contextlib.contextmanager
+def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """The process as it is under ``python path arguments``; runpy sees to ``__main__`` and ``sys.argv[0]``."""
+    folder, command_line, before = str(path.resolve().parent), sys.argv, Path.cwd()
+    sys.argv = [str(path), *arguments]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    os.environ[_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        os.chdir(before)
+        sys.argv = command_line
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """Where in the script an error comes from, or in what lies beside it."""
+    folder = path.resolve().parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).resolve().parents]
+    return f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+
+
+def _sentence(error: BaseException) -> str:
+    """An error's type and text; of one that brings another process's traceback, the last line of that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"

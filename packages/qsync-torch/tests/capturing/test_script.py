@@ -1,0 +1,107 @@
+"""``job_of_script``: a script runs as ``python`` runs it, up to its line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qsync_core.errors import JobError
+from qsync_torch.capturing.script import job_of_script
+from qsync_torch.tracing.trace import trace
+
+from .scripts import PLAIN, write
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    yield
+    sys.modules.pop("beside", None)
+
+
+def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
+    before = sys.argv, sys.modules["__main__"], Path.cwd()
+    job = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
+    assert (sys.argv, sys.modules["__main__"], Path.cwd()) == before
+    assert (job.name, job.batch_size, job.amp) == ("Net", 8, None)
+    [group] = job.optimizer(job.model.parameters()).param_groups
+    assert (group["lr"], group["momentum"]) == (0.25, 0.9)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.count("the script says something") == 1
+    assert "beyond the line" not in said.err
+    assert "an error of training" not in said.err
+    assert (tmp_path / "finally.txt").read_text() == "cleaned up"
+    # What the script defined still works after it has ended: classes, their globals, modules beside it.
+    dag = trace(job)
+    assert [str(operator.op_id) for operator in dag.adjustable] == ["fc#0"]
+    assert job.compute_loss(job.batch(0, 8)).item() > 0
+
+
+def test_loaders_with_workers_are_read(tmp_path):
+    path = write(tmp_path)
+    alone, forked = (job_of_script(path, ["--workers", n]) for n in "02")
+    assert all(torch.equal(a, b) for a, b in zip(alone.batch(1, 4).tensors, forked.batch(1, 4).tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fail", "raise"], r"failed in line 29 of train\.py, before it reached qsync\.hybrid\(.*\): ValueError: no such data$"),
+        (["--fail", "exit"], r"train\.py ended with exit status 3 in line 31 of train\.py, before it reached qsync\.hybrid\(.*\)$"),
+        (["--lr", "many"], r"exit status 2 in line 26 of train\.py, before .*; the script's own arguments stand behind --$"),
+        (["--fail", "end"], r"train\.py ended without saying what it trains: add the line qsync\.hybrid\(model, optimizer, loss_"),
+    ],
+)
+def test_what_keeps_a_script_from_its_line_is_said_with_the_place(tmp_path, arguments, said):
+    with pytest.raises(JobError, match=said):
+        job_of_script(write(tmp_path), arguments)
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    with pytest.raises(JobError, match=r"there is no file '.*absent\.py'"):
+        job_of_script(tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize("ending", ["except: pass", "except BaseException: sys.exit(4)", "finally: undefined"])
+def test_what_a_script_does_after_its_line_is_of_no_interest(tmp_path, ending):
+    text = PLAIN.replace('        except Exception:\n            print("an error of training")\n', "").replace(
+        '        finally:\n            with open("finally.txt", "w") as file:\n                file.write("cleaned up")\n',
+        f"        {ending}\n",
+    )
+    assert ending in text
+    assert job_of_script(write(tmp_path, "import sys\n" + text.replace("\n    ", "\n"))).name == "Net"
+
+
+def test_what_the_line_refuses_is_said_as_it_is(tmp_path):
+    text = PLAIN.replace("qsync.hybrid(model, optimizer,", "qsync.hybrid(model, 'sgd',").replace(
+        "except Exception", "except KeyError"
+    )
+    with pytest.raises(JobError, match=r"^the optimizer of Net is a str; pass"):
+        job_of_script(write(tmp_path, text))
+
+
+def test_ranks_that_a_script_starts_by_itself_are_refused(tmp_path):
+    text = """
+        import torch
+        import qsync_torch as qsync
+
+        def rank(index):
+            model = torch.nn.Linear(2, 2)
+            qsync.hybrid(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, y: out.sum(), [(torch.ones(2, 2), 1)])
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(rank, nprocs=1)
+    """
+    with pytest.raises(JobError, match=r"failed.*JobError: qsync\.hybrid.* in a process that the script started by itself; "):
+        job_of_script(write(tmp_path, text))
+
+
+def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
+    text = PLAIN.replace("qsync.hybrid(model,", "qsync.hybrid(torch.compile(model),").replace("except Exception", "except KeyError")
+    with pytest.raises(JobError, match=r"call qsync\.hybrid before the model is wrapped in OptimizedModule"):
+        job_of_script(write(tmp_path, text))

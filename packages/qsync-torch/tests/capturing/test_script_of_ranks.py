@@ -1,0 +1,73 @@
+"""Scripts that make a process group of their own, run to their line by two ranks over gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync_core.errors import JobError
+from qsync_torch.capturing.script import job_of_script
+
+from .scripts import PLAIN, write
+
+pytestmark = pytest.mark.distributed
+DRIVER = Path(__file__).with_name("script_of_two_ranks.py")
+GROUP = """        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        model = torch.nn.parallel.DistributedDataParallel(Net())
+"""
+
+
+def script(folder: Path, *, destroys: bool) -> Path:
+    """DistributedDataParallel around the model, and perhaps a tidy end."""
+    text = PLAIN.replace("        model = Net()\n", GROUP)
+    return write(
+        folder,
+        text.replace("        finally:\n", "        finally:\n            dist.destroy_process_group()\n") if destroys else text,
+    )
+
+
+@pytest.mark.parametrize("destroys", [False, True], ids=["leaves its group", "destroys its group"])
+@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "environment alone"])
+def test_the_scripts_process_group_is_used_or_another_is_made_in_its_place(tmp_path, destroys, torchrun):
+    command = [sys.executable, str(DRIVER), str(script(tmp_path, destroys=destroys))]
+    if torchrun:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *command[1:]]
+        started = [start(launch, tmp_path)]
+    else:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = [start(command, tmp_path, RANK=str(rank), **place) for rank in range(2)]
+    ended = [process.communicate(timeout=100) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), ended
+    said = re.findall(r"rank (\d): (\w+) (\w+) \[([\d., ]+)\]", "".join(out for out, _ in ended))
+    assert sorted(said) == [(str(rank), "Net", str(not destroys), "3.0, 3.0") for rank in range(2)]
+
+
+def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, **pipes)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def test_a_script_cannot_make_its_process_group_where_there_is_one(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(JobError, match=r"there is a process group already, so .*train\.py cannot make its own"):
+            job_of_script(write(tmp_path))
+    finally:
+        dist.destroy_process_group()
