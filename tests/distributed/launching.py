@@ -24,20 +24,29 @@ class Ended:
     output: str
 
 
-def run_machines(scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> list[Ended]:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def run_machines(
+    scripts: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, per_machine: int = 1
+) -> list[Ended]:
     """Run one torchrun per entry as the machines of one job, and wait for all.
 
     Args:
         scripts: script and arguments of each machine.
         environments: variables added on each machine.
+        per_machine: processes on each.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     processes = []
     for rank, (script, variables) in enumerate(zip(scripts, environments, strict=True)):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(scripts)}", f"--node-rank={rank}"]
-        command += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", *script]
+        command += [f"--nproc-per-node={per_machine}", "--master-addr=127.0.0.1", f"--master-port={port}", *script]
         inherited = {name: value for name, value in os.environ.items() if name != "QSYNC_GROUP"}
         settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         processes.append(

@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[[Registry], Any]] = {
     "qsync_doctor": lambda found: found.doctor_lines(),
     "qsync_trace_job": lambda found: found.trace_job("resnet50"),
     "qsync_describe_device": lambda found: found.describe_device("cpu"),
+    "qsync_doctor_job": lambda found: found.doctor_job(30),
     "qsync_measure_truth": lambda found: found.measure_truth(None),  # type: ignore[arg-type]
 }
 

@@ -5,6 +5,7 @@ Nothing here imports torch until a hook or a command needs it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from qsync_core.errors import QSyncError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
     from qsync_core.kernels.backend import KernelBackend
-    from qsync_core.plugins.doctor import DoctorLine
+    from qsync_core.plugins.doctor import DoctorLine, JobFindings
     from qsync_core.plugins.hooks import DeviceFacts, TruthRequest
 
 
@@ -87,6 +88,16 @@ def qsync_measure_truth(request: TruthRequest) -> Observations:
 @hookimpl
 def qsync_doctor() -> list[DoctorLine]:
     """torch, devices, precisions, collectives and compilers."""
-    from qsync_torch.doctor import doctor_lines
+    from qsync_torch.doctor.machine import doctor_lines
 
     return doctor_lines()
+
+
+@hookimpl
+def qsync_doctor_job(timeout_s: float) -> JobFindings | None:
+    """Devices, versions, collectives and speeds of all ranks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    from qsync_torch.doctor.job import doctor_of_job
+
+    return doctor_of_job(timeout_s)

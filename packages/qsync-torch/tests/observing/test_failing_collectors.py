@@ -17,7 +17,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.hooks import hookimpl
 from qsync_core.plugins.registry import Registry
-from qsync_torch.doctor import doctor_lines
+from qsync_torch.doctor.machine import doctor_lines
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing import observe as observe_module
 from qsync_torch.observing.closed_form import LossVarCollector

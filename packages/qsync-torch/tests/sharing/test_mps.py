@@ -6,8 +6,8 @@ import pytest
 
 from qsync_core.errors import PlanError
 from qsync_core.plugins.doctor import Status
-from qsync_torch import doctor
 from qsync_torch.distributed.ranks import asked_share
+from qsync_torch.doctor import machine as doctor
 from qsync_torch.sharing import mps
 from qsync_torch.sharing.mps import Daemon, find_daemon
 

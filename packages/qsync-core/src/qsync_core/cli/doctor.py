@@ -1,15 +1,16 @@
-"""``qsync doctor``: what this machine can do."""
+"""``qsync doctor``: what this machine can do; under torchrun, what the processes of a job can do together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 import click
 
+from qsync_core.cli.options import FiniteRange
 from qsync_core.cli.output import emit, json_option
-from qsync_core.errors import PluginError
-from qsync_core.plugins.doctor import DoctorLine, Status, core_lines
+from qsync_core.plugins.doctor import DoctorLine, FindingsTable, Status
 from qsync_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -19,33 +20,55 @@ _STYLE = {Status.OK: "green", Status.INFO: "default", Status.WARNING: "yellow", 
 
 
 @click.command()
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=FiniteRange(min=1),
+    default=30,
+    show_default=True,
+    help="Under torchrun: seconds after which an all-reduce counts as hung.",
+)
 @json_option
 @click.pass_context
-def doctor(ctx: click.Context, json_flag: bool) -> None:
+def doctor(ctx: click.Context, timeout_s: float, json_flag: bool) -> None:
     """Say what this machine can do: packages, devices, precisions, plugins.
+
+    Started under torchrun as training is, it says what the processes of the job can do together: their devices and versions side by
+    side, how long all-reduces take and which rank is slow; rank 0 prints for all.
 
     Exits with 1 when something is broken.
     """
     registry = Registry.load()
-    lines = core_lines() + registry.doctor_lines()
-    try:
-        registry.backends()  # asks every plugin, so that those that fail are listed too
-    except PluginError as error:
-        lines.append(DoctorLine("kernel backends", str(error), Status.ERROR))
-    disabled = registry.disabled.items()
-    lines += [DoctorLine(f"plugin {name}", "loaded") for name in registry.plugins]
-    lines += [DoctorLine(f"plugin {name}", f"disabled: {reason}", Status.ERROR) for name, reason in disabled]
-
-    def render(console: Console) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for line in lines:
-            advice = f"\n{line.advice}" if line.advice else ""
-            table.add_row(Text(line.status, style=_STYLE[line.status]), Text(line.topic), Text(line.finding + advice))
-        console.print(table)
-
-    emit(json_flag, {"lines": [attrs.asdict(line) for line in lines]}, render)
-    if any(line.status is Status.ERROR for line in lines):
+    job = registry.doctor_job(timeout_s)
+    if job is None:
+        lines = registry.machine_lines()
+        emit(json_flag, {"lines": [attrs.asdict(line) for line in lines]}, lambda console: _render((), lines, console))
+        failed = any(line.status is Status.ERROR for line in lines)
+    else:
+        try:
+            if job.rank == 0:
+                data = {**job.data, "lines": [attrs.asdict(line) for line in job.lines]}
+                emit(json_flag, data, lambda console: _render(job.tables, job.lines, console))
+        finally:
+            job.finish()
+        failed = job.failed
+    if failed:
         ctx.exit(1)
+
+
+def _render(tables: Sequence[FindingsTable], lines: Sequence[DoctorLine], console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    for found in tables:
+        table = Table(*map(escape, found.columns), title=escape(found.title), title_justify="left", box=None, pad_edge=False)
+        for row in found.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        console.print()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for line in lines:
+        advice = f"\n{line.advice}" if line.advice else ""
+        table.add_row(Text(line.status, style=_STYLE[line.status]), Text(line.topic), Text(line.finding + advice))
+    console.print(table)

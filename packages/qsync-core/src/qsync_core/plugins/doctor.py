@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 from attrs.validators import instance_of
@@ -37,6 +38,36 @@ class DoctorLine:
     finding: str = attrs.field(validator=instance_of(str))
     status: Status = attrs.field(default=Status.OK, converter=Status)
     advice: str = attrs.field(default="", validator=instance_of(str))
+
+
+@attrs.frozen
+class FindingsTable:
+    """Findings that stand side by side: a title, the heads of the columns, and rows of as many texts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@attrs.frozen
+class JobFindings:
+    """What the processes of a job found together.
+
+    Attributes:
+        rank: of this process; rank 0 prints for all.
+        failed: what was found, or that it could not be found, makes the command fail; equal on all ranks.
+        lines: findings, on rank 0.
+        tables: likewise, to be printed before the lines.
+        data: likewise, for ``--json``: strings, numbers, lists and dictionaries.
+        finish: called once rank 0 has printed: lets the other ranks go.
+    """
+
+    rank: int
+    failed: bool
+    lines: Sequence[DoctorLine] = ()
+    tables: Sequence[FindingsTable] = ()
+    data: Mapping[str, Any] = attrs.field(factory=dict)
+    finish: Callable[[], None] = attrs.field(default=lambda: None)
 
 
 def core_lines() -> list[DoctorLine]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
     from qsync_core.ir.variant import Variant
-    from qsync_core.plugins.doctor import DoctorLine
+    from qsync_core.plugins.doctor import DoctorLine, JobFindings
 
 ENTRY_POINT_GROUP = "qsync"
 
@@ -191,4 +191,15 @@ def qsync_doctor() -> list[DoctorLine]:  # type: ignore[empty-body]
     Parameters: none.
     Returns: lines, in the order in which to print them.
     Must not: raise where something is missing; that is a line with status ``warning``.
+    """
+
+
+@hookspec(firstresult=True)
+def qsync_doctor_job(timeout_s: float) -> JobFindings | None:
+    """Say what the processes of this process's job can do together.
+
+    When called: by ``qsync doctor``, in every process of the job.
+    Parameters: how many seconds one collective may take.
+    Returns: what was found, or None where this process is of no job of several; the first answer counts.
+    Must not: hang, whatever the other processes do.
     """

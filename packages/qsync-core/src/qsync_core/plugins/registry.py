@@ -15,7 +15,7 @@ from qsync_core.errors import BackendError, PluginError, QSyncError
 from qsync_core.kernels.backend import KernelBackend, KernelConfig, KernelRequest
 from qsync_core.plugins import compat, hooks
 from qsync_core.plugins.backends import Answer, DefaultSelection, ask_backend, checked, name_and_problem, refusal
-from qsync_core.plugins.doctor import DoctorLine
+from qsync_core.plugins.doctor import DoctorLine, JobFindings, Status, core_lines
 from qsync_core.plugins.guard import guard, origin
 
 if TYPE_CHECKING:
@@ -245,6 +245,24 @@ class Registry:
     def doctor_lines(self) -> list[DoctorLine]:
         """Findings of all plugins."""
         return self.collect("qsync_doctor", lambda line: "" if isinstance(line, DoctorLine) else "it is no DoctorLine")
+
+    def machine_lines(self) -> list[DoctorLine]:
+        """All that core and the plugins find on this machine, and which plugins there are."""
+        lines = core_lines() + self.doctor_lines()
+        try:
+            self.backends()  # asks every plugin, so that those that fail are listed too
+        except PluginError as error:
+            lines.append(DoctorLine("kernel backends", str(error), Status.ERROR))
+        lines += [DoctorLine(f"plugin {name}", "loaded") for name in self.plugins]
+        return lines + [DoctorLine(f"plugin {name}", f"disabled: {reason}", Status.ERROR) for name, reason in self.disabled.items()]
+
+    def doctor_job(self, timeout_s: float) -> JobFindings | None:
+        """What the processes of a job find together, None where this process is of none.
+
+        Raises:
+            QSyncError: what keeps this process from taking part.
+        """
+        return self._first("qsync_doctor_job", JobFindings, timeout_s=timeout_s)
 
     def trace_job(self, job: str) -> PrecisionDag | None:
         """The graph of a job, None where no plugin traces jobs.

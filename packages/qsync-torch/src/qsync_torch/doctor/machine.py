@@ -1,39 +1,33 @@
-"""What ``qsync doctor`` says about torch, devices, precisions, collectives, compilers, collectors; and whether all ranks agree."""
+"""What ``qsync doctor`` says about torch, devices, precisions, collectives, compilers and collectors of this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from qsync_core.errors import RankError
 from qsync_core.plugins.doctor import DoctorLine, Status, problem_lines
 from qsync_torch.devices import driver_version
-from qsync_torch.distributed.exchange import Exchange, Members, Report, by_value
 from qsync_torch.distributed.ranks import SHARE_VARIABLE
 from qsync_torch.observing.collectors import installed_collectors
 from qsync_torch.sharing.mps import CONTROL, START, Daemon, find_daemon, pipe_directory
 
-_RENDEZVOUS = timedelta(seconds=30)
-"""How long to wait for the other ranks."""
-
 
 def doctor_lines() -> list[DoctorLine]:
-    """All findings; under torchrun with a comparison of the ranks."""
+    """All findings."""
     lines = [DoctorLine("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"), *_cpu_lines(), *_cuda_lines()]
-    lines += [
+    return [
+        *lines,
         *mps_lines(find_daemon()),
         *_allocator_lines(),
         *_collective_lines(),
         *_compiler_lines(),
         *problem_lines("collectors", installed_collectors),
     ]
-    return lines + _agreement_lines(lines)
 
 
 def _cpu_lines() -> list[DoctorLine]:
@@ -100,8 +94,7 @@ def _device_lines(index: int) -> list[DoctorLine]:
                 f"cuda:{index} kernels",
                 f"this torch ({torch.__version__}) has none for sm_{capability[0]}{capability[1]}",
                 Status.ERROR,
-                "install another build of torch; that for CUDA 12.6 has sm_50 to sm_90: "
-                "pip install torch --index-url https://download.pytorch.org/whl/cu126",
+                f"install another build of torch; {wheel_advice([capability])}",
             )
         )
     for precision, needed in (("int8", (7, 5)), ("bfloat16", (8, 0)), ("float8_e4m3fn", (8, 9))):
@@ -163,6 +156,27 @@ def has_kernels(capability: tuple[int, int], arch_list: Sequence[str]) -> bool:
     return not arch_list
 
 
+_WHEELS = (("12.6", (5, 0), (9, 0)), ("13.0", (7, 5), (12, 0)))
+"""PyTorch's wheels by CUDA version, with the oldest and the newest chips that they have machine code for."""
+
+
+def wheel_advice(capabilities: Sequence[tuple[int, int]]) -> str:
+    """Which of PyTorch's wheels runs on devices of all these compute capabilities, as a part of a sentence."""
+    for cuda, first, last in _WHEELS:
+        if all(first <= capability <= (last[0], 9) for capability in capabilities):
+            digits = cuda.replace(".", "")
+            return (
+                f"that for CUDA {cuda} has {_sm(first)} to {_sm(last)}: pip install torch --index-url "
+                f"https://download.pytorch.org/whl/cu{digits}"
+            )
+    wanted = ";".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
+    return f"no wheel of PyTorch has all of these, so build it with TORCH_CUDA_ARCH_LIST='{wanted}'"
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
 def _collective_lines() -> list[DoctorLine]:
     if not dist.is_available():
         return [DoctorLine("collectives", "this torch is built without torch.distributed", Status.ERROR, "install another build")]
@@ -177,45 +191,3 @@ def _compiler_lines() -> list[DoctorLine]:
     if compiler:
         return [DoctorLine("c++ compiler", compiler)]
     return [DoctorLine("c++ compiler", "none found", Status.INFO, "torch.compile on a CPU needs one")]
-
-
-def _agreement_lines(lines: list[DoctorLine]) -> list[DoctorLine]:
-    """Whether all ranks of a torchrun found the same versions; nothing outside torchrun."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world < 2 or "RANK" not in os.environ or not dist.is_available() or dist.is_initialized():
-        return []
-    from importlib.metadata import version
-
-    mine = {line.topic: line.finding for line in lines if line.topic in ("cuda", "nccl")}
-    mine |= {"torch": torch.__version__.split("+")[0], "qsync-torch": version("qsync-torch"), "qsync-core": version("qsync-core")}
-    try:
-        dist.init_process_group("gloo", timeout=_RENDEZVOUS)
-    except (RuntimeError, ValueError) as error:
-        return [
-            DoctorLine(
-                "ranks", f"the {world} ranks do not find each other: {error}", Status.ERROR, "see MASTER_ADDR and MASTER_PORT"
-            )
-        ]
-    try:
-        members = Members.of_group(None)
-        assert members is not None
-        exchange = Exchange(members, "qsync doctor", _RENDEZVOUS.total_seconds())
-        exchange.say(Report("qsync doctor", mine))
-        everyone = list(exchange.hear().values())
-    except (RankError, dist.DistError) as error:
-        return [DoctorLine("ranks", str(error), Status.ERROR, "see what the other ranks printed")]
-    finally:
-        dist.destroy_process_group()
-    return compare_ranks([report.facts for report in everyone])
-
-
-def compare_ranks(everyone: Sequence[Mapping[str, str]]) -> list[DoctorLine]:
-    """One line that all ranks agree, or one per fact in which they do not."""
-    lines = []
-    for topic in sorted({topic for facts in everyone for topic in facts}):
-        found = {rank: facts.get(topic, "nothing") for rank, facts in enumerate(everyone)}
-        if len(set(found.values())) > 1:
-            # Unequal GPUs are what QSync is for; unequal software is not.
-            status = Status.WARNING if topic == "cuda" else Status.ERROR
-            lines.append(DoctorLine(f"ranks: {topic}", by_value(found), status, "install the same versions everywhere"))
-    return lines or [DoctorLine("ranks", f"all {len(everyone)} ranks have the same versions")]

@@ -1,0 +1,274 @@
+"""``qsync doctor`` in every process of a job: a probe that can be given up, and on rank 0 the waiting for all, each step bounded.
+
+No collective runs in these processes, and nothing starts CUDA: whatever hangs does so in a probe, and is ended with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import attrs
+import torch.distributed as dist
+
+from qsync_core.errors import RankError
+from qsync_core.plugins.doctor import JobFindings
+from qsync_torch.distributed.ranks import rank_timeout_s, versions_text
+from qsync_torch.doctor.findings import job_findings
+from qsync_torch.doctor.mailbox import PAUSE_S, Mailbox, Place
+from qsync_torch.doctor.probe import SIZES
+from qsync_torch.doctor.rank_facts import RankFacts
+from qsync_torch.doctor.seen import Seen, Trouble
+
+PROBE = (sys.executable, "-m", "qsync_torch.doctor.probe")
+"""Command of the process that measures."""
+START_S = 180.0
+"""For importing torch and starting CUDA, from a cold disk and on all ranks of a machine at once."""
+_SILENCE_S = 30.0
+"""After which ranks no longer believe in a rank 0 that shows no sign of life."""
+_BEATS_S = 3.0
+"""How long a process is watched for signs of life, of which it gives two a second."""
+_LEAVE_S = 5.0
+_STEPS = ("here", "facts", "speed", "connected", *(f"all-reduce {position}" for position in range(len(SIZES))), "rounds")
+_TAIL_BYTES = 4096
+
+
+class _ToldToEnd(Exception):
+    pass
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM is raised where the process is, so that rank 0 still says what it has seen."""
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _ToldToEnd
+
+    before = signal.signal(signal.SIGTERM, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Probe:
+    """This rank's measuring process."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box, self._said, self._tail_said = box, False, False
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        environment = {"NCCL_DEBUG": "WARN", **os.environ}
+        self._process = subprocess.Popen(
+            PROBE,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            env=environment,
+            start_new_session=True,  # torchrun signals whole process groups, and this process decides when its probe ends
+        )
+
+    def report(self) -> None:
+        """Tell the others when it has died, and in trouble what it printed."""
+        status = self._process.poll()
+        if status and not self._said:
+            self._said = True
+            self._box.say("failed", self._reason(status))
+        if not self._tail_said and self._box.has("trouble"):
+            self._tail_said = True
+            self._box.say("warnings", [line for line in self._tail() if "NCCL WARN" in line or "[W" in line][-3:])
+
+    def _reason(self, status: int) -> str:
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}: {next(reversed(self._tail()), 'it printed nothing')}"
+
+    def _tail(self) -> list[str]:
+        size = os.fstat(self._output.fileno()).st_size
+        text = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def end(self) -> None:
+        """Wherever it is; one that even SIGKILL does not end, because a driver holds it, is left."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)
+        self._output.close()
+
+
+def doctor_of_job(timeout_s: float) -> JobFindings | None:
+    """What the ranks of this process's job find together; None where it is of no job of several.
+
+    Args:
+        timeout_s: how long one all-reduce may take.
+
+    Raises:
+        RankError: when the store or rank 0 cannot be reached; on the other ranks also when rank 0 says that something is broken.
+    """
+    place = Place.from_environment()
+    if place is None:
+        return None
+    box = Mailbox(place, rank_timeout_s(), holds=True)
+    box.beat("alive")
+    box.say("here", [socket.gethostname(), versions_text()])
+    probe = _Probe(box)
+    try:
+        with _told_to_end():
+            if place.rank == 0:
+                seen = _Gathering(box, probe, timeout_s).run()
+                findings = job_findings(seen)
+                return attrs.evolve(findings, finish=lambda: _let_go(box, findings.failed))
+            return _follow(box, probe)
+    finally:
+        probe.end()
+
+
+def _let_go(box: Mailbox, failed: bool) -> None:
+    box.post("over", failed)
+    until = time.monotonic() + _LEAVE_S
+    while box.missing("left") not in ([], [0]) and time.monotonic() < until:  # this process may hold the store
+        time.sleep(PAUSE_S)
+
+
+def _follow(box: Mailbox, probe: _Probe) -> JobFindings:
+    rank = box.place.rank
+    try:
+        beats, since = -1, time.monotonic()
+        while not box.has("over"):
+            probe.report()
+            now = time.monotonic()
+            if (found := box.beats("alive", [0])[0]) != beats:
+                beats, since = found, now
+            elif now - since > _SILENCE_S:
+                raise RankError(f"rank 0 has given no sign of life for {_SILENCE_S:g} s while rank {rank} waited for what it found")
+            time.sleep(PAUSE_S)
+        failed = box.read("over")
+        box.say("left")
+    except _ToldToEnd:
+        raise RankError(
+            f"rank {rank} was told to end (SIGTERM) before rank 0 said what it found: another rank has failed"
+        ) from None
+    except dist.DistError as error:
+        raise RankError(
+            f"the job's store has gone while rank {rank} waited for what rank 0 found: see what it printed last "
+            f"({str(error).partition(chr(10))[0]})"
+        ) from None
+    if failed:
+        raise RankError("something is broken between the ranks of this job, or on one of them: see what rank 0 printed")
+    return JobFindings(rank, failed=False)
+
+
+class _Troubled(Exception):
+    def __init__(self, trouble: Trouble) -> None:
+        self.trouble = trouble
+
+
+class _Gathering:
+    """Rank 0's part: one step after the other, until all have taken it or one has failed to."""
+
+    def __init__(self, box: Mailbox, probe: _Probe, timeout_s: float) -> None:
+        self._box, self._probe, self._timeout_s = box, probe, timeout_s
+        self._step = _STEPS[0]
+        self._backend = ""
+
+    def run(self) -> Seen:
+        """All steps, or as many as were taken."""
+        trouble = None
+        try:
+            self._take_steps()
+        except _Troubled as ended:
+            trouble = ended.trouble
+        except _ToldToEnd:
+            trouble = self._trouble(told=True)
+        return self._seen(trouble)
+
+    def _take_steps(self) -> None:
+        self._await("here", rank_timeout_s())
+        if len({qsync for _, qsync in self._box.heard("here").values()}) > 1:
+            return  # what another version says may not be understood
+        self._await("facts", START_S)
+        facts = self._facts()
+        self._backend = common_backend(facts)
+        self._box.post("plan", {"backend": self._backend, "sizes": SIZES, "timeout_s": self._timeout_s})
+        self._await("speed", START_S)
+        self._await("connected", max(self._timeout_s, rank_timeout_s()))
+        for position in range(len(SIZES)):
+            self._await(f"all-reduce {position}", self._timeout_s)
+        self._await("rounds", self._timeout_s)
+
+    def _await(self, step: str, limit_s: float) -> None:
+        self._step = step
+        begin = time.monotonic()
+        while missing := self._box.missing(step):
+            self._probe.report()
+            if any(self._box.has(f"failed/{rank}") for rank in missing):
+                raise _Troubled(self._trouble())
+            if time.monotonic() - begin > limit_s:
+                raise _Troubled(self._trouble(after_s=limit_s))
+            time.sleep(PAUSE_S)
+
+    def _trouble(self, after_s: float = 0.0, *, told: bool = False) -> Trouble:
+        """Who is behind, who lives, and what they say; while they are watched others may fail for the same reason."""
+        while not self._box.missing(self._step) and self._step != _STEPS[-1]:  # others may have gone on meanwhile
+            self._step = _STEPS[_STEPS.index(self._step) + 1]
+        missing = self._box.missing(self._step)
+        came = list(self._box.heard("here"))
+        before = {what: self._box.beats(what, came) for what in ("alive", "probe alive")}
+        self._box.post("trouble", self._step)
+        self._probe.report()
+        until = time.monotonic() + _BEATS_S
+        while time.monotonic() < until:
+            self._probe.report()
+            time.sleep(PAUSE_S)
+        after = {what: self._box.beats(what, came) for what in before}
+        still = {what: [rank for rank in came if after[what][rank] == before[what][rank]] for what in before}
+        died = self._box.heard("failed")
+        return Trouble(
+            step=self._step,
+            after_s=after_s,
+            told=told,
+            missing=tuple(missing),
+            not_entered=tuple(self._not_entered()),
+            gone=tuple(still["alive"]),
+            stopped=tuple(rank for rank in still["probe alive"] if rank not in still["alive"] and rank not in died),
+            died=died,
+            warnings=self._box.heard("warnings"),
+        )
+
+    def _not_entered(self) -> Sequence[int]:
+        if self._step.startswith("all-reduce"):
+            return self._box.missing(self._step.replace("all-reduce", "entered"))
+        return self._box.missing("entered rounds") if self._step == "rounds" else ()
+
+    def _facts(self) -> Mapping[int, RankFacts]:
+        return {rank: RankFacts.from_data(message) for rank, message in self._box.heard("facts").items()}
+
+    def _seen(self, trouble: Trouble | None) -> Seen:
+        came = self._box.heard("here")
+        return Seen(
+            world=self._box.place.world,
+            hosts={rank: host for rank, (host, _) in came.items()},
+            qsync={rank: qsync for rank, (_, qsync) in came.items()},
+            facts=self._facts(),
+            backend=self._backend,
+            speeds=self._box.heard("speed"),
+            all_reduces={nbytes: self._box.heard(f"all-reduce {position}") for position, nbytes in enumerate(SIZES)},
+            rounds=self._box.heard("rounds"),
+            trouble=trouble,
+            master=f"{self._box.place.host}:{self._box.place.port}",
+        )
+
+
+def common_backend(facts: Mapping[int, RankFacts]) -> str:
+    """``nccl`` where all ranks have it and GPUs of their own, else ``gloo``."""
+    gpus = [found.gpu for found in facts.values()]
+    has_nccl = all("nccl" in found.versions for found in facts.values())
+    return "nccl" if has_nccl and all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
