@@ -11,7 +11,13 @@ import pytest
 
 from contracts.environment import MODULES, ROOT, pyproject, run
 
-MODULE_OF_DISTRIBUTION = {"attrs": "attr", "msgpack": "msgpack", "scikit-learn": "sklearn", "nvidia-cutlass": "cutlass"}
+MODULE_OF_DISTRIBUTION = {
+    "vl-convert-python": "vl_convert",
+    "attrs": "attr",
+    "msgpack": "msgpack",
+    "scikit-learn": "sklearn",
+    "nvidia-cutlass": "cutlass",
+}
 
 
 def test_the_contracts_cover_every_package():

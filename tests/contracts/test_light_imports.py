@@ -27,7 +27,7 @@ for found in pkgutil.walk_packages(package.__path__, "{module}."):
     ("module", "torch_only", "blocked"),
     [
         ("qsync_core", "-", ("torch", "numpy", "triton", "transformers", "sklearn", "highspy", "qsync_planner", "qsync_torch")),
-        ("qsync_planner", "-", ("torch", "triton", "transformers", "sklearn", "highspy", "qsync_torch")),
+        ("qsync_planner", "-", ("torch", "triton", "transformers", "sklearn", "highspy", "jinja2", "vl_convert", "qsync_torch")),
         ("qsync_kernels_cutlass", "kernels", ("torch", "triton", "cutlass", "numpy", "qsync_planner", "qsync_torch")),
     ],
 )

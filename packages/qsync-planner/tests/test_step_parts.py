@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.timeline import Interval, Timeline
-from qsync_planner.step_parts import StepParts, group_parts, rank_parts, waiting
+from qsync_planner.step_parts import StepParts, exposed_waiting, group_parts, rank_parts, waiting
 
 F, B, OPT, COMM = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION
 CPU, GPU, LINK = Resource.DISPATCH, Resource.COMPUTE, Resource.COMMUNICATION
@@ -99,3 +99,14 @@ def test_the_parts_of_any_step_add_up_to_it(period: int, ranks: list[list[Row]],
 @pytest.mark.parametrize("period", [0, 90])
 def test_a_rank_without_intervals_is_idle(period: int) -> None:
     assert rank_parts(measured(period, []), 0) == StepParts(0, 0, 0, 0, period)
+
+
+def test_waiting_that_nothing_hides() -> None:
+    """The fast rank computes until 40 and waits in its collective, which transfers from 80 to 100."""
+    fast: list[Row] = [(F, GPU, 0, 20), (B, GPU, 20, 40), (COMM, LINK, 30, 100), (OPT, GPU, 100, 110)]
+    slow: list[Row] = [(F, GPU, 0, 40), (B, GPU, 40, 80), (COMM, LINK, 80, 100), (OPT, GPU, 100, 110)]
+    timeline = measured(110, fast, slow, source="predicted")
+    timeline = attrs.evolve(timeline, rank_group={0: "fast", 1: "slow"})
+    assert (exposed_waiting(timeline, "fast"), exposed_waiting(timeline, "slow")) == (40, 0)
+    assert group_parts(timeline, "fast").communication == 60
+    assert group_parts(timeline, "slow").communication == 20

@@ -51,6 +51,11 @@ class RunFolder:
         """The page that shows all of it."""
         return self.path / "report.html"
 
+    @property
+    def trace(self) -> Path:
+        """The predicted and the measured step, for Perfetto."""
+        return self.path / "report.perfetto.json"
+
     def profile(self, group: str) -> Path:
         """What a group's device measured."""
         return self.path / "profiles" / f"{group}.qsync"

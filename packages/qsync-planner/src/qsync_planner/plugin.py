@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """Add ``indicate``, ``estimate``, ``plan``, ``explain``, ``replay`` and ``verify``."""
+    """Add ``indicate``, ``estimate``, ``plan``, ``explain``, ``replay``, ``verify`` and ``report``."""
     from qsync_planner.cli.estimate import estimate
     from qsync_planner.cli.indicate import indicate
     from qsync_planner.cli.plan import explain, plan
     from qsync_planner.cli.replay import replay, verify
+    from qsync_planner.cli.report import report
 
-    for command in (indicate, estimate, plan, explain, replay, verify):
+    for command in (indicate, estimate, plan, explain, replay, verify, report):
         cli.add_command(command)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -92,6 +92,25 @@ def group_parts(timeline: Timeline, group: str) -> StepParts:
     )
 
 
+def exposed_waiting(timeline: Timeline, group: str) -> int:
+    """What a group's ranks wait for other ranks in collectives while they compute nothing, in the mean.
+
+    It is part of :attr:`StepParts.communication`.  A collective transfers at its end, for as long as on the rank that came last.
+    """
+    transferred, waits = transfers(timeline), []
+    for rank, name in timeline.rank_group.items():
+        if name != group:
+            continue
+        compute = [i for i in timeline.intervals if i.rank == rank and i.resource is Resource.COMPUTE]
+        waiting, transferring = [], []
+        for key, interval in _collectives(timeline, rank):
+            begin = max(interval.start_ns, interval.end_ns - transferred[key])
+            waiting.append(attrs.evolve(interval, duration_ns=begin - interval.start_ns))
+            transferring.append(attrs.evolve(interval, start_ns=begin, duration_ns=interval.end_ns - begin))
+        waits.append(union_ns([*compute, *transferring, *waiting]) - union_ns([*compute, *transferring]))
+    return min(round(sum(waits) / len(waits)), group_parts(timeline, group).communication)
+
+
 def union_ns(intervals: Sequence[Interval]) -> int:
     """How much time lies in at least one of the intervals."""
     total, reached = 0, 0
@@ -124,10 +143,13 @@ def waiting(timeline: Timeline, group: str) -> int:
 
 def _collective_times(timeline: Timeline) -> dict[int, dict[tuple[str, int], int]]:
     """Per rank the duration of each collective, by its name and how many of that name came before it."""
-    found: dict[int, dict[tuple[str, int], int]] = {rank: {} for rank in timeline.rank_group}
-    seen: Counter[tuple[int, str]] = Counter()
-    for interval in sorted(timeline.intervals, key=lambda interval: interval.start_ns):
-        if interval.resource is Resource.COMMUNICATION:
-            found[interval.rank][interval.name, seen[interval.rank, interval.name]] = interval.duration_ns
-            seen[interval.rank, interval.name] += 1
-    return found
+    return {rank: {key: i.duration_ns for key, i in _collectives(timeline, rank)} for rank in timeline.rank_group}
+
+
+def _collectives(timeline: Timeline, rank: int) -> Iterator[tuple[tuple[str, int], Interval]]:
+    """A rank's collectives in order, each with its name and how many of that name came before it."""
+    seen: Counter[str] = Counter()
+    mine = [i for i in timeline.intervals if i.rank == rank and i.resource is Resource.COMMUNICATION]
+    for interval in sorted(mine, key=lambda interval: interval.start_ns):
+        yield (interval.name, seen[interval.name]), interval
+        seen[interval.name] += 1

@@ -109,7 +109,7 @@ def _replay(
     dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
     kept = {group.name for group in training} | set(inference)
     groups = tuple(group for group in cluster.groups if group.name in kept)
-    smaller = attrs.evolve(cluster, groups=groups, links=_links_among(cluster, profiles, kept))
+    smaller = attrs.evolve(cluster, groups=groups, links=links_among(cluster, profiles, kept))
     kept_profiles = {group.name: profiles[group.name] for group in groups}
     period = min(
         Replayer(dag, smaller, kept_profiles, communication=ways.costs, settings=way, like=ways.at(way)).period_ns(work)
@@ -118,7 +118,7 @@ def _replay(
     return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
 
 
-def _links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
+def links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
     """The links of the groups that remain.
 
     Where neither a link nor a profile says how fast they communicate among themselves, as fast as with those that are left out.

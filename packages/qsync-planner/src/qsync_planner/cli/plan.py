@@ -278,9 +278,12 @@ def show_tradeoff(
     """
     from qsync_core.errors import PlanError
     from qsync_planner.allocator.exact.tradeoff import tradeoff
+    from qsync_planner.reporting import require_pages
     from qsync_planner.reporting.tradeoff_page import render_page
 
     check_page_name(output, "the trade-off curve", "give it", PlanError)
+    if output is not None:
+        require_pages()
     with progress_bar("trade-off curve") as update:
         found = tradeoff(dag, cluster, profiles, sensitivity, progress=update)
     if output is not None:

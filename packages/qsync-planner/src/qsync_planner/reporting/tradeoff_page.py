@@ -1,122 +1,155 @@
-"""The trade-off curve as an HTML page to pick a plan from: one file, no network, no scripts.
-
-Pointing at a dot marks its row of the table and the other way round; a click goes there and stays.
-"""
+"""The trade-off curve to pick a plan from: a chart whose dots lead to the rows of a table, as a page or a part of a report."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
 
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.search import PROVEN_GAP
 from qsync_planner.allocator.exact.tradeoff import Tradeoff, TradeoffPoint
 from qsync_planner.estimating.marks import estimate_notes
-from qsync_planner.reporting.html_page import html_page, svg, svg_line, svg_text
+from qsync_planner.reporting.marks import Spec, chart, colour, time_unit, tooltips
+from qsync_planner.reporting.page import Figure, Key, Page, Section, Table, render
 
-WIDTH, HEIGHT = 960, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 16, 22, 48
-_COLOURS = ("#7b5ea7", "#3f78b5", "#2a9d8f", "#d99a2b", "#c8553d", "#8a6d3b", "#5b6675")
 _DECADES = 6
 """An Ω this many powers of ten below the largest is drawn as 0."""
-
-_INTRODUCTION = """<p>Every dot is a plan of which no other is better in gradient error (Ω), step time and memory. Point at one
-for its row in the table; click to stay there. The row says how to get the plan.</p>"""
+_HEIGHT = 320
+_INTRODUCTION = (
+    "Every dot is a plan of which no other is better in gradient error (Ω), step time and memory. Point at one for its figures; "
+    "a click leads to its row of the table, which says how to get the plan."
+)
 
 
 def render_page(tradeoff: Tradeoff) -> str:
-    """The whole page."""
-    picture = f"{legend(tradeoff)}<figure>{draw_tradeoff(tradeoff)}</figure>"
-    body = f'{_INTRODUCTION}\n{picture}\n<p class="note">{escape(notes(tradeoff))}</p>\n{table(tradeoff)}'
-    return html_page(f"{tradeoff.model}: what a plan costs", style(tradeoff), body)
+    """The whole page.
+
+    Raises:
+        PlanError: when qsync-planner's extra ``report`` is not installed.
+    """
+    return render(Page(f"{tradeoff.model}: what a plan costs", (tradeoff_section(tradeoff, "Plans"),)))
+
+
+def tradeoff_section(tradeoff: Tradeoff, title: str, chosen_ns: int | None = None, *, folded: bool = False) -> Section:
+    """Chart and table; ``chosen_ns`` is the step time of the plan that was chosen, ``folded`` hides the table behind a line."""
+    groups = list(tradeoff.budgets[-1])
+    header = ["plan", "step time", "of full precision's", "Ω", "proven within", *(f"peak of {name}" for name in groups)]
+    rows = []
+    for number, point in enumerate(tradeoff.points, 1):
+        share = point.iteration_ns / tradeoff.baselines["full"] if tradeoff.baselines["full"] else 1.0
+        texts = [str(number), format_ns(point.iteration_ns), f"{share:.2f}", f"{point.omega:.4g}", gap_text(point)]
+        texts += [format_bytes(point.peak_bytes[name]) for name in groups]
+        recipe = "\n".join([" ".join(point.arguments), *memory_lines(point.memory)])
+        rows.append((*texts, "\n".join(operators_lines(point)), recipe))
+    words = frozenset((len(header), len(header) + 1))
+    table = Table(
+        (*header, "operators", "how to get it"),
+        rows,
+        words=words,
+        note=notes(tradeoff),
+        anchor="plan",
+        code=frozenset((len(header) + 1,)),
+        summary=f"All {len(rows)} plans, and how to get them" if folded else "",
+    )
+    return Section(title, (_INTRODUCTION,), (tradeoff_figure(tradeoff, chosen_ns), table))
+
+
+def tradeoff_figure(tradeoff: Tradeoff, chosen_ns: int | None = None) -> Figure:
+    """Ω against step time: a curve for each memory budget, a dot for each plan."""
+    unit = time_unit(max(point.iteration_ns for point in tradeoff.points))
+    zero, ticks = _zero(tradeoff)
+    along: Spec = {"field": "x", "type": "quantitative", "title": f"predicted step time ({unit.name})"}
+    along["scale"] = {"zero": False, "nice": False, "padding": 14}
+    up: Spec = {"field": "y", "type": "quantitative", "title": "Ω, gradient error"}
+    up["scale"] = {"type": "log", "nice": False, "padding": 10}
+    up["axis"] = {"values": ticks, "labelExpr": f"datum.value <= {zero} ? '0' : format(datum.value, '.0e')"}
+    steps, dots = [], []
+    for level in range(len(tradeoff.budgets)):
+        curve = [(unit.of(point.iteration_ns), max(zero, point.omega)) for point in tradeoff.curve(level)]
+        steps += [{"x": x, "y": y, "colour": colour(level), "level": level} for x, y in curve]
+    for number, point in enumerate(tradeoff.points, 1):
+        dots.append(
+            {
+                "x": unit.of(point.iteration_ns),
+                "y": max(zero, point.omega),
+                "colour": colour(_level(tradeoff, point)),
+                "row": f"#plan-{number}",
+                "Plan": str(number),
+                "Step time": format_ns(point.iteration_ns),
+                "Ω": f"{point.omega:.4g} ({gap_text(point)})",
+                "Peak": ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in point.peak_bytes.items()),
+                "Operators": "; ".join(operators_lines(point)),
+            }
+        )
+    own: Spec = {"field": "colour", "type": "nominal", "scale": None}
+    layers: list[Spec] = [
+        {
+            "data": {"values": steps},
+            "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.6, "opacity": 0.8},
+            "encoding": {"x": along, "y": up, "stroke": own, "detail": {"field": "level", "type": "nominal"}},
+        },
+        {
+            "data": {"values": dots},
+            "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1, "stroke": "var(--paper)", "cursor": "pointer"},
+            "encoding": {"x": along, "y": up, "fill": own, "tooltip": tooltips(dots), "href": {"field": "row", "type": "nominal"}},
+        },
+    ]
+    lines = [(f"{name} precision", duration_ns) for name, duration_ns in sorted(tradeoff.baselines.items())]
+    lines += [("the chosen plan", chosen_ns)] if chosen_ns is not None else []
+    times = [point.iteration_ns for point in tradeoff.points]
+    layers += _limits(_within(tradeoff, lines), along, unit.of, (min(times) + max(times)) / 2)
+    legend = [Key(colour(level), tradeoff.budget_text(level), "dot") for level in range(len(tradeoff.budgets))]
+    return Figure(chart(layers, _HEIGHT), f"Ω against step time of {len(dots)} plans, by memory budget.", legend)
+
+
+def _within(tradeoff: Tradeoff, lines: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those times that the curve reaches; equal ones (to a thousandth) under one name."""
+    times = [point.iteration_ns for point in tradeoff.points]
+    found: list[tuple[str, int]] = []
+    for name, duration_ns in sorted(lines, key=lambda line: line[1]):
+        if not 0.999 * min(times) <= duration_ns <= 1.001 * max(times):
+            continue
+        if found and duration_ns <= found[-1][1] * 1.001:
+            found[-1] = (f"{found[-1][0]}, {name}", found[-1][1])
+        else:
+            found.append((name, duration_ns))
+    return found
+
+
+def _limits(lines: Sequence[tuple[str, int]], along: Spec, of: Callable[[float], float], middle_ns: float) -> list[Spec]:
+    """Dashed lines at times, with their names along them, on the side where there is more room."""
+    values = [{"x": of(duration_ns), "text": name, "late": duration_ns > middle_ns} for name, duration_ns in lines]
+    x = {"x": along}
+    rule = {"type": "rule", "stroke": "var(--soft)", "strokeDash": [4, 3]}
+    text: Spec = {"type": "text", "angle": 270, "align": "right", "dx": -4, "y": 0, "fontSize": 11, "color": "var(--soft)"}
+    text |= {"baseline": {"expr": "datum.late ? 'bottom' : 'top'"}, "dy": {"expr": "datum.late ? -3 : 3"}}
+    return [
+        {"data": {"values": values}, "mark": rule, "encoding": x},
+        {"data": {"values": values}, "mark": text, "encoding": {**x, "text": {"field": "text"}}},
+    ]
+
+
+def _zero(tradeoff: Tradeoff) -> tuple[float, list[float]]:
+    """Where Ω of 0 is drawn on the logarithmic axis, and the axis's ticks, that one first."""
+    largest = max((point.omega for point in tradeoff.points), default=0.0)
+    above = [point.omega for point in tradeoff.points if point.omega > largest * 10.0**-_DECADES]
+    if not above:
+        return 1.0, [1.0]
+    low, high = math.log10(min(above)), math.log10(max(above))
+    powers = range(math.ceil(low - 0.3), math.floor(high + 0.3) + 1)
+    zero = 10 ** (low - 0.25 - 0.15 * (high - low))
+    return zero, [zero, *(10.0**power for power in powers)]
 
 
 def notes(tradeoff: Tradeoff) -> str:
-    """What a reader must know to read picture and table."""
+    """What a reader must know to read chart and table."""
     return (
-        f"Ω by the indicator “{tradeoff.indicator}”, summed over all helping devices; a logarithmic scale above 0, which is full "
+        f"Ω by the indicator “{tradeoff.indicator}”, summed over all helping devices; 0 is full "
         "precision. “Proven within” is how far below its Ω a plan of at most the same time and memory could be. Times and peaks "
         "are predicted for one step and one device. Arguments are added to ‘qsync plan’ with the same artifacts; a memory line "
         "replaces that of the group in the cluster file."
         + "".join(f" {note[0].upper()}{note[1:]}." for note in estimate_notes(tradeoff.estimated))
     )
-
-
-def style(tradeoff: Tradeoff) -> str:
-    """CSS of the picture and the table; the page's own colours are variables."""
-    rules = [
-        ".tradeoff-curve { fill: none; stroke-width: 1.6; opacity: .8; } .tradeoff-dot circle { stroke: var(--paper); }",
-        ".tradeoff-limit { stroke: var(--soft); stroke-dasharray: 4 3; } table.tradeoff code { white-space: nowrap; }",
-        "table.tradeoff tr:hover, table.tradeoff tr:target { background: var(--lane); }",
-        "table.tradeoff tr:target td { font-weight: 600; } .tradeoff-legend span { display: inline-block; margin-right: 1.2rem; }",
-        ".key { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em; }",
-    ]
-    for level in range(len(tradeoff.budgets)):
-        colour = _COLOURS[level % len(_COLOURS)]
-        rules.append(f".tradeoff-curve.level-{level} {{ stroke: {colour}; }}")
-        rules.append(f".tradeoff-dot.level-{level} circle, .level-{level}.key {{ fill: {colour}; background: {colour}; }}")
-        rules.append(f"body:has(#tradeoff-key-{level}:hover) .tradeoff-curve:not(.level-{level}) {{ opacity: .12; }}")
-    for number in range(1, len(tradeoff.points) + 1):
-        dot, row = f"#tradeoff-dot-{number}", f"#tradeoff-plan-{number}"
-        rules.append(f"body:has({dot}:hover) {row} {{ background: var(--lane); }}")
-        rules.append(f"body:has({row}:hover) {dot} circle, body:has({row}:target) {dot} circle {{ r: 8px; stroke: var(--ink); }}")
-    return "\n".join(rules) + "\n"
-
-
-def legend(tradeoff: Tradeoff) -> str:
-    """Names of the curves; pointing at one lets the others fade."""
-    entries = (
-        f'<span id="tradeoff-key-{level}"><i class="level-{level} key"></i>{escape(tradeoff.budget_text(level))}</span>'
-        for level in range(len(tradeoff.budgets))
-    )
-    return f'<p class="tradeoff-legend">{"".join(entries)}</p>'
-
-
-def draw_tradeoff(tradeoff: Tradeoff) -> str:
-    """The curves of all budgets as SVG, a dot for each plan."""
-    axes = _Axes(tradeoff)
-    parts = axes.draw()
-    for name, duration_ns in tradeoff.baselines.items():
-        if axes.shows(duration_ns):
-            x = axes.x(duration_ns)
-            parts.append(svg_line(x, _TOP, x, HEIGHT - _BOTTOM, "tradeoff-limit"))
-            parts.append(svg_text(x, _TOP - 8, f"{name} precision", "middle"))
-    for level in range(len(tradeoff.budgets)):
-        corners = [(axes.x(p.iteration_ns), axes.y(p.omega)) for p in tradeoff.curve(level)]
-        path = "".join(f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
-        if corners:
-            start = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
-            parts.append(f'<path d="{start}{path}H{WIDTH - _RIGHT}" class="tradeoff-curve level-{level}"/>')
-    for number, point in enumerate(tradeoff.points, 1):
-        parts.append(
-            f'<a href="#tradeoff-plan-{number}" id="tradeoff-dot-{number}" class="tradeoff-dot level-{_level(tradeoff, point)}">'
-            f'<circle cx="{axes.x(point.iteration_ns):.1f}" cy="{axes.y(point.omega):.1f}" r="5">'
-            f"<title>{escape(_summary(number, point))}</title></circle></a>"
-        )
-    return svg(WIDTH, HEIGHT, "Ω against step time, by memory budget", parts)
-
-
-def table(tradeoff: Tradeoff) -> str:
-    """A row for each plan."""
-    groups = list(tradeoff.budgets[-1])
-    head = ["plan", "step time", "of full precision's", "Ω", "proven within", *(f"peak of {name}" for name in groups)]
-    cells = "".join(f"<th>{escape(text)}</th>" for text in head)
-    cells += '<th class="left">operators</th><th class="left">how to get it</th>'
-    rows = []
-    for number, point in enumerate(tradeoff.points, 1):
-        level = _level(tradeoff, point)
-        share = point.iteration_ns / tradeoff.baselines["full"] if tradeoff.baselines["full"] else 1.0
-        texts = [format_ns(point.iteration_ns), f"{share:.2f}", f"{point.omega:.4g}", gap_text(point)]
-        texts += [format_bytes(point.peak_bytes[name]) for name in groups]
-        rows.append(
-            f'<tr id="tradeoff-plan-{number}"><td><i class="level-{level} key"></i>{number}</td>'
-            + "".join(f"<td>{escape(text)}</td>" for text in texts)
-            + f'<td class="left">{"<br>".join(escape(line) for line in operators_lines(point))}</td>'
-            + f'<td class="left">{_recipe(point)}</td></tr>'
-        )
-    return f'<div class="scroll"><table class="tradeoff">\n<tr>{cells}</tr>\n' + "\n".join(rows) + "\n</table></div>"
 
 
 def gap_text(point: TradeoffPoint) -> str:
@@ -138,72 +171,6 @@ def memory_lines(memory: Mapping[str, str]) -> list[str]:
     return [f"[group {name}] {line}" for name, line in memory.items()]
 
 
-def _recipe(point: TradeoffPoint) -> str:
-    lines = [" ".join(point.arguments), *memory_lines(point.memory)]
-    return "<br>".join(f"<code>{escape(line)}</code>" for line in lines)
-
-
 def _level(tradeoff: Tradeoff, point: TradeoffPoint) -> int:
     """The smallest budget that a plan fits."""
     return next(level for level, budget in enumerate(tradeoff.budgets) if point.fits(budget))
-
-
-def _summary(number: int, point: TradeoffPoint) -> str:
-    peaks = ", ".join(f"{name} {format_bytes(point.peak_bytes[name])}" for name in point.variants)
-    lines = [f"plan {number}: {format_ns(point.iteration_ns)}, Ω {point.omega:.4g} ({gap_text(point)})", peaks]
-    return "\n".join([*lines, *operators_lines(point)])
-
-
-class _Axes:
-    """Time along, Ω upwards: logarithmic, with a line for 0 below."""
-
-    def __init__(self, tradeoff: Tradeoff) -> None:
-        times = [point.iteration_ns for point in tradeoff.points]
-        margin = max(1.0, 0.03 * (max(times) - min(times)))
-        self._begin, self._end = min(times) - margin, max(times) + margin
-        largest = max((point.omega for point in tradeoff.points), default=0.0)
-        above = [point.omega for point in tradeoff.points if point.omega > largest * 10.0**-_DECADES]
-        self._high = math.log10(max(above)) + 0.1 if above else 1.0
-        self._low = math.log10(min(above)) - 0.1 if above else 0.0
-        self._zero = HEIGHT - _BOTTOM - 14
-        self._above_zero = self._zero - 26
-
-    def shows(self, duration_ns: int) -> bool:
-        return self._begin <= duration_ns <= self._end
-
-    def x(self, duration_ns: float) -> float:
-        return _LEFT + (duration_ns - self._begin) / (self._end - self._begin) * (WIDTH - _LEFT - _RIGHT)
-
-    def y(self, omega: float) -> float:
-        if omega <= 0 or math.log10(omega) < self._low:
-            return self._zero
-        share = (math.log10(omega) - self._low) / (self._high - self._low)
-        return self._above_zero - share * (self._above_zero - _TOP)
-
-    def draw(self) -> list[str]:
-        parts = [svg_text(WIDTH / 2, HEIGHT - 8, "predicted step time", "middle"), svg_text(4, _TOP - 8, "Ω")]
-        for tick in _ticks(self._begin / 1e6, self._end / 1e6):
-            x = self.x(tick * 1e6)
-            parts.append(svg_line(x, _TOP, x, HEIGHT - _BOTTOM, "grid"))
-            parts.append(svg_text(x, HEIGHT - _BOTTOM + 14, f"{tick:g} ms", "middle"))
-        for omega in (0.0, *_log_ticks(self._low, self._high)):
-            y = self.y(omega)
-            parts.append(svg_line(_LEFT, y, WIDTH - _RIGHT, y, "grid"))
-            parts.append(svg_text(_LEFT - 6, y + 4, f"{omega:.1g}" if omega else "0", "end"))
-        return parts
-
-
-def _ticks(begin: float, end: float) -> Sequence[float]:
-    """Some eight round numbers."""
-    raw = (end - begin) / 8
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    first = math.ceil(begin / step)
-    return [round(index * step, 9) for index in range(first, math.floor(end / step) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of every power of ten; of many powers only the 1."""
-    factors = (1, 2, 5) if high - low < 2.5 else (1,)
-    every = itertools.product(range(math.floor(low), math.ceil(high) + 1), factors)
-    return [factor * 10.0**power for power, factor in every if low <= power + math.log10(factor) <= high]

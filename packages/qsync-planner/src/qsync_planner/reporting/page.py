@@ -1,0 +1,165 @@
+"""A page for readers as one HTML file that needs no network: sentences, tables, and charts that the browser draws (Vega-Lite).
+
+What a page shows is values; ``page.html.j2`` is the only place that knows HTML.  Names in artifacts are anybody's, so the template
+escapes all text, charts get their data as JSON, and the page's content security policy allows the two scripts that are its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+
+from qsync_core.errors import PlanError
+
+_NEEDS = ("jinja2", "vl_convert")
+MISSING = "a page needs qsync-planner's extra 'report', which is not installed: pip install 'qsync-planner[report]'"
+
+
+def is_installed() -> bool:
+    """Whether pages can be written here."""
+    return all(find_spec(name) is not None for name in _NEEDS)
+
+
+def require_pages() -> None:
+    """Ask before the work is done that a page is to show.
+
+    Raises:
+        PlanError: when the extra ``report`` is not installed.
+    """
+    if not is_installed():
+        raise PlanError(MISSING)
+
+
+@attrs.frozen
+class Key:
+    """One entry of a legend: a CSS colour and what it stands for; ``hollow`` and ``hatched`` as the marks are."""
+
+    colour: str
+    text: str
+    style: str = ""
+
+
+@attrs.frozen
+class Figure:
+    """A chart.
+
+    Attributes:
+        chart: a Vega-Lite specification.
+        says: the sentence that stands for it where it cannot be seen.
+        legend: what its colours mean.
+        note: what a reader must know.
+    """
+
+    chart: Mapping[str, Any]
+    says: str
+    legend: Sequence[Key] = ()
+    note: str = ""
+    kind = "figure"
+
+
+@attrs.frozen
+class Table:
+    """Rows of texts.
+
+    Attributes:
+        header: of the columns.
+        rows: each as long as the header; a cell may have several lines.
+        words: columns of words, which stand on the left; all others are numbers.
+        summary: where there is one, the table is folded away behind it.
+        note: below the table.
+        anchor: rows are ``anchor-1``, ``anchor-2`` and so on, where charts lead to them.
+        code: columns of what a person types.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: frozenset[int] = frozenset((0,))
+    summary: str = ""
+    note: str = ""
+    anchor: str = ""
+    code: frozenset[int] = frozenset()
+    kind = "table"
+
+
+@attrs.frozen
+class Section:
+    """A title, sentences, and figures and tables."""
+
+    title: str
+    sentences: Sequence[str] = ()
+    parts: Sequence[Figure | Table] = ()
+
+
+@attrs.frozen
+class Fact:
+    """A figure to see at first sight: its name, its value, and what to compare it with."""
+
+    name: str
+    value: str
+    beside: str = ""
+
+
+@attrs.frozen
+class Page:
+    """All of it.
+
+    Attributes:
+        title: above everything.
+        verdict: the one sentence to read.
+        facts: the figures behind it.
+        sections: in order.
+        about: below the title, what the page is of.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    verdict: str = ""
+    facts: Sequence[Fact] = ()
+    about: str = ""
+
+
+def render(page: Page) -> str:
+    """The whole page as HTML.
+
+    Raises:
+        PlanError: when the extra ``report`` is not installed.
+    """
+    require_pages()
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=_files()
+    )
+    scripts = [_drawing_script()] if any(part.kind == "figure" for section in page.sections for part in section.parts) else []
+    return environment.get_template("page.html.j2").render(page=page, scripts=scripts, script_hashes=[_hash(s) for s in scripts])
+
+
+def _files() -> Any:
+    import jinja2
+
+    folder = resources.files(__package__)
+    return jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8"))
+
+
+@functools.cache
+def _drawing_script() -> str:
+    """Vega, Vega-Lite and Vega-Embed, and ``page.js``, which draws with them.
+
+    A script ends at the first ``</script``, wherever that stands; in a string it means the same with a backslash.
+    """
+    import vl_convert
+
+    own = resources.files(__package__).joinpath("page.js").read_text("utf-8")
+    return vl_convert.javascript_bundle(own).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _hash(script: str) -> str:
+    """As a content security policy names a script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

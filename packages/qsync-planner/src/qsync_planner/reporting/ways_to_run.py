@@ -1,0 +1,163 @@
+"""The ways to run a job that its report compares, each with what one rank of every group does in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from qsync_core.errors import InfeasibleError
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator.allocate import allocate
+from qsync_planner.allocator.communication import Ways, fastest
+from qsync_planner.allocator.verdict import links_among
+from qsync_planner.matching import under_base
+from qsync_planner.replayer.replay import Replayer
+from qsync_planner.step_parts import StepParts, exposed_waiting, group_parts
+
+
+@attrs.frozen
+class Job:
+    """What a job's steps are predicted from.
+
+    Attributes:
+        plan: of these groups.
+        costs: of collectives among them; None where they were not measured.
+    """
+
+    dag: PrecisionDag
+    cluster: Cluster
+    profiles: Mapping[str, Profile]
+    sensitivity: Sensitivity
+    plan: PrecisionPlan
+    costs: CollectiveCosts | None = None
+
+    def batch(self, group: str) -> int:
+        """Samples of one rank in a step under the plan."""
+        return self.plan.local_batches.get(group, self.dag.batch_size)
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether every rank has the traced batch under the plan: for others no single operator's cost is known."""
+        return all(self.batch(group.name) == self.dag.batch_size for group in self.cluster.groups)
+
+
+@attrs.frozen
+class WayToRun:
+    """One way.
+
+    Attributes:
+        title: for people.
+        iteration_ns: the period of its steps.
+        samples: in a step, of all ranks.
+        parts: one rank's step, by group; waiting_ns: what of it is waiting for other ranks.
+        note: a reason not to take it.
+        omega: Σ Ω over all inference devices.
+    """
+
+    title: str
+    iteration_ns: int
+    samples: int
+    parts: Mapping[str, StepParts]
+    waiting_ns: Mapping[str, int] = attrs.field(factory=dict)
+    note: str = ""
+    omega: float = 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of the whole job."""
+        return self.samples * 1e9 / self.iteration_ns if self.iteration_ns else 0.0
+
+
+def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
+    """The training groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured."""
+    found = [
+        *_alone(job),
+        *_baseline(job, "full", "full precision everywhere"),
+        *_baseline(job, "uniform", "uniform low precision"),
+    ]
+    if len(job.cluster.groups) == 1 or not any(group.role is Role.INFER for group in job.cluster.groups):
+        found = found[:1]
+    samples = sum(group.count * job.batch(group.name) for group in job.cluster.groups)
+    found.append(_planned(job, samples))
+    if measured is not None:
+        found.append(_of(measured, "QSync, measured", samples))
+    return found
+
+
+def predicted_timeline(job: Job) -> Timeline | None:
+    """A step under the plan; None where its batches are not those of the profiles."""
+    if not job.keeps_batches:
+        return None
+    return _replayer(job, job.plan).timeline(_variants(job.plan))
+
+
+def _planned(job: Job, samples: int) -> WayToRun:
+    timeline = predicted_timeline(job)
+    if timeline is not None:
+        return _of(timeline, "QSync", samples, omega=job.plan.objective)
+    period = job.plan.predicted_iteration_ns
+    parts = {
+        group.group: StepParts(group.predicted_busy_ns, 0, 0, 0, max(0, period - group.predicted_busy_ns))
+        for group in job.plan.groups
+    }
+    return WayToRun("QSync", period, samples, parts, note="batches differ between groups, so phases are not told apart")
+
+
+def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
+    try:
+        plan = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
+    except InfeasibleError:
+        return []
+    samples = job.dag.batch_size * sum(group.count for group in job.cluster.groups)
+    over = [
+        group.group
+        for group in plan.groups
+        if group.memory_budget_bytes and sum(plan.memory.get(group.group, {}).values()) > group.memory_budget_bytes
+    ]
+    note = f"does not fit the memory of {' and '.join(over)}" if over else ""
+    return [_of(_replayer(job, plan).timeline(_variants(plan)), title, samples, note, plan.objective)]
+
+
+def _alone(job: Job) -> list[WayToRun]:
+    """As the plan's verdict has it: under the best way to communicate of their own (:mod:`qsync_planner.allocator.verdict`)."""
+    cluster, _ = under_base(job.cluster, job.dag)
+    training: list[DeviceGroup] = [group for group in cluster.groups if group.role is Role.TRAIN]
+    if not training:
+        return []
+    kept = {group.name for group in training}
+    smaller = attrs.evolve(cluster, groups=tuple(training), links=links_among(cluster, job.profiles, kept))
+    profiles = {name: job.profiles[name] for name in kept}
+    whole = Ways(job.dag, cluster, job.profiles, job.costs, {})
+    jobs = {
+        way: Replayer(job.dag, smaller, profiles, communication=job.costs, settings=way, like=whole.at(way))
+        for way in whole.settings
+    }
+    best = jobs[fastest({way: replayer.replay({}).iteration_ns for way, replayer in jobs.items()})]
+    samples = job.dag.batch_size * sum(group.count for group in training)
+    return [_of(best.timeline({}), f"{' and '.join(group.name for group in training)} alone", samples)]
+
+
+def _replayer(job: Job, plan: PrecisionPlan) -> Replayer:
+    cluster, _ = under_base(job.cluster, job.dag)
+    settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
+    return Replayer(job.dag, cluster, job.profiles, communication=job.costs, settings=settings)
+
+
+def _variants(plan: PrecisionPlan) -> dict[str, dict[OpId, Variant]]:
+    return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
+
+
+def _of(timeline: Timeline, title: str, samples: int, note: str = "", omega: float = 0.0) -> WayToRun:
+    groups = list(dict.fromkeys(timeline.rank_group.values()))
+    parts = {name: group_parts(timeline, name) for name in groups}
+    waits = {name: exposed_waiting(timeline, name) for name in groups}
+    return WayToRun(title, timeline.iteration_ns, samples, parts, waits, note, omega)

@@ -1,0 +1,268 @@
+"""The report's figures are those of the plan and the replayer, its rows are complete, and what is missing is said."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import attrs
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import random_case
+from report_cases import job_of, measured_like, stored_run
+
+from qsync_core.cli.root import cli
+from qsync_core.errors import ArtifactError, PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Role
+from qsync_core.run_folder import RunFolder
+from qsync_planner.reporting import page as pages
+from qsync_planner.reporting import write_report
+from qsync_planner.reporting.charts import (
+    layer_of,
+    layers,
+    memory_figure,
+    precisions_figure,
+    sensitivity_figure,
+    shorten,
+    steps_figure,
+    timeline_figure,
+)
+from qsync_planner.reporting.page import Figure, Page, Table
+from qsync_planner.reporting.report import read_job, report_page
+from qsync_planner.reporting.ways_to_run import predicted_timeline, ways_to_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return stored_run(tmp_path_factory.mktemp("run") / "run")
+
+
+def rows_of(figure: Figure, layer: int = 0) -> list[dict[str, object]]:
+    return list(figure.chart["layer"][layer]["data"]["values"])
+
+
+def texts(page: Page) -> str:
+    return " ".join([page.verdict, *(f"{fact.name} {fact.value} {fact.beside}" for fact in page.facts)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ways_to_run_are_those_that_the_plan_was_compared_with(seed: int) -> None:
+    job = job_of(random_case(seed, infer_groups=1 + seed % 2))
+    alone, full, uniform, planned = ways_to_run(job)
+    assert job.plan.verdict is not None
+    assert alone.iteration_ns == job.plan.verdict.training_only_ns
+    assert (full.iteration_ns, uniform.iteration_ns) == (job.plan.baselines["full"], job.plan.baselines["uniform"])
+    assert planned.iteration_ns == job.plan.predicted_iteration_ns
+    assert planned.samples_per_second / alone.samples_per_second == pytest.approx(job.plan.verdict.speedup)
+    assert set(alone.parts) == {group.name for group in job.cluster.groups if group.role is Role.TRAIN}
+    for way in (alone, full, uniform, planned):
+        for name, parts in way.parts.items():
+            assert parts.total == way.iteration_ns
+            assert 0 <= way.waiting_ns[name] <= parts.communication
+
+
+def test_bars_of_a_step_fill_it_without_gaps() -> None:
+    job = job_of(random_case(1, infer_groups=2))
+    predicted = predicted_timeline(job)
+    assert predicted is not None
+    ways = ways_to_run(job, measured_like(predicted))
+    figure = steps_figure(ways, {group.name: group.count for group in job.cluster.groups})
+    found: dict[object, list[tuple[float, float]]] = {}
+    for piece in rows_of(figure):
+        found.setdefault(piece["y"], []).append((piece["x"], piece["x2"]))  # type: ignore[arg-type]
+    lengths = [parts.total for way in ways for parts in way.parts.values()]
+    assert len(found) == len(lengths) == 1 + 3 * 4
+    longest = max(way.iteration_ns for way in ways)
+    furthest = max(pieces[-1][1] for pieces in found.values())
+    for pieces, total in zip(found.values(), lengths, strict=True):
+        assert pieces[0][0] == 0
+        assert all(one[1] == pytest.approx(other[0], abs=2e-6) for one, other in itertools.pairwise(pieces))
+        assert pieces[-1][1] / furthest == pytest.approx(total / longest, rel=1e-4)
+
+
+def test_every_operator_has_a_cell_in_every_group_and_a_reason(run: RunFolder) -> None:
+    job, _ = read_job(run)
+    figure = precisions_figure(job.dag, job.plan)
+    cells = rows_of(figure)
+    assert len(cells) == 2 * 54
+    infer = {str(op_id): a for op_id, a in job.plan.group("infer").assignments.items()}
+    for cell in cells:
+        if cell["Group"] == "infer":
+            chosen = infer[str(cell["Operator"])]
+            assert (cell["Runs as"], cell["Because"]) == (chosen.variant.label, chosen.reason)
+            assert cell["colour"] == f"var(--{chosen.variant.compute})"
+    places = {(cell["x"], cell["y"]) for cell in cells}
+    assert len(places) == len(cells)
+    assert all(0 <= cell["x"] < cell["x2"] <= 1 for cell in cells)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("fqn", "layer"),
+    [
+        ("layer1.0.conv1", "layer1.0"),
+        ("layer1.0.downsample.0", "layer1.0"),
+        ("features.12", "features"),
+        ("bert.encoder.layer.3.attention.self.query", "bert.encoder.layer.3"),
+        ("bert.pooler.dense", "bert.pooler"),
+        ("fc", "fc"),
+    ],
+)
+def test_the_layer_of_an_operator(fqn: str, layer: str) -> None:
+    assert layer_of(OpId(fqn)) == layer
+
+
+def test_long_layers_take_several_rows_of_about_one_length() -> None:
+    job = job_of(random_case(0))
+    one = next(iter(job.dag.adjustable))
+    many = [attrs.evolve(one, op_id=OpId(f"features.{i}"), depth=i) for i in range(35)]
+    rows = layers(many)
+    assert [len(members) for _, members in rows] == [12, 12, 11]
+    assert [o.op_id for _, members in rows for o in members] == [o.op_id for o in many]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("layer1.0.conv1", "layer1.0.conv1"),
+        ("bert.encoder.layer.11.attention.output.dense", "…11.attention.output.dense"),
+        ("a_module_with_a_very_long_name_of_its_own.weight", "…ng_name_of_its_own.weight"),
+    ],
+)
+def test_long_names_keep_what_tells_them_apart(name: str, short: str) -> None:
+    assert shorten(name) == short
+
+
+def test_filled_dots_are_the_chosen_variants(run: RunFolder) -> None:
+    job, _ = read_job(run)
+    figure = sensitivity_figure(job.sensitivity, job.plan)
+    assert figure is not None
+    dots = rows_of(figure, 1)
+    filled = {(dot["Operator"], dot["Precision"]) for dot in dots if dot["fill"] != "var(--paper)"}
+    lowered = {
+        (str(op_id), a.variant.label)
+        for op_id, a in job.plan.group("infer").assignments.items()
+        if job.sensitivity.omega[op_id].get(a.variant, 0.0) > 0
+    }
+    assert filled == lowered
+    assert len(filled) > 10
+
+
+def test_memory_of_a_group_ends_where_its_parts_do(run: RunFolder) -> None:
+    """A part may be negative: a measured step that takes less than its parts."""
+    job, _ = read_job(run)
+    figure = memory_figure(job.plan)
+    ends: dict[object, float] = {}
+    for piece in rows_of(figure):
+        ends[piece["y"]] = max(ends.get(piece["y"], 0.0), float(str(piece["x2"])))
+    totals = [sum(job.plan.memory[group.group].values()) / 2**30 for group in job.plan.groups]
+    assert list(ends.values()) == pytest.approx(totals, abs=1e-5)
+    (budget,) = rows_of(figure, 2)
+    assert budget["x"] == pytest.approx(40)
+
+
+def test_a_timeline_that_is_drawn_covers_what_was_there(run: RunFolder) -> None:
+    """Short neighbours come together in one piece, so there are fewer; together they are as long."""
+    job, measured = read_job(run)
+    predicted = predicted_timeline(job)
+    assert predicted is not None
+    assert measured is not None
+    figure = timeline_figure(predicted, measured)
+    assert figure is not None
+    drawn = sum(piece["x2"] - piece["x"] for piece in rows_of(figure))  # type: ignore[operator, misc]
+    there = sum(i.duration_ns for timeline in (predicted, measured) for i in timeline.intervals) / 1e6
+    assert drawn == pytest.approx(there, rel=5e-3)
+    assert len(rows_of(figure)) < len(predicted.intervals) + len(measured.intervals)
+
+
+def test_the_page_says_what_the_plan_says(run: RunFolder) -> None:
+    job, measured = read_job(run)
+    assert measured is not None
+    page = report_page(job, None, measured)
+    assert job.plan.verdict is not None
+    assert page.verdict[1:] == f"{job.plan.verdict.sentence[1:]}."
+    assert f"measured {measured.iteration_ns / 1e6:.2f} ms (-2.9%)" in texts(page)
+    lowered = sum(a.variant.compute != "float32" for a in job.plan.group("infer").assignments.values())
+    assert f"Lowered on infer {lowered} of 54" in texts(page)
+
+
+def test_a_report_is_written_with_its_trace(run: RunFolder) -> None:
+    assert write_report(run) == run.path / "report.html"
+    text = run.report.read_text(encoding="utf-8")
+    assert "When groups are missing" in text
+    trace = json.loads(run.trace.read_text())
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {f"rank {r} ({g}, {s})" for r, g in ((0, "train"), (1, "infer")) for s in ("predicted", "measured")}
+
+
+def test_the_command_says_where_it_wrote(run: RunFolder) -> None:
+    result = CliRunner().invoke(cli, ["report", str(run.path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
+
+
+def test_without_training_group_or_sensitivity_there_is_a_page() -> None:
+    case = random_case(2, train=0, infer_groups=1)
+    page = report_page(job_of(case), None, None)
+    assert page.verdict.startswith("A step is predicted to take")
+    silent = attrs.evolve(case.sensitivity, omega={op_id: dict.fromkeys(by, 0.0) for op_id, by in case.sensitivity.omega.items()})
+    titles = [section.title for section in report_page(job_of(attrs.evolve(case, sensitivity=silent)), None, None).sections]
+    assert "Sensitivity" not in titles
+
+
+def test_batches_that_differ_are_shown_without_phases() -> None:
+    job = job_of(random_case(4))
+    first, second = job.plan.groups
+    uneven = {first.group: job.dag.batch_size + 2, second.group: job.dag.batch_size - 2}
+    job = attrs.evolve(job, plan=attrs.evolve(job.plan, local_batches=uneven))
+    assert predicted_timeline(job) is None
+    planned = ways_to_run(job)[-1]
+    counts = [group.count for group in job.cluster.groups]
+    assert planned.samples == sum(n * batch for n, batch in zip(counts, uneven.values(), strict=True))
+    assert all(parts.total >= job.plan.predicted_iteration_ns for parts in planned.parts.values())
+
+
+def test_a_folder_that_is_not_finished_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"the run folder .*nothing is not there; 'qsync prepare JOB -o"):
+        write_report(RunFolder(tmp_path / "nothing"))
+    (tmp_path / "half").mkdir()
+    half = RunFolder(tmp_path / "half")
+    half.cluster.write_bytes(run.cluster.read_bytes())
+    with pytest.raises(PlanError, match="has no plan for a job of infer, train"):
+        write_report(half)
+    (half.path / "plans").mkdir()
+    half.plan(["train", "infer"]).write_bytes(run.plan(["train", "infer"]).read_bytes())
+    with pytest.raises(ArtifactError, match=re.escape(str(half.dag))):
+        write_report(half)
+    assert not half.report.exists()
+
+
+def test_without_the_extra_there_is_a_sentence_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=re.escape("pip install 'qsync-planner[report]'")):
+        write_report(RunFolder(tmp_path))
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=80), st.randoms(use_true_random=False))
+def test_pieces_of_a_timeline_come_together_without_losing_time(durations: list[int], rng: object) -> None:
+    from qsync_planner.reporting.charts import _runs
+
+    begin, events = 0.0, []
+    for number, duration in enumerate(durations):
+        events.append({"ts": begin, "dur": float(duration), "cat": "forward" if number % 7 else "backward", "name": str(number)})
+        begin += duration
+    runs = list(_runs(events, begin / 1500))
+    assert [event for run in runs for event in run] == events
+    assert all(len({event["cat"] for event in run}) == 1 for run in runs)
+
+
+def test_tables_have_a_cell_for_every_column(run: RunFolder) -> None:
+    job, measured = read_job(run)
+    page = report_page(job, None, measured, [(("infer", "train"), job.plan), (("train",), job.plan)])
+    tables = [part for section in page.sections for part in section.parts if isinstance(part, Table)]
+    assert len(tables) >= 5
+    assert all(len(row) == len(table.header) for table in tables for row in table.rows)
