@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import runpy
 import sys
@@ -68,9 +69,9 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
     (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has them so, and its
     folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
 
-    Under torchrun every rank runs its script, which may call ``init_process_group``: so none may be there yet.  What the script
-    made is left for the caller, unless the script has destroyed it;
-    :func:`qsync_torch.distributed.ranks.process_group_from_environment` uses it, or makes one that does not meet its keys.
+    Under torchrun every rank runs its script, which may call ``init_process_group``: so there may be no group yet, and none is left
+    afterwards.  :func:`qsync_torch.distributed.ranks.process_group_from_environment` then makes one that does not meet the keys of
+    the script's.
 
     Args:
         path: the script.
@@ -93,6 +94,7 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
             _run(path, handover)
     finally:
         _running = None
+        _leave_process_group()
     if handover.job is None:
         raise JobError(
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
@@ -119,6 +121,13 @@ def _run(path: Path, handover: _Handover) -> None:
     except Exception as error:
         if handover.job is None:
             raise JobError(f"{path} failed{_place(path, error)}, before it reached {LINE}: {_sentence(error)}") from error
+
+
+def _leave_process_group() -> None:
+    """End what the script left: a process that ends with a group, or with a wrapper that outlives one, can abort."""
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()  # wrappers are in cycles
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
