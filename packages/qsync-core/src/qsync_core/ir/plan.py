@@ -89,12 +89,13 @@ class PrecisionPlan:
         time_limit_ns: T, the iteration time it had to keep: the period of uniform precision times (1 + tolerance), and 0.2% more
             where the way to communicate was chosen too (docs/design/allocator.md#communication).
         predicted_iteration_ns: its own predicted period.
-        objective: Σ Ω of the inference groups; bound: a proven lower bound of it, None where there is none.
+        objective: Σ Ω of the inference groups, each by its share of the traced batch; bound: a proven lower bound of it, None where
+            there is none.
         groups: one per device group of the cluster.
         rank0_group: a training group; DDP broadcasts buffers from rank 0.  Empty where there is no training group.
         verdict: hybrid against the training groups alone; None where there is no training group.
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
-        local_batches: local batch size per group (equal unless the solver is dynamic-batch).
+        local_batches: local batch size per group; they differ where the plan was free to choose them, and by dynamic-batch.
         notes: anything else a reader must know.
         unaddressed_ids: linear and convolution operators that ``apply_`` cannot change; they run in the base as they are.
         base: format of the job itself: float32, or the format of the autocast that it trains under

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -16,9 +16,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
-from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import (
-    EXPECTED,
     MAX_TOLERANCE,
     UniformStart,
     check_training_memory,
@@ -33,8 +31,10 @@ from qsync_planner.allocator.exact.group_program import ANY_TIME_NS, Programs
 from qsync_planner.allocator.exact.program import is_installed
 from qsync_planner.allocator.exact.search import Progress
 from qsync_planner.allocator.exact.solve import AUTO, EXACT, NO_PROGRAM, bounded, least_memory_plan, least_time_plan, solve_exactly
+from qsync_planner.allocator.free_batch import free_batches
 from qsync_planner.allocator.greedy import solve_greedy
 from qsync_planner.allocator.greedy_paper import solve_greedy_paper
+from qsync_planner.allocator.notes import baseline_notes, contention_notes, uniform_notes, waiting_notes
 from qsync_planner.allocator.problem import Problem, SearchState, build_problem
 from qsync_planner.allocator.solution import Solution, group_plan, memory_notes, memory_parts
 from qsync_planner.allocator.verdict import error_notes, judge
@@ -46,6 +46,9 @@ SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynami
 
 OBJECTIVES = ("omega", "memory", "time")
 """What a plan may be the best in."""
+
+BATCHES = ("equal", "free")
+"""Local batches: those that were traced, or such that a plan may move samples from inference to training ranks."""
 
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
@@ -62,6 +65,7 @@ def allocate(
     omega_limit: float | None = None,
     tolerance: float = 0.0,
     seconds: float | None = None,
+    batch: str = "equal",
     batch_profiles: Mapping[str, BatchProfile] | None = None,
     communication: CollectiveCosts | None = None,
     settings: Fixed | None = None,
@@ -84,7 +88,9 @@ def allocate(
         tolerance: share by which the plan may be slower than uniform precision; 0 means not at all.
         seconds: wall-clock time after which ``exact`` and ``auto`` return the best plan found; None lets ``exact`` end with a proof
             and ``auto`` with an amount of work that does not depend on the machine.
-        batch_profiles: per group a second profile at another batch size, from which ``dynamic-batch`` learns what does not scale.
+        batch: one of :data:`BATCHES`.  ``free`` never gives a plan of more Σ Ω than ``equal``, and keeps the same time limit; the Ω
+            of a rank counts its share of the traced batch (docs/decisions/free-batches.md).
+        batch_profiles: per group a second profile at another batch size, which shows what does not scale with the batch.
         communication: what all-reduces over all ranks of this job cost, and what they take from compute while they are open; None
             where it was not measured: all-reduces then follow from the profiles and the cluster's links.
         settings: attributes of :class:`~qsync_core.ir.communication.CommunicationSettings` that are decided already.
@@ -98,6 +104,7 @@ def allocate(
     """
     _check_arguments(cluster, sensitivity, solver, tolerance, seconds, batch_profiles or {})
     _check_objective(objective, omega_limit, solver, seconds)
+    _check_batch(batch, objective, solver, seconds)
     profiles = one_of_each(profiles)
     check_profiles(dag, cluster, profiles)
     if sensitivity is not None:
@@ -140,19 +147,41 @@ def allocate(
         each = seconds if seconds is None or len(ways.settings) == 1 else seconds / (len(wanted) + 1)
         return _planned(state, starts, limit_ns, solver, programs, each, progress), limit_ns
 
+    def solve_at(problem: Problem, ways: Ways, margin_ns: int) -> Solution:
+        state = SearchState(problem, ways.at(ways.settings[0]))
+        for name, start in starts.items():
+            state.move_to(name, start.rungs)
+        programs = Programs(state.replayer)
+        wanted = fastest_by_ctas(ways.periods_ns(problem.variants(state.all_rungs())), margin_ns)
+        return _under_ways(
+            state,
+            programs,
+            ways,
+            wanted,
+            starts,
+            lambda s, u, p: (_planned(s, u, margin_ns, solver, p, None, progress), margin_ns),
+            objective,
+        )[0]
+
+    rated = problem
     if solver == "uniform":
         solution = solve_uniform(problem, uniform, starts)
     elif solution is None:
         solution, limit_ns = _under_ways(state, programs, ways, wanted, starts, solve, objective)
+        if batch == "free":
+            rungs = {name: start.rungs for name, start in starts.items()}
+            freed = free_batches(problem, ways, solution, rungs, limit_ns, batch_profiles or {}, solve_at)
+            rated, solution = freed.problem, freed.solution
     baselines = {
         "dynamic-batch": balanced.solution.prediction.iteration_ns,
         "full": full.prediction.iteration_ns,
         "uniform": uniform.prediction.iteration_ns,
     }
-    notes = (*solution.notes, *_baseline_notes(problem, solver, full, balanced.does_not_fit), *_uniform_notes(problem, starts))
-    notes = (*notes, *cut_notes, *_waiting_notes(described, profiles), *memory_notes(problem))
-    notes = (*notes, *_contention_notes(problem, communication))
-    return _plan(problem, ways, solution, sensitivity, solver, limit_ns, baselines, notes, described)
+    notes = (*solution.notes, *baseline_notes(problem, solver, full, balanced.does_not_fit), *uniform_notes(problem, starts))
+    notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem))
+    notes = (*notes, *contention_notes(problem, communication))
+    omega = rated.objective(solution.rungs)
+    return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described)
 
 
 def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Mapping[OpId, Variant]]) -> Solution:
@@ -217,12 +246,6 @@ def _under_ways(
             left = [faster]
             starts = {name: attrs.evolve(start, rungs=best[0].rungs[name]) for name, start in starts.items()}
     return best
-
-
-def _waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
-    for group in cluster.groups:
-        if profiles[group.name].synchronises and not group.sync_per_step:
-            yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
 
 
 def _planned(
@@ -291,54 +314,23 @@ def _check_objective(objective: str, omega_limit: float | None, solver: str, sec
         raise PlanError(f"the limit of Σ Ω must be a finite number ≥ 0, got {omega_limit!r}")
 
 
-def _baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:
-    """What a baseline's time leaves out: that it could not run for lack of memory."""
-    notes = []
-    for group in problem.groups:
-        peak = full.prediction.groups[group.name].peak_bytes
-        if not group.fits(peak):
-            notes.append(
-                f"full precision does not fit group {group.name}: "
-                f"{format_bytes(problem.process_bytes(group.name, peak))} of {format_bytes(problem.budgets[group.name])}"
-            )
-    if does_not_fit and solver != "dynamic-batch":
-        notes.append(f"the dynamic-batch baseline is not possible: {does_not_fit}")
-    return notes
-
-
-def _uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[str]:
-    """Which rung T comes from."""
-    notes = []
-    for group in problem.groups:
-        index = starts[group.name].ladder_index
-        if index is None:
-            notes.append(f"no single rung fits group {group.name}; the leanest mixed plan stands in for uniform precision")
-        else:
-            wanted = group.group.ladder[index]
-            higher = sum(wanted not in unit.rungs for unit in group.units)
-            but = f"; {higher} of {len(group.units)} operators were not measured so and run higher" if higher else ""
-            why = starts[group.name].why
-            because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
-            notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")
-    return notes
-
-
-def _contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
-    """That it was not measured what all-reduces take from compute, on GPUs that have any."""
-    groups = problem.cluster.groups
-    on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
-    if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
-        return []
-    return [
-        "what all-reduces take from compute was not measured, so the time limit may be missed (by 3 to 9% where all ranks finish "
-        "together): run 'qsync communicate' on all ranks, and plan with --communication"
-    ]
+def _check_batch(batch: str, objective: str, solver: str, seconds: float | None) -> None:
+    if batch not in BATCHES:
+        raise PlanError(f"local batches are {' or '.join(BATCHES)}, got {batch!r}")
+    if batch == "equal":
+        return
+    if solver not in PLANNERS:
+        raise PlanError(f"only the solvers {', '.join(PLANNERS)} can choose local batches too, not {solver}")
+    if objective != "omega" or seconds is not None:
+        what = "the objective omega" if seconds is None else "no time for solving"
+        raise PlanError(f"free local batches go with {what}: a plan of least Σ Ω is looked for under several splits of the batch")
 
 
 def _plan(
     problem: Problem,
     ways: Ways,
     solution: Solution,
+    omega: float,
     sensitivity: Sensitivity | None,
     solver: str,
     limit_ns: int,
@@ -376,7 +368,7 @@ def _plan(
         indicator=sensitivity.indicator if sensitivity is not None else "",
         time_limit_ns=limit_ns,
         predicted_iteration_ns=period,
-        objective=problem.objective(solution.rungs),
+        objective=omega,
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],

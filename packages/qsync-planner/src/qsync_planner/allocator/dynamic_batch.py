@@ -56,7 +56,7 @@ def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mappi
     """
     dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: _MemoryScaling.of(dag, replayer.memory(g.name)) for g in groups}
+    memory = {g.name: MemoryScaling.of(dag, replayer.memory(g.name)) for g in groups}
     counts = [group.count for group in groups]
     traced = max(1, dag.batch_size)
     total = traced * sum(counts)
@@ -71,17 +71,17 @@ def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mappi
         batches = balance(counts, total, unlimited, times, traced)
         assert batches is not None, "equal batches always add up to the global batch"
     local = {group.name: batch for group, batch in zip(groups, batches, strict=True)}
-    ways = ways.with_profiles(_scaled_profiles(problem, scalings, local, further))
+    ways = ways.with_profiles(scaled_profiles(problem, scalings, local, further))
     periods = ways.periods_ns({})
     way = fastest(periods)
     predicted = ways.at(way).replay({})
-    predicted = _with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
-    notes = tuple(_batch_note(traced, name, batch, name in further) for name, batch in local.items())
+    predicted = with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
+    notes = tuple(batch_note(traced, name, batch, name in further) for name, batch in local.items())
     solution = Solution(full.rungs, predicted, local_batches=local, notes=notes, way=way, periods_ns=periods)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
 
 
-def _scaled_profiles(
+def scaled_profiles(
     problem: Problem, scalings: Mapping[str, BatchScaling], local: Mapping[str, int], further: Mapping[str, BatchProfile]
 ) -> dict[str, Profile]:
     """Every group's profile at its batch; groups of one profile and one batch share the object."""
@@ -122,19 +122,21 @@ def replay_batches(
     for group in cluster.groups:
         batch = local_batches.get(group.name, dag.batch_size)
         profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(batch)
-        peaks[group.name] = _MemoryScaling.of(dag, replayer.memory(group.name, variants[group.name])).peak_bytes(batch)
+        peaks[group.name] = MemoryScaling.of(dag, replayer.memory(group.name, variants[group.name])).peak_bytes(batch)
     scaled = Replayer(
         dag, cluster, profiles, communication=replayer.communication, settings=replayer.settings, without=replayer.without
     )
-    return scaled, _with_peaks(scaled.replay(variants), peaks)
+    return scaled, with_peaks(scaled.replay(variants), peaks)
 
 
-def _with_peaks(prediction: Prediction, peaks: Mapping[str, int]) -> Prediction:
+def with_peaks(prediction: Prediction, peaks: Mapping[str, int]) -> Prediction:
+    """The same prediction with other peaks, by group."""
     groups = {name: entry._replace(peak_bytes=peaks[name]) for name, entry in prediction.groups.items()}
     return attrs.evolve(prediction, groups=groups)
 
 
-def _batch_note(before: int, group: str, batch: int, two_profiles: bool) -> str:
+def batch_note(before: int, group: str, batch: int, two_profiles: bool) -> str:
+    """What becomes of a group's local batch, and how its costs are known."""
     change = "unchanged" if batch == before else f"{100 * (batch - before) / before:+.0f}%"
     source = "two profiles" if two_profiles else "one profile, compute taken as proportional to the batch"
     return f"{group}: local batch {before} → {batch} ({change}; from {source})"
@@ -326,20 +328,21 @@ class BatchScaling:
 
 
 @attrs.frozen
-class _MemoryScaling:
-    """Peak memory as a function of the local batch: what is not static is proportional to it."""
+class MemoryScaling:
+    """Peak memory as a function of the local batch: what is not static, and the batch itself, is proportional to it."""
 
     static_bytes: int
     rest_bytes: int
     batch_size: int
 
     @classmethod
-    def of(cls, dag: PrecisionDag, estimate: MemoryEstimate) -> _MemoryScaling:
+    def of(cls, dag: PrecisionDag, estimate: MemoryEstimate) -> MemoryScaling:
         """What an estimate at the traced batch size says of others."""
-        rest = max(0, estimate.peak_bytes - estimate.static_bytes)
+        rest = max(0, estimate.peak_bytes - estimate.static_bytes) + estimate.parts.get("batch", 0)
         return cls(estimate.peak_bytes - rest, rest, max(1, dag.batch_size))
 
     def peak_bytes(self, batch: int) -> int:
+        """Predicted peak at a local batch."""
         return self.static_bytes + -(-self.rest_bytes * batch // self.batch_size)
 
     def largest_batch(self, group: DeviceGroup, most: int) -> int:

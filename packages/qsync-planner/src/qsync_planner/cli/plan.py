@@ -55,7 +55,13 @@ _WAYS_SHOWN = 5
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop exact or auto with the best plan found by then.")
 @click.option("--tolerance", default=0.0, show_default=True, help="Share by which the plan may be slower than uniform precision.")
 @communication_options
-@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, for dynamic-batch.")
+@click.option(
+    "--batch",
+    default="equal",
+    show_default=True,
+    help="equal: every rank keeps its batch; free: samples may move from inference to training ranks, the global batch stays.",
+)
+@click.option("--batch-dag", type=_PATH, help="The same job traced at another batch size, to learn what does not scale with it.")
 @click.option("--batch-profile", "batch_profiles", multiple=True, metavar="GROUP=PATH", help="Profile of a group for --batch-dag.")
 @click.option("--pareto", is_flag=True, help="Show Ω against step time and memory instead of one plan; -o PAGE.html draws it.")
 @click.option("--diff", "diff_paths", nargs=2, type=_PATH, help="Compare two plans instead of making one.")
@@ -73,6 +79,7 @@ def plan(
     tolerance: float,
     communication: Path | None,
     communication_settings: str | None,
+    batch: str,
     batch_dag: Path | None,
     batch_profiles: tuple[str, ...],
     pareto: bool,
@@ -102,8 +109,11 @@ def plan(
     loaded = {name: load(path, Profile) for name, path in profiles.items()}
     rated = load(sensitivity, Sensitivity) if sensitivity else None
     if pareto:
-        if (solver, objective, omega_limit, time_limit, tolerance) != ("auto", "omega", None, None, 0.0):
-            raise click.UsageError("--pareto goes through all limits: leave out --solver, --minimise, --tolerance and the limits.")
+        if (solver, objective, omega_limit, time_limit, tolerance, batch) != ("auto", "omega", None, None, 0.0, "equal"):
+            raise click.UsageError(
+                "--pareto goes through all limits, with equal batches: leave out --solver, --minimise, --tolerance, --batch and "
+                "the limits."
+            )
         if communication is not None or communication_settings is not None:
             raise click.UsageError("--pareto has no contention in it: leave out --communication and --communication-settings.")
         show_tradeoff(load(dag, PrecisionDag), read_cluster(cluster), loaded, rated, output, json_flag)
@@ -120,6 +130,7 @@ def plan(
             omega_limit=omega_limit,
             tolerance=tolerance,
             seconds=time_limit,
+            batch=batch,
             batch_profiles=load_batch_profiles(batch_dag, batch_profiles),
             communication=load(communication, CollectiveCosts) if communication else None,
             settings=parse_settings(communication_settings) if communication_settings else None,

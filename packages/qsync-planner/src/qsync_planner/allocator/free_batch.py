@@ -1,0 +1,193 @@
+"""``--batch free``: local batches and precisions together, under the limits of equal batches (docs/decisions/free-batches.md).
+
+Samples move from inference ranks to training ranks, and the global batch stays.  A rank with fewer samples needs less time, so that
+more of it may stay precise, and it counts less in the gradient: with a share r of the traced batch its Ω counts r times.  (Rounding
+that differs from sample to sample averages out over them and leaves r; rounding that all samples share, as of weights, leaves r²,
+which is less.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.plan import Role
+from qsync_core.units import format_ns
+from qsync_planner.allocator.communication import Ways
+from qsync_planner.allocator.dynamic_batch import (
+    BatchProfile,
+    BatchScaling,
+    MemoryScaling,
+    balance,
+    batch_note,
+    scaled_profiles,
+    with_peaks,
+)
+from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.solution import Solution
+
+PREDICTION_ERROR = 0.032
+"""Worst error of a hybrid job's predicted step (docs/hybrid.md): a split must keep the time limit with this to spare, and lower Σ Ω
+by more than this part."""
+MOST_SPLITS = 64
+"""Larger batches are split in steps of several samples."""
+
+Search = Callable[[Problem, Ways, int], Solution]
+"""The best plan of a problem that keeps a time limit, which uniform precision keeps."""
+
+
+@attrs.frozen
+class Freed:
+    """What was found.
+
+    Attributes:
+        problem: with Ω and costs of the solution's batches.
+        solution: of the batches that were chosen, which may be the equal ones.
+    """
+
+    problem: Problem
+    solution: Solution
+
+
+def free_batches(
+    problem: Problem,
+    ways: Ways,
+    equal: Solution,
+    uniform: Mapping[str, Sequence[int]],
+    limit_ns: int,
+    further: Mapping[str, BatchProfile],
+    search: Search,
+) -> Freed:
+    """Look for local batches under which more precision fits than under equal ones.
+
+    With fewer samples on inference ranks their plans can only get better, until training ranks no longer keep the limit.  So the
+    plan of the furthest split that keeps it is looked for first, and then the split nearest to equal batches whose Σ Ω is alike.
+    Several groups of one role share their samples so that they are ready together.
+
+    Args:
+        problem, ways, equal: with equal batches, and their best plan.
+        uniform: the rungs of uniform precision, by inference group.
+        limit_ns: of the step, for both.
+        further: per group a second profile, at another batch size.
+        search: finds a plan.
+
+    Returns:
+        The best plan, with a note that says what the split gives or why batches stay equal.
+
+    Raises:
+        PlanError: when a second profile does not go with the first.
+    """
+    omega = problem.objective(equal.rungs)
+    margin_ns = limit_ns - int(limit_ns * PREDICTION_ERROR)
+
+    def kept(why: str) -> Freed:
+        return Freed(problem, attrs.evolve(equal, notes=(*equal.notes, f"local batches stay equal: {why}")))
+
+    if omega == 0:
+        return kept("nothing is lowered")
+    splits = _Splits(problem, ways, equal, further)
+    variants = problem.variants(uniform)
+    keeping = [split for split in splits.all() if min(splits.ways(split).periods_ns(variants).values()) <= margin_ns]
+    if not keeping:
+        return kept(f"no other split keeps {format_ns(margin_ns)}, the time limit less the error of predicted steps")
+
+    found: dict[int, Freed] = {}
+
+    def omega_at(index: int) -> float:
+        if index not in found:
+            ways = splits.ways(keeping[index])
+            weighted = splits.problem(keeping[index], ways)
+            found[index] = Freed(weighted, search(weighted, ways, margin_ns))
+        return found[index].problem.objective(found[index].solution.rungs)
+
+    furthest = len(keeping) - 1
+    if not omega_at(furthest) < omega * (1 - PREDICTION_ERROR):
+        return kept(f"Σ Ω would be {omega_at(furthest):.4g} instead of {omega:.4g}, which is within the error of predictions")
+    enough = omega_at(furthest) + PREDICTION_ERROR * (omega - omega_at(furthest))
+    low, high = 0, furthest
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if omega_at(middle) <= enough else (middle + 1, high)
+    chosen, split = found[high], keeping[high]
+    note = (
+        f"local batches differ: Σ Ω is {omega_at(high):.4g} instead of {omega:.4g} with equal batches, in {format_ns(margin_ns)} "
+        "(the time limit less the error of predicted steps); the script must honour them, see docs/uneven-batches.md"
+    )
+    solution = attrs.evolve(
+        chosen.solution,
+        local_batches=split,
+        prediction=with_peaks(chosen.solution.prediction, splits.peaks(split, chosen.solution)),
+        notes=(*chosen.solution.notes, note, *splits.notes(split)),
+    )
+    return Freed(chosen.problem, solution)
+
+
+class _Splits:
+    """Ways to split the global batch, and the job under each."""
+
+    def __init__(self, problem: Problem, ways: Ways, equal: Solution, further: Mapping[str, BatchProfile]) -> None:
+        self._problem, self._equal_ways, self._further = problem, ways, further
+        self._traced = max(1, problem.dag.batch_size)
+        groups = problem.cluster.groups
+        busy = {name: entry.busy_ns for name, entry in equal.prediction.groups.items()}
+        self._scalings = {g.name: BatchScaling(problem, g, busy[g.name], further.get(g.name)) for g in groups}
+        replayer = ways.at(ways.settings[0])
+        self._memory = {
+            g.name: MemoryScaling.of(problem.dag, replayer.memory(g.name, replayer.base_variants(g.name))) for g in groups
+        }
+
+    def all(self) -> list[dict[str, int]]:
+        """Local batches by group, the nearest to equal ones first; training ranks' fit their memory."""
+        training, inference = (
+            [group for group in self._problem.cluster.groups if group.role is role] for role in (Role.TRAIN, Role.INFER)
+        )
+        if not training or not inference:
+            return []
+        ranks = sum(group.count for group in inference)
+        total = self._traced * (ranks + sum(group.count for group in training))
+        found = []
+        for batch in range(self._traced - 1, 0, -max(1, self._traced // MOST_SPLITS)):
+            # No training rank takes more than all that is moved.
+            most = [self._memory[g.name].largest_batch(g, total - batch * ranks) for g in training]
+            theirs = self._share(training, total - batch * ranks, most)
+            ours = self._share(inference, batch * ranks, [self._traced] * len(inference))
+            if theirs is not None and ours is not None:
+                found.append({g.name: (theirs | ours)[g.name] for g in self._problem.cluster.groups})
+        return found
+
+    def _share(self, groups: Sequence[DeviceGroup], samples: int, most: Sequence[int]) -> dict[str, int] | None:
+        times = [self._scalings[group.name].busy_ns for group in groups]
+        found = balance([group.count for group in groups], samples, most, times, self._traced)
+        return None if found is None else {group.name: batch for group, batch in zip(groups, found, strict=True)}
+
+    def ways(self, split: Mapping[str, int]) -> Ways:
+        """The job's replayers at these batches."""
+        return self._equal_ways.with_profiles(scaled_profiles(self._problem, self._scalings, split, self._further))
+
+    def problem(self, split: Mapping[str, int], ways: Ways) -> Problem:
+        """The decisions at these batches: each rank's Ω counts its share of the traced batch."""
+        groups = tuple(
+            attrs.evolve(
+                group,
+                units=tuple(
+                    attrs.evolve(unit, omega=tuple(value * split[group.name] / self._traced for value in unit.omega))
+                    for unit in group.units
+                ),
+            )
+            for group in self._problem.groups
+        )
+        return attrs.evolve(self._problem, profiles=ways.at(ways.settings[0]).profiles, groups=groups)
+
+    def peaks(self, split: Mapping[str, int], solution: Solution) -> dict[str, int]:
+        """Peaks at these batches; one that is smaller than the traced one is not counted less."""
+        peaks = {name: entry.peak_bytes for name, entry in solution.prediction.groups.items()}
+        return {
+            name: max(peaks[name], self._memory[name].peak_bytes(batch)) if batch > self._traced else peaks[name]
+            for name, batch in split.items()
+        }
+
+    def notes(self, split: Mapping[str, int]) -> list[str]:
+        """What becomes of every local batch."""
+        return [batch_note(self._traced, name, batch, name in self._further) for name, batch in split.items()]

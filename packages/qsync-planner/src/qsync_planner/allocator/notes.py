@@ -1,0 +1,64 @@
+"""What a reader of a plan must know: baselines that could not run, uniform precision, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.communication import CollectiveCosts
+from qsync_core.ir.profile import Profile
+from qsync_core.units import format_bytes
+from qsync_planner.allocator.baselines import EXPECTED, UniformStart
+from qsync_planner.allocator.problem import Problem
+from qsync_planner.allocator.solution import Solution
+
+
+def waiting_notes(cluster: Cluster, profiles: Mapping[str, Profile]) -> Iterator[str]:
+    """Groups whose own step was measured to wait for its device."""
+    for group in cluster.groups:
+        if profiles[group.name].synchronises and not group.sync_per_step:
+            yield f"group {group.name}: its step waits for the device by itself, so CPU and device begin every step level"
+
+
+def baseline_notes(problem: Problem, solver: str, full: Solution, does_not_fit: str) -> list[str]:
+    """What a baseline's time leaves out: that it could not run for lack of memory."""
+    notes = []
+    for group in problem.groups:
+        peak = full.prediction.groups[group.name].peak_bytes
+        if not group.fits(peak):
+            notes.append(
+                f"full precision does not fit group {group.name}: "
+                f"{format_bytes(problem.process_bytes(group.name, peak))} of {format_bytes(problem.budgets[group.name])}"
+            )
+    if does_not_fit and solver != "dynamic-batch":
+        notes.append(f"the dynamic-batch baseline is not possible: {does_not_fit}")
+    return notes
+
+
+def uniform_notes(problem: Problem, starts: Mapping[str, UniformStart]) -> list[str]:
+    """Which rung T comes from."""
+    notes = []
+    for group in problem.groups:
+        index = starts[group.name].ladder_index
+        if index is None:
+            notes.append(f"no single rung fits group {group.name}; the leanest mixed plan stands in for uniform precision")
+        else:
+            wanted = group.group.ladder[index]
+            higher = sum(wanted not in unit.rungs for unit in group.units)
+            but = f"; {higher} of {len(group.units)} operators were not measured so and run higher" if higher else ""
+            why = starts[group.name].why
+            because = "" if why == EXPECTED or len(group.group.ladder) == 1 else f", {why}"
+            notes.append(f"uniform precision of group {group.name} is {wanted.label}{because}{but}")
+    return notes
+
+
+def contention_notes(problem: Problem, communication: CollectiveCosts | None) -> list[str]:
+    """That it was not measured what all-reduces take from compute, on GPUs that have any."""
+    groups = problem.cluster.groups
+    on_gpus = any(not problem.profiles[group.name].device.is_synchronous for group in groups)
+    if communication is not None or not on_gpus or sum(group.count for group in groups) < 2:
+        return []
+    return [
+        "what all-reduces take from compute was not measured, so the time limit may be missed (by 3 to 9% where all ranks finish "
+        "together): run 'qsync communicate' on all ranks, and plan with --communication"
+    ]

@@ -1,0 +1,154 @@
+"""Local batches and precisions chosen together, against every split and every assignment; and what must hold of any plan."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import Case, random_case, random_costs
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import DeviceKind
+from qsync_planner.allocator import BatchProfile, allocate
+from qsync_planner.allocator.dynamic_batch import replay_batches
+from qsync_planner.allocator.free_batch import PREDICTION_ERROR
+from qsync_planner.replayer.replay import Replayer
+
+TRACED = 4
+
+
+def counts_of(case: Case) -> dict[str, int]:
+    return {group.name: group.count for group in case.cluster.groups}
+
+
+def margin_ns(plan: PrecisionPlan) -> int:
+    return plan.time_limit_ns - int(plan.time_limit_ns * PREDICTION_ERROR)
+
+
+def best_by_enumeration(case: Case, limit_ns: int) -> float:
+    """The least Σ Ω of any assignment under any split that takes samples from the inference ranks."""
+    counts, names = counts_of(case), [group.name for group in case.cluster.groups]
+    total = TRACED * sum(counts.values())
+    equal = Replayer(case.dag, case.cluster, case.profiles)
+    best = float("inf")
+    for sizes in itertools.product(range(1, total), repeat=len(names)):
+        local = dict(zip(names, sizes, strict=True))
+        if local["infer0"] >= TRACED or sum(counts[name] * local[name] for name in names) != total:
+            continue
+        scaled, _ = replay_batches(equal, {name: equal.base_variants(name) for name in names}, local, {})
+        for chosen in case.assignments("infer0"):
+            omega = sum(case.sensitivity.omega[op_id][variant] for op_id, variant in chosen.items())
+            omega *= counts["infer0"] * local["infer0"] / TRACED
+            if omega < best and scaled.replay({"infer0": chosen}).iteration_ns <= limit_ns:
+                best = omega
+    return best
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from([*DeviceKind, None]), train=st.integers(1, 2))
+def test_finds_what_enumeration_of_splits_and_assignments_finds(seed: int, kind: DeviceKind | None, train: int) -> None:
+    case = random_case(seed, blocks=1, kind=kind, train=train)
+    equal, free = (allocate(*case.arguments, solver="exact", batch=batch) for batch in ("equal", "free"))
+    best = best_by_enumeration(case, margin_ns(equal))
+    gained = free.objective <= min(best, equal.objective) + PREDICTION_ERROR * max(0.0, equal.objective - best) + 1e-9
+    not_worth_it = free.objective == equal.objective and best >= equal.objective * (1 - PREDICTION_ERROR)
+    assert gained or not_worth_it
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    infer_groups=st.integers(1, 3),
+    memory=st.floats(1.0, 1.2),
+    contended=st.booleans(),
+    solver=st.sampled_from(["exact", "auto", "greedy"]),
+)
+def test_a_free_batch_is_never_worse_and_keeps_every_limit(
+    seed: int, infer_groups: int, memory: float, contended: bool, solver: str
+) -> None:
+    case = random_case(seed, blocks=1, infer_groups=infer_groups)
+    costs = random_costs(case, random.Random(seed)) if contended else None
+    uniform = allocate(*case.arguments, solver="uniform", communication=costs)
+    for group in uniform.groups:  # training ranks take up to three times their samples
+        factor = memory if group.role is Role.INFER else 10 * memory - 9
+        case = case.with_memory(int(group.predicted_peak_bytes * factor), group.group)
+    equal, free = (allocate(*case.arguments, solver=solver, batch=batch, communication=costs) for batch in ("equal", "free"))
+    counts = counts_of(case)
+    assert free.time_limit_ns == equal.time_limit_ns
+    assert free.objective <= equal.objective
+    assert sum(counts[name] * batch for name, batch in free.local_batches.items()) == TRACED * sum(counts.values())
+    for group in free.groups:
+        assert group.predicted_peak_bytes <= group.memory_budget_bytes
+    if free.local_batches == equal.local_batches:
+        assert free.predicted_iteration_ns == equal.predicted_iteration_ns
+        return
+    assert all(free.local_batches[group.name] <= TRACED for group in case.cluster.groups if group.role is Role.INFER)
+    assert free.objective < equal.objective * (1 - PREDICTION_ERROR)
+    assert free.predicted_iteration_ns <= margin_ns(free)
+    settings_of = {} if free.communication is None else {"settings": free.communication.settings}
+    replayer = Replayer(case.dag, case.cluster, case.profiles, communication=costs, **settings_of)
+    variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in free.groups}
+    _, replayed = replay_batches(replayer, variants, free.local_batches, {})
+    assert replayed.iteration_ns == free.predicted_iteration_ns
+    assert all(replayed.groups[g.group].peak_bytes <= g.predicted_peak_bytes for g in free.groups)
+
+
+def test_a_plan_says_what_the_split_gives_and_counts_fewer_samples_less() -> None:
+    case = random_case(7, kind=DeviceKind.CPU)
+    equal, plan = (allocate(*case.arguments, solver="exact", batch=batch) for batch in ("equal", "free"))
+    assert plan.local_batches["infer0"] < TRACED < plan.local_batches["train0"]
+    share = plan.local_batches["infer0"] / TRACED
+    chosen = plan.group("infer0").assignments
+    omega = sum(case.sensitivity.omega[op_id][a.variant] for op_id, a in chosen.items())
+    assert plan.objective == pytest.approx(counts_of(case)["infer0"] * share * omega)
+    assert any(
+        note.startswith(
+            f"local batches differ: Σ Ω is {plan.objective:.4g} instead of {equal.objective:.4g} with equal batches, in "
+        )
+        for note in plan.notes
+    )
+    assert f"infer0: local batch 4 → {plan.local_batches['infer0']} " in "\n".join(plan.notes)
+
+
+@pytest.mark.parametrize(
+    "seed, why",
+    [
+        (3, "nothing is lowered"),
+        (0, "no other split keeps 781.9 µs, the time limit less the error of predicted steps"),
+    ],
+)
+def test_equal_batches_are_kept_with_the_reason(seed: int, why: str) -> None:
+    case = random_case(seed, kind=DeviceKind.CPU if seed % 2 else None)
+    plan = allocate(*case.arguments, batch="free")
+    assert set(plan.local_batches.values()) == {TRACED}
+    assert f"local batches stay equal: {why}" in plan.notes
+
+
+def test_a_second_profile_shows_what_moving_samples_does_not_save() -> None:
+    """Where an inference rank's kernels take as long whatever their batch is, taking its samples away gains nothing in time."""
+    case = random_case(7, kind=DeviceKind.CPU)
+    same = attrs.evolve(case.profiles["infer0"], dag_digest="another")
+    free = allocate(*case.arguments, solver="exact", batch="free")
+    known = allocate(*case.arguments, solver="exact", batch="free", batch_profiles={"infer0": BatchProfile(8, same)})
+    assert free.objective < known.objective
+    assert "from two profiles" in "\n".join(known.notes) or set(known.local_batches.values()) == {TRACED}
+
+
+def test_what_does_not_go_with_free_batches_is_refused() -> None:
+    case = random_case(1)
+    for options, message in (
+        ({"batch": "uneven"}, "local batches are equal or free, got 'uneven'"),
+        (
+            {"solver": "dynamic-batch"},
+            "only the solvers auto, exact, greedy, greedy-paper can choose local batches too, not dynamic",
+        ),
+        ({"objective": "time"}, "free local batches go with the objective omega"),
+        ({"seconds": 5.0}, "free local batches go with no time for solving"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            allocate(*case.arguments, **{"batch": "free"} | options)
