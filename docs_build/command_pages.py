@@ -21,7 +21,7 @@ Every command takes `--help` and `--json`. Results go to standard output; progre
 on a terminal. A command that cannot do what was asked prints one sentence that says what, where and what to do next, writes no
 file, and exits with 1 (2 where the command line itself is wrong).
 
-Commands come from the installed packages: `doctor`, `backends` and `show` from qsync-core, `indicate`, `plan`, `replay`,
+Commands come from the installed packages: `doctor`, `backends`, `launch` and `show` from qsync-core, `indicate`, `plan`, `replay`,
 `explain` and `verify` from qsync-planner, the others from qsync-torch.
 """
 

@@ -19,7 +19,7 @@ BRINGS = {
     "qsync-kernels-cutlass": set(),
 }
 COMMANDS = {
-    "qsync-core": {"doctor", "backends", "show"},
+    "qsync-core": {"doctor", "backends", "launch", "show"},
     "qsync-planner": {"indicate", "plan", "replay", "explain", "verify"},
     "qsync-torch": {"trace", "profile", "observe", "demo"},
     "qsync-kernels-triton": set(),

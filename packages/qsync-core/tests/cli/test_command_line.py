@@ -89,7 +89,7 @@ def test_help_lists_core_and_plugin_commands(qsync: Any) -> None:
     result = qsync("--help")
     assert result.exit_code == 0
     commands = result.stdout.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in commands] == ["backends", "doctor", "echo", "fail", "show"]
+    assert [line.split()[0] for line in commands] == ["backends", "doctor", "echo", "fail", "launch", "show"]
     assert "warning: plugin broken is disabled: its import failed with ModuleNotFoundError" in result.stderr
 
 

@@ -12,6 +12,7 @@ import click
 
 from qsync_core.cli.backends import backends
 from qsync_core.cli.doctor import doctor
+from qsync_core.cli.launch import launch
 from qsync_core.cli.output import spell_out_foreign_letters
 from qsync_core.cli.show import show
 from qsync_core.errors import PluginError, QSyncError
@@ -105,4 +106,5 @@ def cli() -> None:
 
 cli.add_command(doctor)
 cli.add_command(backends)
+cli.add_command(launch)
 cli.add_command(show)

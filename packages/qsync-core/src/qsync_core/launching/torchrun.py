@@ -1,0 +1,81 @@
+"""The torchrun of every machine of a job."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import attrs
+
+from qsync_core.launching.machines import GroupMachines, PlannedJob
+
+
+@attrs.frozen
+class Meeting:
+    """How the processes of a job find each other.
+
+    Attributes:
+        host: the machine of node rank 0.
+        port: on it.
+        name: of the job.
+        elastic: machines may come and go; else all must be there.
+        max_restarts: how often all processes are started again after one has failed.
+    """
+
+    host: str
+    port: int = 29500
+    name: str = "qsync"
+    elastic: bool = False
+    max_restarts: int = 3
+
+
+def torchrun_options(job: PlannedJob, machines: GroupMachines, meeting: Meeting, node_rank: str) -> list[str]:
+    """Options of torchrun on one machine; an elastic job gives node ranks itself."""
+    each = f"--nproc-per-node={machines.ranks_each}"
+    if meeting.elastic:
+        return [
+            f"--nnodes={job.fewest_nodes}:{job.nodes}",
+            each,
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={meeting.host}:{meeting.port}",
+            f"--rdzv-id={meeting.name}",
+            f"--max-restarts={meeting.max_restarts}",
+        ]
+    return [
+        f"--nnodes={job.nodes}",
+        f"--node-rank={node_rank}",
+        each,
+        f"--master-addr={meeting.host}",
+        f"--master-port={meeting.port}",
+    ]
+
+
+@attrs.frozen
+class MachineCommand:
+    """What is started on one machine: variables and the command, and of which group it is."""
+
+    group: str
+    device: str
+    node_rank: int
+    environment: dict[str, str]
+    command: list[str]
+
+    def line(self) -> str:
+        """As a shell reads it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.command)])
+
+
+def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -> list[MachineCommand]:
+    """One per machine, in the order of node ranks."""
+    return [
+        MachineCommand(
+            machines.name,
+            machines.plan.device.name,
+            node,
+            machines.environment,
+            ["torchrun", *torchrun_options(job, machines, meeting, str(node)), *script],
+        )
+        for machines in job.groups
+        for node in range(machines.first_node, machines.first_node + machines.nodes)
+    ]
