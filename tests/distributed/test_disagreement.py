@@ -41,7 +41,3 @@ def test_a_group_that_the_plan_does_not_have(make_plan):
 
 def test_a_rank_that_could_be_of_either_group(make_plan):
     check_refused(train([make_plan()] * 2, groups=("train", "")), "groups train, infer all match this device", by=1)
-
-
-def test_rank_0_of_an_inference_group(make_plan):
-    check_refused(train([make_plan()] * 2, groups=("infer", "train")), "rank 0 is of group 'infer'", by=0)

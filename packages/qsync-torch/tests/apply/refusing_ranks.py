@@ -78,10 +78,6 @@ def wrong_group(rank: int, folder: Path) -> None:
     apply_(model(), plan_of())
 
 
-def rank_0_infers(rank: int, folder: Path) -> None:
-    apply_(model(), plan_of(), group="infer" if rank == 0 else "train")
-
-
 def no_plan_file(rank: int, folder: Path) -> None:
     if rank != CULPRIT:
         save(plan_of(), folder / f"kept{rank}.qsync")
@@ -190,7 +186,6 @@ def no_scale(rank: int, folder: Path) -> None:
 CASES: tuple[Callable[[int, Path], str | None], ...] = (
     agreed,
     wrong_group,
-    rank_0_infers,
     no_plan_file,
     other_model,
     missing_backend,

@@ -74,7 +74,6 @@ def test_ranks_that_agree_may_apply_again_and_to_several_models(raised):
     "case, culprit, kind, text",
     [
         ("wrong_group", 1, "PlanError", NO_SUCH_GROUP),
-        ("rank_0_infers", 0, "PlanError", "must be of a training group (train); start that group's machine as node rank 0"),
         ("no_plan_file", 1, "ArtifactError", "kept1.qsync: No such file or directory"),
         ("other_model", 1, "PlanError", "the plan was made for another model (m): Sequential has no linear or convolution 0"),
         ("missing_backend", 1, "BackendError", "kernel backend 'nowhere' is not installed here"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sized
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +21,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.apply.buffers import before_forward, buffers_of, share_buffers
 from qsync_torch.apply.communication import check_communication, ddp_options
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall
@@ -29,10 +32,12 @@ from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.devices import number_settings
 from qsync_torch.distributed.ranks import together
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
+from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.kernels.selection import default_backend
 from qsync_torch.sharing.job_check import check_job
 
@@ -88,6 +93,8 @@ class AppliedPlan(Installation):
         self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
         self.group, self.lower_eval, self.base = planned.group, lower_eval, planned.base
         self._seed = seed
+        self._rank_seed = stream_key(seed, _rank_in_job())
+        self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
         self._steps = StepCounter()
         self._weights = WeightBatch(())
         self._lowered: dict[OpId, LoweredCall] = {}
@@ -109,6 +116,49 @@ class AppliedPlan(Installation):
     @step.setter
     def step(self, value: int) -> None:
         self._steps.step = value
+
+    def know_ranks(self, groups: Mapping[int, str]) -> None:
+        """Note the device group of every rank of the job, as all have told each other, before the operators are installed.
+
+        Random numbers follow a rank's place in its group, so that a restart that numbers the ranks otherwise draws the same.
+        """
+        assert self._planned.plan is not None
+        job = JobRanks.of(self._planned.plan, groups)
+        inside = dist.is_available() and dist.is_initialized()
+        group, index = job.place(dist.get_rank()) if inside else (self._planned.group, _rank_in_job())
+        self._rank_seed = stream_key(self._seed, *str(group).encode(), index)
+        training = job.training_ranks
+        self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers (BatchNorm's statistics) of the first training rank; call it on every rank.
+
+        After that each rank evaluates and saves what a training rank would.  Without it ranks may differ: each has updated its
+        buffers in the last step by its own batch, in its own precisions (docs/training.md#whose-batchnorm-statistics).
+        """
+        share_buffers(self.model, self._training)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps of a plan in force: ``step`` and ``seed`` of its random numbers, equal on all ranks.
+
+        With it, steps run again as they ran before, also where ranks have other numbers, or another plan is in force since.
+        """
+        return {"step": self.step, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after the step of a checkpoint.
+
+        Raises:
+            PlanError: when it was written under another seed, or is not what :meth:`state_dict` gave.
+        """
+        if set(state) != {"step", "seed"} or not all(isinstance(value, int) and value >= 0 for value in state.values()):
+            raise PlanError(f"the state of a plan in force is its step and its seed, got {dict(state)!r}")
+        if state["seed"] != self._seed:
+            raise PlanError(
+                f"the checkpoint was written under seed {state['seed']}, and this run rounds with seed {self._seed}: call "
+                f"apply_(..., seed={state['seed']}), or set applied.step alone to go on with other random numbers"
+            )
+        self.step = state["step"]
 
     def ddp_options(self) -> dict[str, Any]:
         """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.
@@ -233,7 +283,7 @@ class AppliedPlan(Installation):
             prebuild(addressed, self._placed_on)
         modules, entries = dict(addressed.modules), addressed.entries
         self._lowered = {
-            op_id: LoweredCall(op_id, entries[op_id], self._seed, self._steps, self.cache, modules.get(op_id), self.base)
+            op_id: LoweredCall(op_id, entries[op_id], self._rank_seed, self._steps, self.cache, modules.get(op_id), self.base)
             for op_id in addressed.planned
         }
         self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
@@ -270,6 +320,11 @@ class AppliedPlan(Installation):
             check_communication(plan, self.model, device)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
+        if whole and self._training and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                torch.ops.qsync.share_buffers(buffers_of(self.model), self._training)
+            else:
+                before_forward(buffers_of(self.model), self._training)
         self._steps.advance()
         if whole:
             self._weights.prepare()
@@ -375,6 +430,12 @@ class AppliedPlan(Installation):
         """A saved model has no plan, and needs no QSync to be loaded."""
         _say_plain("the saved form of a model that runs under a plan, once loaded,")
         return type(None), ()
+
+
+def _rank_in_job() -> int:
+    """As ``torch.distributed`` or torchrun has it; 0 where neither says."""
+    inside = dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if inside else int(os.environ.get("RANK", "0"))
 
 
 def is_compiled(module: nn.Module) -> bool:

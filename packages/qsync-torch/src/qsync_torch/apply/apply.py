@@ -26,9 +26,8 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan, Planned
 from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of
-from qsync_torch.distributed.ranks import check_rank0, plan_facts, together, which_group
+from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
 
@@ -77,9 +76,8 @@ def apply_(
 
     Raises:
         PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
-            the ranks hold different plans, rank 0 is not of a training group, or this process computes with
-            other settings than its group's profile (TF32, another device); when a run folder is not there, or has no plan for
-            the groups of this job.
+            the ranks hold different plans, or this process computes with other settings than its group's profile (TF32, another
+            device); when a run folder is not there, or has no plan for the groups of this job.
         ArtifactError, ClusterError: when a plan's file, or the cluster file of a run folder, cannot be read.
         CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
@@ -101,14 +99,13 @@ def apply_(
         if isinstance(plan, PrecisionPlan):
             facts |= plan_facts(plan)
             group = which_group(plan) if group is None else group
-            check_rank0(plan, group)
             if "share" not in allow_flags:
                 refuse_deferred()
             check_settings(plan, group, model, allow_flags)
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags))
         else:
             planned = Planned(_read(plan), None, backend, base)
-        applied = AppliedPlan(model, planned, seed=_rank_seed(seed), lower_eval=lower_eval)
+        applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)
         applied.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
         applied.know_ranks(check_job("apply_", plan, group, model, allow_flags))
@@ -155,9 +152,3 @@ def _read(entries: Any) -> dict[OpId, Variant | Assignment]:
             raise PlanError(f"not an operator and its variant: {op_id!r}: {entry!r}; write {{'0#0': 'int8'}}")
         found[key] = value
     return found
-
-
-def _rank_seed(seed: int) -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
-    return stream_key(seed, rank)

@@ -17,7 +17,7 @@ from qsync_core.artifacts.files import digest
 from qsync_core.devices import same_device
 from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSyncError, RankError
 from qsync_core.ir.cluster import Cluster
-from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, by_value, rank_list
 
@@ -178,22 +178,6 @@ def device_name() -> tuple[str, DeviceKind]:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), DeviceKind.CUDA
     return "cpu", DeviceKind.CPU
-
-
-def check_rank0(plan: PrecisionPlan, group: str) -> None:
-    """On rank 0 of a job, refuse a group that does not train: DistributedDataParallel broadcasts its buffers to all ranks.
-
-    Raises:
-        PlanError: naming the groups that rank 0 may be of.
-    """
-    if not _in_process_group() or dist.get_rank() != 0 or dist.get_world_size() == 1:
-        return
-    training = [entry.group for entry in plan.groups if entry.role is Role.TRAIN]
-    if training and group not in training:
-        raise PlanError(
-            f"rank 0 is of group {group!r}, but its BatchNorm statistics go to all ranks, so it must be of a training group "
-            f"({', '.join(training)}); start that group's machine as node rank 0"
-        )
 
 
 @contextmanager
