@@ -9,6 +9,7 @@ _check_installed("qsync-torch")
 
 _PUBLIC = {
     "AppliedPlan": "qsync_torch.apply.apply",
+    "Checkpoints": "qsync_torch.elastic.checkpoints",
     "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
     "UnevenBatchSampler": "qsync_torch.distributed.uneven_batches",
     "apply_": "qsync_torch.apply.apply",

@@ -21,23 +21,27 @@ PRECISIONS = {"train": Precision.FLOAT32, "infer": Precision.BFLOAT16, "spare": 
 ROLES = {"train": Role.TRAIN, "infer": Role.INFER, "spare": Role.INFER}
 
 
-def plan_for(groups: Collection[str], note: str = "") -> PrecisionPlan:
-    """A plan whose NCCL CTAs are as many as it has groups."""
+BATCHES = {"train": 6, "infer": 6, "spare": 7}
+
+
+def plan_for(groups: Collection[str], note: str = "", *, batches: bool = False) -> PrecisionPlan:
+    """A plan whose NCCL CTAs are as many as it has groups; with local batches it is in float32."""
     op_id = OpId("0")
     device = DeviceType("cpu", DeviceKind.CPU)
     entries = []
     for name in (name for name in PRECISIONS if name in groups):
-        assignment = Assignment(Variant.of(PRECISIONS[name]), "aten", "", "by hand")
+        precision = Precision.FLOAT32 if batches else PRECISIONS[name]
+        assignment = Assignment(Variant.of(precision), "aten", "", "by hand")
         entries.append(GroupPlan(name, ROLES[name], 1, device, Precision.FLOAT32, {op_id: assignment}))
     training = [entry.group for entry in entries if entry.role is Role.TRAIN]
     communication = PlannedCommunication(CommunicationSettings(max_ctas=len(entries)), "by hand")
     return PrecisionPlan(
         "m", "", (op_id,), {}, "by hand", "", 1, 1, 0.0, None, tuple(entries), "".join(training), notes=(note,),
-        communication=communication,
+        communication=communication, local_batches={name: BATCHES[name] for name in groups} if batches else {},
     )  # fmt: skip
 
 
-def make_run_folder(path: Path, groups: Collection[str] = tuple(PRECISIONS)) -> RunFolder:
+def make_run_folder(path: Path, groups: Collection[str] = tuple(PRECISIONS), *, batches: bool = False) -> RunFolder:
     run = RunFolder(path)
     for folder in (path, path / "plans"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +52,7 @@ def make_run_folder(path: Path, groups: Collection[str] = tuple(PRECISIONS)) -> 
     for size in range(1, len(groups) + 1):
         for present in itertools.combinations(groups, size):
             if set(present) != {"infer", "spare"}:
-                save(plan_for(present), run.plan(present))
+                save(plan_for(present, batches=batches), run.plan(present))
     return run
 
 

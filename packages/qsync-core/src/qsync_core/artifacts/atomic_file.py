@@ -20,7 +20,7 @@ _READER_WAIT_S = 10.0
 """How long a FIFO without a reader is given one: a shell starts both ends of ``mkfifo`` pipelines in any order."""
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     """Write ``data`` to a new file beside ``path``, flush it to the disk and rename it into place.
 
     A failure leaves whatever stood at ``path`` as it was, and no temporary file behind.  Where ``path`` is a symbolic link, the

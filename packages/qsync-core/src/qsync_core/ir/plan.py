@@ -92,7 +92,7 @@ class PrecisionPlan:
         objective: Σ Ω of the inference groups, each by its share of the traced batch; bound: a proven lower bound of it, None where
             there is none.
         groups: one per device group of the cluster.
-        rank0_group: a training group; DDP broadcasts buffers from rank 0.  Empty where there is no training group.
+        rank0_group: a training group, whose buffers all ranks get.  Empty where there is no training group.
         verdict: hybrid against the training groups alone; None where there is no training group.
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group; they differ where the plan was free to choose them, and by dynamic-batch.

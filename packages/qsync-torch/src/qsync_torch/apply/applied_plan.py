@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -38,6 +38,7 @@ from qsync_torch.distributed.ranks import together
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.elastic.job_ranks import JobRanks
+from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
 from qsync_torch.kernels.selection import default_backend
 from qsync_torch.sharing.job_check import check_job
 
@@ -103,6 +104,7 @@ class AppliedPlan(Installation):
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
         self._step_times: StepTimes | None = None
+        self._job: JobRanks | None = None
         self.know_ranks({})
 
     @property
@@ -117,18 +119,16 @@ class AppliedPlan(Installation):
     def step(self, value: int) -> None:
         self._steps.step = value
 
-    def know_ranks(self, groups: Mapping[int, str]) -> None:
-        """Note the device group of every rank of the job, as all have told each other, before the operators are installed.
+    @property
+    def place(self) -> str:
+        """This process's place in its job, such as ``infer/0``: its group, and how many ranks of it come before.
 
-        Random numbers follow a rank's place in its group, so that a restart that numbers the ranks otherwise draws the same.
+        Random numbers and samples follow it, not the rank, which torchrun gives anew at each start.
         """
-        assert self._planned.plan is not None
-        job = JobRanks.of(self._planned.plan, groups)
-        inside = dist.is_available() and dist.is_initialized()
-        group, index = job.place(dist.get_rank()) if inside else (self._planned.group, _rank_in_job())
-        self._rank_seed = stream_key(self._seed, *str(group).encode(), index)
-        training = job.training_ranks
-        self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
+        if self._job is None:
+            return f"rank/{_rank_in_job()}"
+        group, index = self._job.place(dist.get_rank()) if _in_job() else (self.group, _rank_in_job())
+        return f"{group}/{index}"
 
     def share_buffers(self) -> None:
         """Give all ranks the buffers (BatchNorm's statistics) of the first training rank; call it on every rank.
@@ -167,14 +167,38 @@ class AppliedPlan(Installation):
         """
         return ddp_options(self._planned.plan)
 
-    def know_ranks(self, groups: Mapping[int, str]) -> None:
-        """Note the device group of every rank of the job, as all have told each other."""
-        planned = self._planned
-        self._batches = LocalBatches(planned.plan, planned.group, groups, by_script=FLAG in planned.allow_flags)
+    def know_ranks(self, groups: Mapping[int, str], whole: PrecisionPlan | None = None, resize: Resize | None = None) -> None:
+        """Note the device group of every rank of the job, as all have told each other, before the operators are installed.
+
+        Random numbers follow a rank's place in its group, so that a restart that numbers the ranks otherwise draws the same.
+
+        Args:
+            groups: by rank; empty where the rank alone was asked.
+            whole: the plan for all groups of the cluster, whose global batch is the planned one; by default this plan.
+            resize: what stays where the job has other ranks than planned.
+
+        Raises:
+            PlanError: as :func:`qsync_torch.elastic.resizing.step_batches`.
+        """
+        planned, plan = self._planned, self._planned.plan
+        resized = None
+        if plan is not None and planned.group is not None and groups:
+            job = self._job = JobRanks.of(plan, groups)
+            group, index = job.place(dist.get_rank()) if _in_job() else (planned.group, _rank_in_job())
+            self._rank_seed = stream_key(self._seed, *group.encode(), index)
+            training = job.training_ranks
+            self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
+            if _in_job() or resize is not None:
+                resized = step_batches(plan, whole or plan, job, resize)
+        by_script = FLAG in planned.allow_flags
+        self._batches = LocalBatches(plan, planned.group, groups, by_script=by_script, resized=resized)
 
     @property
     def local_batch(self) -> int | None:
-        """Samples that the plan has this rank train on in a step; None where no plan was applied, or one that does not say."""
+        """Samples that this rank trains on in a step; None where no plan was applied, or one that does not say.
+
+        It is what the plan has it take, and with ``resize="keep-global"`` its share of the planned global batch.
+        """
         return self._batches.own
 
     @property
@@ -201,7 +225,47 @@ class AppliedPlan(Installation):
             raise PlanError(
                 "no plan says how large local batches are: apply a plan, or use UnevenBatchSampler(dataset, batch_sizes)"
             )
-        return UnevenBatchSampler(dataset, self.batch_sizes, **options)
+        if self._job is None:
+            return UnevenBatchSampler(dataset, self.batch_sizes, **options)
+        order = self._job.in_order  # so that a rank takes the same samples whatever its number is
+        return UnevenBatchSampler(
+            dataset, [self.batch_sizes[rank] for rank in order], order.index(dist.get_rank() if _in_job() else 0), **options
+        )
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of a step on all ranks of this job; None where that is not known."""
+        return sum(self.batch_sizes) or None
+
+    @property
+    def planned_batch(self) -> int | None:
+        """Samples of a step on all ranks that were planned, those that are not there included; None where that is not known.
+
+        A script that keeps local batches may scale its learning rate by ``global_batch / planned_batch``.
+        """
+        return self._batches.planned
+
+    def micro_batches(self, ddp: nn.Module, samples: int | None = None) -> Iterator[MicroBatch]:
+        """The parts in which this rank takes its batch of one step, each what one forward pass was planned with::
+
+            for part in applied.micro_batches(ddp, len(x)):
+                loss = criterion(ddp(x[part.rows]), y[part.rows])
+                (loss * part.weight).backward()
+
+        It is one part, of weight 1, unless the job keeps its global batch with fewer ranks.  All but the last run under
+        ``ddp.no_sync()``.
+
+        Args:
+            ddp: the wrapper of this model.
+            samples: of this batch; :attr:`local_batch` by default.
+
+        Raises:
+            PlanError: where neither says how many samples there are.
+        """
+        before = self.step
+        yield from self._batches.micro_batches(ddp, samples)
+        # Ranks with fewer passes leave numbers out, so that a checkpoint of any rank holds for all.
+        self.step = max(self.step, before + self._batches.most_passes)
 
     def weight_gradients(self, ddp: DistributedDataParallel, **options: Any) -> None:
         """Weight gradients by samples, as a plan with local batches of different sizes asks for; on all ranks, before training.
@@ -432,10 +496,13 @@ class AppliedPlan(Installation):
         return type(None), ()
 
 
+def _in_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _rank_in_job() -> int:
     """As ``torch.distributed`` or torchrun has it; 0 where neither says."""
-    inside = dist.is_available() and dist.is_initialized()
-    return dist.get_rank() if inside else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if _in_job() else int(os.environ.get("RANK", "0"))
 
 
 def is_compiled(module: nn.Module) -> bool:

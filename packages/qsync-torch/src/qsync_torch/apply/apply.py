@@ -7,6 +7,7 @@ and checked here; :mod:`qsync_torch.apply.installation` puts its operators into 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
+from qsync_torch.elastic.resizing import Resize
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
 
@@ -47,6 +49,7 @@ def apply_(
     base: Precision = Precision.FLOAT32,
     allow_flags: Collection[str] = (),
     lower_eval: bool = False,
+    resize: Resize | None = None,
 ) -> AppliedPlan:
     """Make ``model`` run as planned, in place.
 
@@ -70,6 +73,10 @@ def apply_(
             numbers, as in ``["cudnn_tf32"]`` (docs/training.md#settings-that-a-plan-holds-for).
         lower_eval: keep the plan in force in eval mode.  By default a model in eval mode runs in full precision, and draws no
             random numbers.
+        resize: what stays where the job has other ranks than planned, so that a step would have another number of samples:
+            ``"keep-global"``: the planned global batch, by accumulation over :meth:`AppliedPlan.micro_batches`; ``"keep-local"``:
+            each rank's batch, with a learning rate that the script chooses (docs/coming-and-going.md).  Without it such a job is
+            refused.
 
     Returns:
         A handle with ``remove()``.
@@ -77,7 +84,8 @@ def apply_(
     Raises:
         PlanError: when the plan is for another model, names an operator the model does not have, the model has a plan already,
             the ranks hold different plans, or this process computes with other settings than its group's profile (TF32, another
-            device); when a run folder is not there, or has no plan for the groups of this job.
+            device); when a run folder is not there, or has no plan for the groups of this job; when its global batch is not the
+            planned one and ``resize`` does not say what stays.
         ArtifactError, ClusterError: when a plan's file, or the cluster file of a run folder, cannot be read.
         CompatibilityError: when the ranks run different versions of QSync.
         BackendError: when a planned backend is missing, or refuses a kernel that an operator needs forward or backward, with all
@@ -88,16 +96,18 @@ def apply_(
     whole_plan = not isinstance(plan, Mapping)
     run = run_folder_of(plan)
     present = groups_present("apply_", run, group) if run else None
+    whole: PrecisionPlan | None = None
     with _on_all_ranks("apply_", whole_plan) as facts:
         _check_model(model)
         if run and present:
             plan, group = run.load_plan(present.names), present.own
+            whole = run.load_plan(present.of_cluster)
         elif isinstance(plan, (str, os.PathLike)):
             plan = load(Path(plan), PrecisionPlan)
         if backend is not None:
             KernelChoice.parse(backend)
         if isinstance(plan, PrecisionPlan):
-            facts |= plan_facts(plan)
+            facts |= plan_facts(plan) | {"resize": str(resize)}
             group = which_group(plan) if group is None else group
             if "share" not in allow_flags:
                 refuse_deferred()
@@ -108,7 +118,8 @@ def apply_(
         applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)
         applied.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
-        applied.know_ranks(check_job("apply_", plan, group, model, allow_flags))
+        applied.know_ranks(check_job("apply_", plan, group, model, allow_flags), whole, resize)
+        _warn_of_restarts()
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):
@@ -121,6 +132,17 @@ def apply_(
 def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> AbstractContextManager[dict[str, str]]:
     """Variants by operator are this rank's own affair: other ranks may run other ones, or none, and need not call ``apply_``."""
     return together(what, slow=slow) if whole_plan else nullcontext({})
+
+
+def _warn_of_restarts() -> None:
+    """torchrun's agent keeps one store for all starts of a job, in which ranks find addresses of processes that have ended."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "a restart by torchrun would hang in init_process_group: start torchrun with --rdzv-backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment (docs/coming-and-going.md)",
+            stacklevel=3,
+        )
 
 
 def _check_model(model: nn.Module) -> None:

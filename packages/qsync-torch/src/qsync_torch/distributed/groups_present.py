@@ -30,10 +30,12 @@ class GroupsPresent:
     Attributes:
         names: of all of them.
         own: of this rank.
+        of_cluster: the groups that the cluster file has.
     """
 
     names: frozenset[str]
     own: str
+    of_cluster: frozenset[str]
 
 
 def run_folder_of(plan: Any) -> RunFolder | None:
@@ -71,7 +73,7 @@ def groups_present(what: str, run: RunFolder, group: str | None = None, members:
         if own not in (names := [entry.name for entry in cluster.groups]):
             raise PlanError(f"{run.cluster} has no group {own!r}; its groups are {', '.join(names)}")
     told = told_by_all(f"{what}, telling groups", {"group": own}, members)
-    return GroupsPresent(frozenset(said["group"] for said in told.values()), own)
+    return GroupsPresent(frozenset(said["group"] for said in told.values()), own, frozenset(names))
 
 
 def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
