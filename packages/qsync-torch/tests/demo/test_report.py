@@ -1,81 +1,17 @@
-"""Drawings and table: what is asked for is there, well-formed, and needs nothing from outside."""
+"""The demo's table, sentences and JSON say the same, and its report shows them before the page of any job."""
 
 from __future__ import annotations
 
 import io
-import xml.etree.ElementTree as ET
 
+import attrs
 import pytest
 from rich.console import Console
 
-from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
-from qsync_core.ir.dfg import Phase, Resource
-from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.sensitivity import Sensitivity
-from qsync_core.ir.timeline import Interval, Timeline
-from qsync_core.ir.variant import Variant
 from qsync_torch.demo.outcome import Outcome, Row, conclusions, print_outcome, room, summarize
-from qsync_torch.demo.report import MemoryBar, Strip, draw_memory, draw_precision_strips, draw_sensitivity, draw_timeline
+from qsync_torch.demo.report import methods_section, stored_section
+from qsync_torch.demo.stored_profiles import Stored, StoredRow
 from qsync_torch.demo.workloads import Evaluation
-
-SVG = "{http://www.w3.org/2000/svg}"
-LOW, HIGH = Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)
-
-
-def boxes(drawing: str, css: str) -> list[ET.Element]:
-    return [box for box in ET.fromstring(drawing).iter(f"{SVG}rect") if box.get("class", "").split()[0] == css]
-
-
-def titles(found: list[ET.Element]) -> list[str]:
-    return [box.find(f"{SVG}title").text for box in found]
-
-
-@pytest.fixture
-def dag():
-    def operator(name: str, depth: int, flops: int) -> Operator:
-        op_id, weight = OpId(name), (4, 4)
-        return Operator(op_id, "linear", OpClass.ADJUSTABLE, (), (), (4, 4), weight_shape=weight, flops=flops, depth=depth)
-
-    return PrecisionDag("m", (operator("a<b>", 1, 3_000_000), operator("c", 2, 1_000_000)), ())
-
-
-def test_a_timeline_has_a_lane_per_rank_and_stream_and_a_box_per_piece():
-    pieces = (
-        Interval("conv <1>", OpId("conv"), Phase.FORWARD, Resource.COMPUTE, 0, 0, 4_000_000),
-        Interval("conv", OpId("conv"), Phase.BACKWARD, Resource.COMPUTE, 1, 4_000_000, 8_000_000),
-        Interval("bucket 0", None, Phase.COMMUNICATION, Resource.COMMUNICATION, 1, 12_000_000, 1_000_000),
-    )
-    timeline = Timeline("predicted", "m", 13_000_000, {0: "train", 1: "infer"}, pieces)
-    drawing = draw_timeline(timeline, 26_000_000)
-    labels = [text.text for text in ET.fromstring(drawing).iter(f"{SVG}text") if text.get("class") == "label"]
-    assert labels == ["train · compute", "infer · communication", "infer · compute"]
-    (forward,), (backward,) = boxes(drawing, "phase-forward"), boxes(drawing, "phase-backward")
-    assert titles([forward]) == ["conv <1>\nforward, 4.000 ms from 0.000 ms"]
-    # 4 ms and 8 ms of a span of 26 ms, and the second begins where the first ends.
-    assert float(backward.get("width")) == pytest.approx(2 * float(forward.get("width")), abs=0.02)
-    assert float(backward.get("x")) == pytest.approx(float(forward.get("x")) + float(forward.get("width")), abs=0.02)
-
-
-def test_strips_show_every_operator_once_a_line(dag):
-    strips = [Strip("uniform", dict.fromkeys([OpId("a<b>"), OpId("c")], LOW)), Strip("QSync", {OpId("a<b>"): HIGH, OpId("c"): LOW})]
-    drawing = draw_precision_strips(dag, strips)
-    assert len(boxes(drawing, "precision-bfloat16")) == 3
-    (recovered,) = boxes(drawing, "precision-float32")
-    assert titles([recovered]) == ["a<b>#0, depth 1: float32, 3 Mflop forward"]
-
-
-def test_sensitivity_is_ranked_and_coloured_by_choice(dag):
-    omega = {OpId("c"): {LOW: 1e-3}, OpId("a<b>"): {LOW: 1e-5}, OpId("zero"): {LOW: 0.0}}
-    drawing = draw_sensitivity(Sensitivity("m", "", "", "lossvar", omega), dag, {OpId("c"): HIGH, OpId("a<b>"): LOW})
-    assert [text.text for text in ET.fromstring(drawing).iter(f"{SVG}text") if text.get("class") == "label"] == ["c#0", "a<b>#0"]
-    assert titles(boxes(drawing, "precision-float32")) == ["c#0: Ω = 0.001"]
-
-
-def test_memory_over_the_budget_is_marked():
-    drawing = draw_memory([MemoryBar("full", 300, 310), MemoryBar("QSync", 190, 199)], 200)
-    over = [box.get("class") for box in ET.fromstring(drawing).iter(f"{SVG}rect") if "over" in box.get("class")]
-    assert over == ["memory-predicted over", "memory-measured over"]
 
 
 def row(name: str, measured_ms: float, predicted_ms: float) -> Row:
@@ -96,12 +32,14 @@ def row(name: str, measured_ms: float, predicted_ms: float) -> Row:
     )
 
 
-def test_table_and_json_say_the_same():
+@pytest.fixture
+def outcome():
     rows = (row("full", 200, 210), row("uniform", 100, 100), row("dynamic-batch", 150, 150), row("qsync", 104, 100))
     probes = (row("random 11", 100, 120),)
-    outcome = Outcome(
-        "resnet", "digits", 60, "a cgroup quota of 64% of its core", 1.56, 1 << 20, rows, probes, 0.47, 0.52, 0.9, 100.0
-    )
+    return Outcome("resnet", "digits", 60, "a cgroup quota of 64% of its core", 1.56, 1 << 20, rows, probes, 0.47, 0.52, 0.9, 100.0)
+
+
+def test_table_and_json_say_the_same(outcome):
     text = io.StringIO()
     print_outcome(Console(file=text, width=200), outcome)
     shown = text.getvalue()
@@ -138,3 +76,28 @@ def test_table_and_json_say_the_same():
 )
 def test_the_room_is_the_slack_over_what_low_precision_saves(full, uniform, limit, expected):
     assert room(full, uniform, limit) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_report_has_a_row_for_every_method(outcome):
+    section = methods_section(outcome)
+    (table,) = section.parts
+    assert [len(cells) for cells in table.rows] == [len(table.header)] * 5
+    shown = dict(zip(table.header, table.rows[3], strict=True))
+    assert shown["method"] == "qsync"
+    assert shown["iteration, measured"] == "104.0 ms ± 5.2"
+    assert shown["gradient error"] == "0.75%"
+    assert "over budget" in table.rows[0][table.header.index("weak worker's peak")]
+    assert section.sentences[:5] == tuple(conclusions(outcome))
+    assert "its float32 step takes 1.56 times the strong one's; its memory budget is 1 MiB." in section.sentences[5]
+    noted = methods_section(attrs.evolve(outcome, notes=("fewer samples",)))
+    assert noted.sentences[-1] == "fewer samples"
+
+
+def test_what_was_replayed_is_a_section_of_its_own():
+    rows = tuple(
+        StoredRow(name, 1_000_000 * ms, {"int8": 3}, 1 << 30, ms / 10)
+        for name, ms in (("full", 20), ("uniform", 10), ("qsync", 10))
+    )
+    section = stored_section(Stored("ResNet50 on GPUs", rows))
+    assert section.sentences[0] == "ResNet50 on GPUs."
+    assert section.parts[0].rows[2] == ("QSync", "10.0 ms", "3 int8", "1", "1 GiB")

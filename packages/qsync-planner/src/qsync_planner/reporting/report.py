@@ -21,7 +21,7 @@ from qsync_core.run_folder import RunFolder
 from qsync_core.units import format_bytes, format_ns
 from qsync_planner.allocator.exact.program import is_installed as has_highs
 from qsync_planner.allocator.exact.search import Effort
-from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
+from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.reporting.charts import (
     memory_figure,
     precisions_figure,
@@ -40,13 +40,12 @@ _CURVE_OPERATORS = 250
 """Curves of larger models take longer than a report may."""
 
 
-def write_report(run: RunFolder, *, first: Sequence[Section] = (), curve: Tradeoff | None = None, title: str = "") -> Path:
+def write_report(run: RunFolder, *, first: Sequence[Section] = (), title: str = "") -> Path:
     """Write ``report.html`` and, beside it, the predicted and the measured step as one trace for Perfetto.
 
     Args:
         run: a finished run folder: its plan for all groups is reported.  A measured timeline is shown where there is one.
         first: sections of the caller's own, after the facts.
-        curve: the trade-off curve; by default a small one is computed, where HiGHS is installed.
         title: of the page; by default the model's name.
 
     Returns:
@@ -58,10 +57,26 @@ def write_report(run: RunFolder, *, first: Sequence[Section] = (), curve: Tradeo
     """
     require_pages()
     job, measured = read_job(run)
-    predicted = predicted_timeline(job)
     plans = [(names, run.load_plan(names)) for names in run.planned_groups()]
-    page = report_page(job, predicted, measured, plans, first=first, curve=curve, title=title)
-    _write(run.report, render(page).encode())
+    return write_job_report(run, job, measured, plans, first=first, title=title)
+
+
+def write_job_report(
+    run: RunFolder,
+    job: Job,
+    measured: Timeline | None,
+    plans: Sequence[tuple[Sequence[str], PrecisionPlan]] = (),
+    *,
+    first: Sequence[Section] = (),
+    title: str = "",
+) -> Path:
+    """The same of a job that is in memory; ``plans`` are those of the sets of groups that may be there.
+
+    Raises:
+        PlanError: when qsync-planner's extra ``report`` is not installed, or the folder cannot be written.
+    """
+    predicted = predicted_timeline(job)
+    _write(run.report, render(report_page(job, predicted, measured, plans, first=first, title=title)).encode())
     if timeline := predicted or measured:
         trace = comparison_to_perfetto(predicted, measured) if predicted and measured else to_perfetto(timeline)
         _write(run.trace, json.dumps(trace).encode())
@@ -105,10 +120,9 @@ def report_page(
     plans: Sequence[tuple[Sequence[str], PrecisionPlan]] = (),
     *,
     first: Sequence[Section] = (),
-    curve: Tradeoff | None = None,
     title: str = "",
 ) -> Page:
-    """The page of :func:`write_report`; ``plans`` are those of the sets of groups that may be there."""
+    """The page of :func:`write_job_report`."""
     plan = job.plan
     ways = ways_to_run(job, measured)
     counts = {group.name: group.count for group in job.cluster.groups}
@@ -123,7 +137,7 @@ def report_page(
     ]
     if sensitivity := sensitivity_figure(job.sensitivity, plan):
         sections.append(Section("Sensitivity", (), (sensitivity,)))
-    sections += [_memory_section(plan, measured), *_curve_section(job, curve)]
+    sections += [_memory_section(plan, measured), *_curve_section(job)]
     if timeline := timeline_figure(predicted, measured):
         sections.append(Section("Timeline", _timeline_sentences(predicted, measured), (timeline,)))
     sections += [*_subsets_section(job, plans), _details_section(job)]
@@ -188,28 +202,22 @@ def _memory_section(plan: PrecisionPlan, measured: Timeline | None) -> Section:
     return Section("Memory against the budget", (), (memory_figure(plan), table))
 
 
-def _curve_section(job: Job, curve: Tradeoff | None) -> list[Section]:
+def _curve_section(job: Job) -> list[Section]:
     title = "Other plans"
-    if curve is None:
-        if not has_highs():
-            return [Section(title, ("The trade-off curve needs HiGHS: pip install 'qsync-planner[exact]'",))]
-        if len(job.dag.adjustable) > _CURVE_OPERATORS or not job.keeps_batches:
-            return [Section(title, ("‘qsync plan --pareto’ draws the trade-off between Ω, time and memory.",))]
-        try:
-            curve = tradeoff(
-                job.dag,
-                job.cluster,
-                job.profiles,
-                job.sensitivity,
-                budgets=_CURVE_BUDGETS,
-                limits=_CURVE_LIMITS,
-                effort=_CURVE_EFFORT,
-            )
-        except PlanError as reason:  # a model whose steps no program describes
-            return [Section(title, (f"There is no trade-off curve: {reason}.",))]
-    if not curve.points:
-        return []
-    return [tradeoff_section(curve, title, job.plan.predicted_iteration_ns, folded=True)]
+    if not has_highs():
+        return [Section(title, ("The trade-off curve needs HiGHS: pip install 'qsync-planner[exact]'",))]
+    if len(job.dag.adjustable) > _CURVE_OPERATORS or not job.keeps_batches:
+        return [Section(title, ("‘qsync plan --pareto’ draws the trade-off between Ω, time and memory.",))]
+    try:
+        curve = tradeoff(
+            *(job.dag, job.cluster, job.profiles, job.sensitivity),
+            budgets=_CURVE_BUDGETS,
+            limits=_CURVE_LIMITS,
+            effort=_CURVE_EFFORT,
+        )
+    except PlanError as reason:  # a model whose steps no program describes
+        return [Section(title, (f"There is no trade-off curve: {reason}.",))]
+    return [tradeoff_section(curve, title, job.plan.predicted_iteration_ns, folded=True)] if curve.points else []
 
 
 def _timeline_sentences(predicted: Timeline | None, measured: Timeline | None) -> list[str]:

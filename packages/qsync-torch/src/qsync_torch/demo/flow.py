@@ -76,6 +76,7 @@ class Result:
     outcome: Outcome
     dag: PrecisionDag
     plans: Plans
+    profiles: dict[str, Profile]
     sensitivity: Sensitivity
     predicted: dict[str, Timeline]
     measured: dict[str, Timeline]
@@ -108,7 +109,6 @@ def run_demo(options: Options, progress: ProgressCallback) -> Result:
             memory_budget=budget,
             predict_check=options.predict_check,
             ladder=probe.ladder,
-            curve=not probe.in_haste,
         )
         replayer = Replayer(dag, plans.cluster, profiles)
         predicted = {name: replayer.timeline({INFER: infer_variants(plan)}) for name, plan in _with_timeline(plans).items()}
@@ -137,7 +137,7 @@ def run_demo(options: Options, progress: ProgressCallback) -> Result:
     )
     recorded = {name: folder / f"measured-{name}.qsync" for name in predicted}
     timelines = {name: load(path, Timeline) for name, path in recorded.items() if path.exists()}
-    return Result(outcome, dag, plans, sensitivity, predicted, timelines)
+    return Result(outcome, dag, plans, profiles, sensitivity, predicted, timelines)
 
 
 def _with_timeline(plans: Plans) -> dict[str, PrecisionPlan]:

@@ -17,8 +17,6 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
-from qsync_planner.allocator.exact.program import is_installed
-from qsync_planner.allocator.exact.tradeoff import Tradeoff, tradeoff
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.demo.messages import GROUPS, INFER, TRAIN
 from qsync_torch.demo.probe import LADDER
@@ -29,12 +27,11 @@ RANDOM_SEEDS = (11, 12)
 
 @attrs.frozen
 class Plans:
-    """Plans by method, and what their search was given; the trade-off curve where HiGHS is installed."""
+    """Plans by method, and what their search was given."""
 
     cluster: Cluster
     compared: Mapping[str, PrecisionPlan]
     probes: Mapping[str, PrecisionPlan]
-    tradeoff: Tradeoff | None = None
 
 
 def cluster_toml(share: float, memory_bytes: int = 0, ladder: Sequence[Variant] = LADDER) -> str:
@@ -56,14 +53,13 @@ def make_plans(
     memory_budget: str | int,
     predict_check: bool,
     ladder: Sequence[Variant] = LADDER,
-    curve: bool = True,
 ) -> Plans:
     """All plans.
 
     Args:
         memory_budget: bytes that the weak worker may use; ``auto`` for a budget that float32 does not fit; ``none`` for no limit.
         predict_check: also make the probes.
-        ladder: rungs of the weak worker; curve: also draw the trade-off curve.
+        ladder: rungs of the weak worker.
     """
     share = profiles[INFER].device.share
     unlimited = parse_cluster(cluster_toml(share, ladder=ladder), "the demo's cluster")
@@ -78,14 +74,7 @@ def make_plans(
     compared = {"full": full, "uniform": allocate(dag, cluster, profiles, sensitivity, solver="uniform")}
     compared |= {"dynamic-batch": balanced, "qsync": allocate(dag, cluster, profiles, sensitivity)}
     probes = _probes(dag, unlimited, profiles, full) if predict_check else {}
-    return Plans(cluster, compared, probes, _tradeoff(dag, cluster, profiles, sensitivity) if curve else None)
-
-
-def _tradeoff(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity) -> Tradeoff | None:
-    """What other limits would give: a small curve, so that the demo takes no longer."""
-    if not is_installed():
-        return None
-    return tradeoff(dag, cluster, profiles, sensitivity, budgets=3, limits=6)
+    return Plans(cluster, compared, probes)
 
 
 def _tight_budget(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile]) -> int:
