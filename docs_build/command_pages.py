@@ -12,7 +12,8 @@ from mkdocs.structure.files import File, Files
 
 PAGE = "cli.md"
 EXPECTED = {
-    "backends", "demo", "doctor", "explain", "indicate", "observe", "plan", "profile", "replay", "show", "trace", "tune", "verify",
+    "backends", "demo", "doctor", "explain", "indicate", "observe", "plan", "profile", "replay", "report", "show", "trace", "tune",
+    "verify",
 }  # fmt: skip
 """Commands that must be there: a page without them would only mean that a package was not installed."""
 INTRODUCTION = """# Command line
@@ -22,7 +23,7 @@ on a terminal. A command that cannot do what was asked prints one sentence that 
 file, and exits with 1 (2 where the command line itself is wrong).
 
 Commands come from the installed packages: `doctor`, `backends`, `launch` and `show` from qsync-core, `indicate`, `plan`, `replay`,
-`explain` and `verify` from qsync-planner, the others from qsync-torch.
+`explain`, `verify` and `report` from qsync-planner, the others from qsync-torch.
 """
 
 

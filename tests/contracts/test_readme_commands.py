@@ -1,10 +1,13 @@
-"""The README's commands are the ones that CI runs, and each is a single line."""
+"""The README's commands are the ones that CI runs, and each is a single line; CI installs a browser first, where it can."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 
+import pytest
 import yaml
 
 import shared_metadata
@@ -24,12 +27,28 @@ def test_the_readme_shows_two_commands_the_main_job_and_the_tests():
     assert "tox run" in tests
 
 
-def test_ci_runs_the_test_command_and_nothing_else():
+def test_ci_runs_the_test_command_and_before_it_only_installs_a_browser():
     script = (ROOT / ".ci" / "run").read_text()
     lines = [line for line in script.splitlines() if line and not line.startswith("#")]
     assert lines[:3] == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "export CI=true"]
-    assert lines[3:] == [commands()[1]]
+    browser, *rest = lines[3:]
+    assert rest == [commands()[1]]
+    assert browser.startswith("command -v chromium || ")
+    assert browser.endswith("'apt-get -qq update && apt-get -qqy install chromium' >/dev/null || true")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize("program", ["apt-get", "chromium"])
+def test_ci_goes_on_without_a_browser_and_with_one(program, tmp_path):
+    """``apt-get`` fails, as where there is no network; or chromium is there already, and nothing is installed."""
+    (tmp_path / program).write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / program).chmod(0o755)
+    (browser,) = (line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("command -v"))
+    for name in ("sh", "timeout"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    script = f"set -euo pipefail; {browser}; echo went on"
+    done = subprocess.run(["/bin/bash", "-c", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "went on", done.stderr
 
 
 def workflow_jobs() -> dict[str, dict]:
