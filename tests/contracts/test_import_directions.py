@@ -12,15 +12,10 @@ import pytest
 from contracts.environment import MODULES, ROOT, pyproject, run
 
 MODULE_OF_DISTRIBUTION = {
-<<<<<<< HEAD
     "vl-convert-python": "vl_convert",
     "attrs": "attr",
     "msgpack": "msgpack",
-=======
-    "attrs": "attr",
-    "msgpack": "msgpack",
     "pyyaml": "yaml",
->>>>>>> 37c037c (qsync launch: torchrun's lines, JobSets, and a Ray example)
     "scikit-learn": "sklearn",
     "nvidia-cutlass": "cutlass",
 }

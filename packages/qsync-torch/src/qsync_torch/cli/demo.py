@@ -94,14 +94,12 @@ def demo(
         except ValueError as error:
             raise QSyncError(f"--memory-budget is a size, 'auto' or 'none': {error}") from None
     try:
-        from qsync_planner.reporting import require_pages
         from qsync_torch.demo.flow import Options, run_demo
         from qsync_torch.demo.outcome import print_outcome, summarize
         from qsync_torch.demo.report import write_report
     except ModuleNotFoundError as error:
         raise QSyncError(f"qsync demo needs {error.name}; install it with: pip install 'qsync-torch[demo]'") from None
 
-    require_pages()
     import_s = time.monotonic() - entered
     left_s = max(1.0, seconds - import_s) if seconds else None
     options = Options(model, steps, folder, budget, predict_check, weaken_by, seconds=left_s, import_s=import_s)

@@ -18,6 +18,7 @@ from qsync_core.ir.timeline import Timeline
 from qsync_core.progress import ProgressCallback
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer
+from qsync_planner.reporting import require_pages
 from qsync_torch.demo.cores import check_cores, remove_abandoned_quotas
 from qsync_torch.demo.messages import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
 from qsync_torch.demo.outcome import Outcome, make_outcome
@@ -89,6 +90,7 @@ def run_demo(options: Options, progress: ProgressCallback) -> Result:
         QSyncError: when this machine cannot run it, or a worker failed.
     """
     started = time.monotonic()
+    require_pages()
     check_cores()
     remove_abandoned_quotas()
     folder = options.folder
