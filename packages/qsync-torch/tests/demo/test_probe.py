@@ -7,8 +7,10 @@ import pytest
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.demo import probe
-from qsync_torch.demo.probe import LADDER, Probe, fitting_batch, largest_operator, rung_ratios, sample_seconds
+from qsync_torch.demo.probe import LADDER, Probe, fitting_batch, sample_seconds
 from qsync_torch.demo.workloads import load_workload
+from qsync_torch.profiling import paying
+from qsync_torch.profiling.paying import largest_operator, rung_ratios
 from qsync_torch.tracing.trace import trace
 
 INT8, BFLOAT16, FLOAT32 = LADDER
@@ -68,8 +70,8 @@ def test_a_hopelessly_slow_rung_runs_once(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(probe, "_runner", runner)
-    monkeypatch.setattr(probe, "_seconds", lambda run: run())
+    monkeypatch.setattr(paying, "_runner", runner)
+    monkeypatch.setattr(paying, "seconds_of", lambda run: run())
     dag = trace(load_workload("resnet", tiny=True).job())
     assert rung_ratios(dag, {}) == {INT8: 100.0, BFLOAT16: 0.5}
     assert counted[INT8] == 1

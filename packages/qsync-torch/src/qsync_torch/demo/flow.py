@@ -23,10 +23,11 @@ from qsync_torch.demo.cores import check_cores, remove_abandoned_quotas
 from qsync_torch.demo.messages import GROUPS, INFER, Measured, MeasureTask, Method, Trained, TrainTask, read_json
 from qsync_torch.demo.outcome import Outcome, make_outcome
 from qsync_torch.demo.planning import Plans, cluster_toml, infer_variants, local_batches, make_plans
-from qsync_torch.demo.probe import IMPORTS, LADDER, Probe, fitting_batch, largest_operator, rung_ratios, sample_seconds
+from qsync_torch.demo.probe import IMPORTS, LADDER, Probe, fitting_batch, sample_seconds
 from qsync_torch.demo.stored_profiles import replay_stored
 from qsync_torch.demo.workers import run_workers
 from qsync_torch.demo.workloads import Workload, load_workload
+from qsync_torch.profiling.paying import largest_operator, rung_ratios
 from qsync_torch.tracing.trace import trace
 
 MOST_STEPS, LEAST_STEPS = 40, 30

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import attrs
 import torch
-from torch import Tensor
 
-from qsync_core.ir.dag import Operator, PrecisionDag
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.demo.weak_worker import TARGET_RATIO
 from qsync_torch.job import Job
-from qsync_torch.profiling.benchmark_case import make_case
+from qsync_torch.profiling.paying import CPU_LADDER, PAYS_BELOW, PROBING_S, REPEATS, seconds_of
 from qsync_torch.profiling.whole_step import StepRunner
 
-LADDER = (Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32))
+LADDER = CPU_LADDER
 """Rungs that the weak group could have, lowest first."""
 LEANEST = LADDER[1]
 """Of a machine where no rung pays: 16-bit activations behind every operator halve what is kept for backward."""
-PAYS_BELOW = 0.85
-"""A rung pays if its time for the largest operator, casts included, is below this share of float32's."""
-_HOPELESS = 5.0
-"""A rung whose first run takes this many times float32's is not run again: first runs also compile, but not that long."""
-_REPEATS = 7
-_PROBING_S = 4.0
-"""How long to time steps, and operators, at most."""
 IMPORTS = 4
 """How often processes one after the other will import torch and what comes with it: torchrun and its workers, twice."""
 _FIXED_S = 30.0
@@ -111,45 +99,7 @@ def sample_seconds(job: Job) -> float:
     small = attrs.evolve(job, batch_size=max(1, job.batch_size // _PROBED_PARTS))
     runner = StepRunner.start(small, torch.device("cpu"), batches=1)
     times: list[float] = []
-    first = _seconds(lambda: runner.train_step(0))
-    while len(times) < _REPEATS and (not times or first + sum(times) < _PROBING_S):
-        times.append(_seconds(lambda: runner.train_step(0)))
+    first = seconds_of(lambda: runner.train_step(0))
+    while len(times) < REPEATS and (not times or first + sum(times) < PROBING_S):
+        times.append(seconds_of(lambda: runner.train_step(0)))
     return statistics.median(times) / small.batch_size
-
-
-def rung_ratios(dag: PrecisionDag, layouts: Mapping[str, Tensor], rungs: Sequence[Variant] = LADDER[:-1]) -> dict[Variant, float]:
-    """Time of the largest operator at each rung over float32's, forward and backward with their casts."""
-    operator = largest_operator(dag)
-    runs = {variant: _runner(operator, variant, layouts) for variant in (LADDER[-1], *rungs)}
-    first = {variant: _seconds(run) for variant, run in runs.items()}
-    best = {variant: seconds for variant, seconds in first.items() if seconds > _HOPELESS * first[LADDER[-1]]}
-    # In turns, and the best of each: what else runs on this machine takes its time from some of them.
-    tried: dict[Variant, list[float]] = {variant: [] for variant in runs if variant not in best}
-    while min(map(len, tried.values())) < _REPEATS and sum(map(sum, tried.values())) < _PROBING_S:
-        for variant, times in tried.items():
-            times.append(_seconds(runs[variant]))
-    best |= {variant: min(times) for variant, times in tried.items()}
-    return {rung: best[rung] / best[LADDER[-1]] for rung in rungs}
-
-
-def largest_operator(dag: PrecisionDag) -> Operator:
-    """The adjustable operator with the most operations."""
-    return max(dag.adjustable, key=lambda operator: operator.flops)
-
-
-def _runner(operator: Operator, variant: Variant, layouts: Mapping[str, Tensor]) -> Callable[[], None]:
-    case = make_case(operator, variant, layouts, torch.device("cpu"), KernelChoice())
-
-    def run() -> None:
-        call = case.make_ready()
-        output = call.run()
-        if backward := call.backward_thunk(output, [torch.ones_like(output)]):
-            backward()
-
-    return run
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
