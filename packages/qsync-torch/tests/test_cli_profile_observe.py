@@ -11,7 +11,6 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_torch import devices
-from qsync_torch.cli.options import any_chips_ladder
 from qsync_torch.load_job import load_job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.timing import Effort
@@ -206,4 +205,4 @@ def test_a_profile_measures_the_ladder_of_its_chip(name, capability, rungs, monk
     ladder = devices.standard_ladder(torch.device("cuda", 0))
     devices.compute_capability.cache_clear()
     assert list(ladder) == rungs
-    assert set(ladder) <= set(any_chips_ladder())  # what is observed where no option says otherwise
+    assert set(ladder) <= set(devices.any_chips_ladder())  # what is observed where no option says otherwise

@@ -56,6 +56,11 @@ class RunFolder:
         """The predicted and the measured step, for Perfetto."""
         return self.path / "report.perfetto.json"
 
+    @property
+    def ledger(self) -> Path:
+        """What is finished, and from what it was made: by which ``qsync prepare`` continues."""
+        return self.path / ".prepare" / "ledger.json"
+
     def profile(self, group: str) -> Path:
         """What a group's device measured."""
         return self.path / "profiles" / f"{group}.qsync"
@@ -71,6 +76,10 @@ class RunFolder:
     def timeline(self, kind: str, groups: Collection[str]) -> Path:
         """A ``predicted`` or ``measured`` timeline of a job that has these groups."""
         return self.path / "timelines" / kind / _file_of(groups)
+
+    def relative(self, path: Path) -> str:
+        """One of these files, as it is called in the folder of every machine."""
+        return path.relative_to(self.path).as_posix()
 
     def planned_groups(self) -> list[tuple[str, ...]]:
         """The sets of groups that there are plans for, largest first."""

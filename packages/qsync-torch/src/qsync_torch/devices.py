@@ -195,3 +195,9 @@ def standard_ladder(device: torch.device) -> tuple[Variant, ...]:
     chip = find_chip(device_type(device).name)
     rungs = chip.rungs if chip else (Precision.INT8, sixteen_bit, Precision.FLOAT32)
     return tuple(Variant.of(precision, sixteen_bit=sixteen_bit) for precision in rungs)
+
+
+def any_chips_ladder() -> tuple[Variant, ...]:
+    """What is observed where no ladder is named: with both formats of int8's gradients, the standard ladders of all chips."""
+    sixteen = (Precision.BFLOAT16, Precision.FLOAT16)
+    return (*(Variant.of(Precision.INT8, sixteen_bit=p) for p in sixteen), *map(Variant.of, (*sixteen, Precision.FLOAT32)))

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 @hookimpl
 def qsync_register_commands(cli: click.Group) -> None:
-    """``qsync trace``, ``profile``, ``communicate``, ``observe``, ``tune`` and ``demo``."""
+    """``qsync prepare``, ``trace``, ``profile``, ``communicate``, ``observe``, ``tune`` and ``demo``."""
     from qsync_torch.cli.communicate import communicate
     from qsync_torch.cli.demo import demo
     from qsync_torch.cli.observe import observe
+    from qsync_torch.cli.prepare import prepare
     from qsync_torch.cli.profile import profile
     from qsync_torch.cli.trace import trace
     from qsync_torch.cli.tune import tune
 
-    for command in (trace, profile, communicate, observe, tune, demo):
+    for command in (prepare, trace, profile, communicate, observe, tune, demo):
         cli.add_command(command)
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _WIDTH_OF_FILES = 132
 PRINT_TO_STDERR = "qsync_core.print_to_stderr"
 """Key of a click context's ``meta`` where standard output belongs to the artifact that the command writes."""
 
+_LINE_EVERY_S = 10.0
 _SPELLED = "qsync_core.spelled"
 _SPELLING = {
     "→": "->",
@@ -117,6 +119,22 @@ def progress_bar(description: str) -> Iterator[ProgressCallback]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=None, text="")
         yield lambda done, total, text: progress.update(task, completed=done, total=total, text=text)
+
+
+@contextlib.contextmanager
+def progress_lines() -> Iterator[ProgressCallback]:
+    """Progress where there is no terminal: a line on standard error when another stage begins, and every ten seconds within one."""
+    started, last, stage = time.monotonic(), float("-inf"), ""
+
+    def update(done: int, total: int, what: str, /) -> None:
+        nonlocal last, stage
+        now = time.monotonic() - started
+        if what.partition(":")[0] == stage and now - last < _LINE_EVERY_S:
+            return
+        last, stage = now, what.partition(":")[0]
+        click.echo(f"[{now:4.0f} s] {what}" + (f" ({done} of {total})" if total > 1 else ""), err=True)
+
+    yield update
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),
-    **dict.fromkeys(("trace", "profile", "observe", "tune", "demo"), "qsync-torch"),
+    **dict.fromkeys(("prepare", "trace", "profile", "communicate", "observe", "tune", "demo"), "qsync-torch"),
 }
 
 

@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from qsync_core.cli.output import emit, json_option, progress_bar
+from qsync_core.cli.output import emit, json_option, progress_bar, progress_lines
 from qsync_core.errors import QSyncError
-from qsync_core.progress import ProgressCallback
 from qsync_core.units import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_LINE_EVERY_S = 10.0
-
-
-@contextmanager
-def progress_lines() -> Iterator[ProgressCallback]:
-    """Progress where there is no terminal: a line on standard error when another stage begins, and every ten seconds within one."""
-    started, last, stage = time.monotonic(), float("-inf"), ""
-
-    def update(done: int, total: int, what: str, /) -> None:
-        nonlocal last, stage
-        now = time.monotonic() - started
-        if what.partition(":")[0] == stage and now - last < _LINE_EVERY_S:
-            return
-        last, stage = now, what.partition(":")[0]
-        click.echo(f"[{now:4.0f} s] {what}" + (f" ({done} of {total})" if total > 1 else ""), err=True)
-
-    yield update
 
 
 @click.command()

@@ -16,7 +16,6 @@ from qsync_core.ir.observations import Observations
 from qsync_torch.cli.options import (
     ANY_CHIPS_RUNGS,
     LadderChoice,
-    any_chips_ladder,
     batch_size_option,
     chosen_device,
     dag_option,
@@ -66,7 +65,7 @@ def observe(
     JOB is a named model (resnet50, bert-base:seq=384) or file.py:function.  The numbers do not depend on the device.  An
     interrupted observation leaves OUTPUT.partial and is continued by the same command.
     """
-    from qsync_torch.devices import gradient_format
+    from qsync_torch.devices import any_chips_ladder, gradient_format
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.observing.collectors import collectors_named
     from qsync_torch.observing.observe import observe as run_observe

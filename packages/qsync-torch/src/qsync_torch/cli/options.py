@@ -32,12 +32,6 @@ ANY_CHIPS_RUNGS = "int8,bfloat16,float16,float32"
 """Observed where no option names a ladder: with both formats of int8's gradients, the standard ladders of all chips."""
 
 
-def any_chips_ladder() -> tuple[Variant, ...]:
-    """:data:`ANY_CHIPS_RUNGS` as variants."""
-    sixteen = (Precision.BFLOAT16, Precision.FLOAT16)
-    return (*(Variant.of(Precision.INT8, sixteen_bit=p) for p in sixteen), *map(Variant.of, (*sixteen, Precision.FLOAT32)))
-
-
 dag_option = click.option("--dag", "dag_path", type=PATH, help="The job's graph (qsync trace); traced anew without it.")
 """``--dag``; the command's parameter is ``dag_path: Path | None``."""
 

@@ -1,0 +1,194 @@
+"""``qsync prepare``: from a job to a finished run folder, on the machines that will train."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qsync_core.cli.output import emit, json_option
+from qsync_core.errors import ClusterError, QSyncError
+from qsync_core.units import format_bytes, format_ns
+from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, device_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qsync_torch.prepare.flow import Prepared
+    from qsync_torch.prepare.participants import Wish
+
+
+@click.command()
+@click.argument("job")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("run"),
+    show_default=True,
+    help="The run folder; on every machine.",
+)
+@device_option
+@click.option("--cluster", "cluster_path", type=PATH, help="Cluster file: roles, shares, budgets and ladders as you say.")
+@click.option(
+    "--group",
+    "wishes",
+    multiple=True,
+    metavar="NAME=…",
+    help="What you want of a group: NAME=role:infer,share:0.5,memory:20GiB, each part as needed; repeatable.",
+)
+@batch_size_option()
+@click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
+@json_option
+def prepare(
+    job: str,
+    arguments: tuple[str, ...],
+    output: Path,
+    device: str,
+    cluster_path: Path | None,
+    wishes: tuple[str, ...],
+    batch_size: int | None,
+    fresh: bool,
+    json_flag: bool,
+) -> None:
+    """Make the run folder of JOB: graph, profiles, communication, plans for all groups that may be left, and a report.
+
+    Start it as training is started, under torchrun on all machines: torchrun … -m qsync prepare train.py:make_job -o run; or
+    without torchrun on one device.  JOB is file.py:function, a named model (resnet50, bert-base:seq=384), or a script with the line
+    qsync.hybrid(...), whose own ARGUMENTS stand behind --.
+
+    What is finished is kept for as long as nothing changes that it depends on: start the same command again after an interruption,
+    or after you have corrected cluster.toml.
+    """
+    # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from qsync_torch.prepare.flow import Request
+    from qsync_torch.prepare.flow import prepare as run_prepare
+    from qsync_torch.prepare.participants import Wish
+
+    wanted = dict(map(Wish.parse, wishes))
+    if cluster_path is not None and wanted:
+        raise QSyncError("--cluster and --group both describe groups; use one of them")
+    if arguments and not job.endswith(".py"):
+        raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
+    text = _text_of(cluster_path)
+    share = _take_share(device, cluster_path, output, wanted)
+    request = Request(
+        job=job,
+        output=output,
+        device=chosen_device(device),
+        share=share,
+        arguments=arguments,
+        batch_size=batch_size,
+        cluster=text,
+        wishes=wanted,
+        fresh=fresh,
+    )
+    found = run_prepare(request)
+    if found.rank == 0:
+        emit(json_flag, _facts(found), lambda console: _render(found, job, console))
+
+
+def _text_of(path: Path | None) -> str | None:
+    """A cluster file that reads as one.
+
+    Raises:
+        ClusterError: when it does not.
+    """
+    from qsync_core.cluster_file import read_cluster
+
+    if path is None:
+        return None
+    read_cluster(path)
+    return path.read_text(encoding="utf-8")
+
+
+def _take_share(device: str, cluster: Path | None, output: Path, wishes: dict[str, Wish]) -> float:
+    """This process's share of its device; on a GPU it is taken, before anything starts CUDA.
+
+    Raises:
+        QSyncError: when it cannot be.
+    """
+    from qsync_core.cluster_file import read_cluster
+    from qsync_core.run_folder import RunFolder
+    from qsync_torch.distributed.ranks import GROUP_VARIABLE, asked_share
+    from qsync_torch.sharing.share import find_share, is_gpu, take_sms
+
+    own = os.environ.get(GROUP_VARIABLE, "")
+    share, who = asked_share(os.environ) or 1.0, "this process"
+    described = cluster or RunFolder(output).cluster
+    if own in wishes and (wished := wishes[own].share):
+        share, who = wished, f"group {own!r} (--group)"
+    elif described.is_file():
+        try:
+            found = find_share(read_cluster(described), own or None)
+            share, who = found.fraction, f"group {found.group!r}"
+        except QSyncError as error:
+            if cluster is not None:
+                raise ClusterError(f"{cluster}: {error}") from None  # else it is seen once all groups are known
+    if is_gpu(device):
+        take_sms(share, who)
+    return share
+
+
+def _facts(found: Prepared) -> dict[str, Any]:
+    return {
+        "output": str(found.run.path),
+        "groups": [
+            {
+                "name": group.name,
+                "device": group.device,
+                "count": group.count,
+                "role": str(group.role),
+                "share": group.share,
+                "memory_bytes": group.memory_bytes,
+                "ladder": [rung.label for rung in group.ladder],
+            }
+            for group in found.cluster.groups
+        ],
+        "plans": [
+            {
+                "groups": list(entry.groups),
+                "plan": None if entry.plan is None else str(found.run.plan(entry.groups)),
+                "iteration_ns": None if entry.plan is None else entry.plan.predicted_iteration_ns,
+                "verdict": None if entry.plan is None or entry.plan.verdict is None else entry.plan.verdict.sentence,
+                "why_none": entry.why_none,
+            }
+            for entry in found.planned
+        ],
+        "made": list(found.made),
+        "report": None if found.report is None else str(found.report),
+        "seconds": round(found.seconds, 1),
+    }
+
+
+def _render(found: Prepared, job: str, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("group", "device", "role", "ladder", "memory", box=None, pad_edge=False)
+    for group in found.cluster.groups:
+        device = f"{group.count} × {group.device}" + (f", {group.share:.0%} of each" if group.share < 1 else "")
+        memory = format_bytes(group.memory_bytes) if group.memory_bytes else "no limit"
+        table.add_row(group.name, device, str(group.role), " ".join(rung.label for rung in group.ladder), memory)
+    console.print(table)
+    plans = Table("plan for", "predicted step", "", box=None, pad_edge=False)
+    for entry in found.planned:
+        plan = entry.plan
+        said = entry.why_none if plan is None else plan.verdict.sentence if plan.verdict else ""
+        plans.add_row(" + ".join(entry.groups), format_ns(plan.predicted_iteration_ns) if plan else "none", said)
+    console.print(plans)
+    what = f"made {len(found.made)} parts" if found.made else "nothing had changed"
+    console.print(
+        f"{what} in {found.seconds:.0f} s; where {found.run.cluster} is wrong, correct it and run this again", markup=False
+    )
+    if found.report is not None:
+        console.print(f"report: {found.report}", markup=False)
+    line = (
+        f"qsync.hybrid(..., run={str(found.run.path)!r})"
+        if job.endswith(".py")
+        else f"qsync.apply_(model, {str(found.run.path)!r})"
+    )
+    console.print(f"train with the same ranks: the line of the script is {line}", markup=False)

@@ -1,0 +1,154 @@
+"""Progress of every rank in one place: rank 0's terminal, or its lines where that is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import attrs
+import click
+import torch.distributed as dist
+
+from qsync_core.cli.output import progress_lines
+from qsync_core.progress import ProgressCallback
+from qsync_torch.distributed.exchange import Members
+
+_TELL_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
+
+Show = Callable[[int, int, int, str], None]
+"""Shows one rank's state: rank, done, total, what."""
+
+
+@attrs.define(eq=False)
+class Board:
+    """Where this rank says how far it is, and what a person should know.
+
+    Attributes:
+        members: the ranks; None in a job of one.
+        label: of this rank, for people.
+    """
+
+    members: Members | None
+    label: str = ""
+    _notes: int = 0
+    _told: float = float("-inf")
+    _show: Show | None = None
+    _say: Callable[[str], None] = lambda text: click.echo(f"note: {text}", err=True)
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self.members.rank if self.members else 0
+
+    def stage(self, name: str) -> ProgressCallback:
+        """A callback for a function that reports its progress."""
+
+        def update(done: int, total: int, what: str, /) -> None:
+            now = time.monotonic()
+            text = f"{name}: {what}" if what else name
+            if self.members is None or self.rank == 0:
+                if self._show is not None:
+                    self._show(self.rank, done, total, f"{self.label}{text}")
+            elif now - self._told >= _TELL_EVERY_S or done == total:
+                self._told = now
+                self._set(f"state/{self.rank}", [done, total, f"{self.label}{text}"])
+
+        return update
+
+    def note(self, text: str) -> None:
+        """A sentence that rank 0 prints."""
+        if self.rank == 0:
+            self._say(f"{self.label}{text}")
+            return
+        self._set(f"note/{self.rank}/{self._notes}", f"{self.label}{text}")
+        self._notes += 1
+
+    @contextmanager
+    def shown(self, *, quiet: bool = False) -> Iterator[None]:
+        """Show the ranks' progress on rank 0 while the block runs."""
+        if self.rank or quiet:
+            yield
+            return
+        ranks = list(self.members.ranks) if self.members else [0]
+        with _display(ranks) as (self._show, self._say):
+            reader = _Reader(self, ranks[1:])
+            try:
+                yield
+            finally:
+                reader.end()
+                self._show = None
+
+    def _set(self, name: str, value: object) -> None:
+        assert self.members is not None
+        with suppress(dist.DistError):  # that the store has gone is noticed where it is needed
+            dist.PrefixStore("qsync/prepare/board", self.members.store).set(name, json.dumps(value))
+
+
+class _Reader:
+    """Reads on rank 0 what the others say, in a thread."""
+
+    def __init__(self, board: Board, ranks: Sequence[int]) -> None:
+        self._board, self._read = board, dict.fromkeys(ranks, 0)
+        self._last: dict[int, bytes] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qsync-board", daemon=True)
+        if ranks:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Read the rest."""
+        self._done.set()
+        if self._read:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._board.members is not None
+        store = dist.PrefixStore("qsync/prepare/board", self._board.members.store)
+        with suppress(dist.DistError):
+            while True:
+                last = self._done.wait(_LOOK_EVERY_S)
+                for rank in self._read:
+                    self._look(store, rank)
+                if last:
+                    return
+
+    def _look(self, store: dist.Store, rank: int) -> None:
+        while store.check([name := f"note/{rank}/{self._read[rank]}"]):
+            self._board._say(json.loads(store.get(name)))
+            store.delete_key(name)
+            self._read[rank] += 1
+        if store.check([f"state/{rank}"]) and (state := store.get(f"state/{rank}")) != self._last.get(rank):
+            self._last[rank] = state
+            if self._board._show is not None:
+                self._board._show(rank, *json.loads(state))
+
+
+@contextmanager
+def _display(ranks: Sequence[int]) -> Iterator[tuple[Show, Callable[[str], None]]]:
+    """What shows states and prints notes: bars on a terminal, else lines on standard error."""
+    if not sys.stderr.isatty():
+        with ExitStack() as open_lines:
+            lines = {rank: open_lines.enter_context(progress_lines()) for rank in ranks}
+            yield lambda rank, done, total, what: lines[rank](done, total, what), _print_note
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bars:
+        tasks = {rank: bars.add_task(f"rank {rank}", total=None) for rank in ranks}
+
+        def show(rank: int, done: int, total: int, what: str) -> None:
+            bars.update(tasks[rank], completed=done, total=total, description=escape(what))
+
+        yield show, lambda text: console.print(f"note: {text}", markup=False, soft_wrap=True)
+
+
+def _print_note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)

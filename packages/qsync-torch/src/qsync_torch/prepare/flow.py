@@ -1,0 +1,391 @@
+"""``qsync prepare`` from end to end; every rank of the job runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qsync_core.artifacts.files import digest, from_bytes, to_bytes
+from qsync_core.cluster_file import parse_cluster
+from qsync_core.errors import ClusterError, PlanError, QSyncError
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.communication import CollectiveCosts
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.variant import Variant
+from qsync_core.run_folder import RunFolder
+from qsync_torch.devices import any_chips_ladder, job_software
+from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.ranks import VERSIONS, naming_lost_ranks, process_group_from_environment, versions_text
+from qsync_torch.job import Job, describe_optimizer
+from qsync_torch.load_job import job_code, load_job
+from qsync_torch.prepare.board import Board
+from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
+from qsync_torch.prepare.folder import CLUSTER, WHAT, Folder, Made, merge_disks, open_folder
+from qsync_torch.prepare.ledger import Parts
+from qsync_torch.prepare.measuring import Bench, Probe, collective_inputs
+from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
+from qsync_torch.profiling.communication import measure_communication
+from qsync_torch.profiling.paying import CPU_LADDER
+from qsync_torch.tracing.trace import trace
+
+Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
+"""Makes parts, and names those that are no more."""
+STEPS = 4
+"""Of planning."""
+_LONGEST_PART_S = 24 * 3600.0
+"""How long one part may take while its process shows that it lives."""
+
+
+@attrs.frozen
+class Request:
+    """What a rank is asked to prepare.
+
+    Attributes:
+        job: as ``load_job`` takes it, or a script with the line ``qsync.hybrid(...)``; arguments: the script's own.
+        output: the run folder, on this machine.
+        device, share: of this process.
+        batch_size: in the place of the job's own.
+        cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
+        fresh: measure everything anew.
+        quiet: show no progress.
+    """
+
+    job: str
+    output: Path
+    device: torch.device
+    share: float = 1.0
+    arguments: tuple[str, ...] = ()
+    batch_size: int | None = None
+    cluster: str | None = None
+    wishes: Mapping[str, Wish] = {}
+    fresh: bool = False
+    quiet: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the job is what a script says at its line."""
+        return self.job.endswith(".py")
+
+
+@attrs.frozen
+class PlannedGroups:
+    """A set of groups that may be left: its plan, or why there is none."""
+
+    groups: tuple[str, ...]
+    plan: PrecisionPlan | None
+    why_none: str = ""
+
+
+@attrs.frozen
+class Prepared:
+    """What is in the run folder now.
+
+    Attributes:
+        rank: of this process.
+        run: the folder; cluster: its groups.
+        planned: every set of groups, the whole job first.
+        made: parts that were made now; the others were kept.
+        report: the page; None where no installed package writes one.
+        seconds: that it took.
+    """
+
+    rank: int
+    run: RunFolder
+    cluster: Cluster
+    planned: tuple[PlannedGroups, ...]
+    made: tuple[str, ...]
+    seconds: float
+    report: Path | None = None
+
+
+def prepare(request: Request) -> Prepared:
+    """Prepare a job on all ranks that torchrun has started, or on this process alone; every rank calls it.
+
+    Raises:
+        QSyncError: on every rank; the folder then continues from what is finished.
+    """
+    started = time.monotonic()
+    # A script runs before there is a process group, because it may make that itself.
+    load = _of_script(request) if request.is_script else lambda: load_job(request.job, request.batch_size)
+    with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
+        members = Members.of_group(None)
+        if members is not None:
+            members = attrs.evolve(members, patience_s=_LONGEST_PART_S)
+        board = Board(members)
+        with board.shown(quiet=request.quiet), open_folder(request.output, members) as folder, job_code(request.job):
+            flow = _Flow(request, folder, board)
+            cluster = flow.run(load)
+            planned = flow.planned(cluster) if rank == 0 else ()
+            report = folder.run.report if "report" in folder.parts else None
+        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report)
+
+
+def _of_script(request: Request) -> Callable[[], Job]:
+    """Runs the script now; what it gives, or the error, is there when it is asked for."""
+    from qsync_torch.capturing.script import job_of_script
+
+    failed: QSyncError | None = None
+    job: Job | None = None
+    try:
+        job = job_of_script(request.job, request.arguments)
+    except QSyncError as error:
+        failed = error
+
+    def load() -> Job:
+        if failed is not None:
+            raise failed
+        assert job is not None
+        return job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size)
+
+    return load
+
+
+@attrs.define(eq=False)
+class _Flow:
+    """One rank's way through all parts."""
+
+    request: Request
+    folder: Folder
+    board: Board
+    _on_disk: Parts = attrs.field(factory=dict)
+    _text: str = ""
+
+    def run(self, load: Callable[[], Job]) -> Cluster:
+        """All parts; the cluster as its file says it."""
+        request, folder = self.request, self.folder
+        wishes = " ".join(f"{name}: {wish}" for name, wish in sorted(request.wishes.items()))
+        self.board.stage("loading the job")(0, 1, "")
+        with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
+            if folder.rank == 0 and find_spec("qsync_planner") is None:
+                raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
+            job = load()
+            facts["optimizer"] = describe_optimizer(job)
+            facts["kind of device"] = request.device.type
+            self.board.stage("tracing")(0, 1, "")
+            dag = trace(job)
+            facts["graph"] = digest(dag)[:16]
+        self._on_disk = merge_disks(folder, fresh=request.fresh)
+        me = Participant.here(folder.rank, request.device, request.share, job_software(job.model, request.device))
+        participants = gather(folder, me)
+        described = self._described()
+        groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
+        own = next(group for group in groups if me.rank in group.ranks)
+        if len(participants) > 1:
+            self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
+        bench = Bench(job, dag, request.device, me, folder, self.board)
+        graph = {"graph": digest(dag)}
+        folder.publish(
+            {"graph": Made(graph, folder.run.dag.name, to_bytes(dag))}
+            if folder.rank == 0 and not folder.is_kept("graph", graph)
+            else {}
+        )
+        self._communicate(bench, groups, own)
+        cluster = self._write_cluster(bench, groups, described)
+        self._measure(bench, groups, cluster)
+        self._plan(dag, cluster)
+        return cluster
+
+    def _described(self) -> Cluster | None:
+        """The cluster that a person has described: with ``--cluster``, or in the run folder; None where there is none.
+
+        Raises:
+            ClusterError: on every rank, when it is wrong, or two disks have different ones, or options say the same things.
+        """
+        run, text, state = self.folder.run, "", ""
+        if self.folder.rank == 0 and self.request.cluster is not None:
+            text, state = self.request.cluster, "given"
+        elif self.folder.writes:
+            with suppress(OSError, UnicodeDecodeError):
+                found = run.cluster.read_text(encoding="utf-8")
+                if is_changed(found):
+                    text, state = found, "known" if CLUSTER in self._on_disk else "changed"
+        told = self.folder.told({"cluster": text, "state": state})
+        for wanted in ("given", "changed", "known"):
+            texts = {rank: said["cluster"] for rank, said in told.items() if said["state"] == wanted}
+            if len(set(texts.values())) > 1:
+                ranks = ", ".join(map(str, texts))
+                raise ClusterError(
+                    f"{run.cluster.name} was changed on the disks of ranks {ranks}, differently; make them equal, or keep one"
+                )
+            if texts:
+                if self.request.wishes:
+                    raise ClusterError(
+                        f"--group is for groups that nobody has described, and {run.cluster} describes them; write it there, or "
+                        "remove that file"
+                    )
+                self._text = next(iter(texts.values()))
+                return parse_cluster(self._text, str(run.cluster))
+        return None
+
+    def _communicate(self, bench: Bench, groups: Sequence[Group], own: Group) -> None:
+        """The parts ``communication GROUPS`` of the whole job, and of each group alone."""
+        run = self.folder.run
+        for some in [tuple(groups), *((group,) for group in groups if len(groups) > 1)]:
+            ranks = sorted(rank for group in some for rank in group.ranks)
+            names = [group.name for group in some]
+            inputs = collective_inputs(bench.dag, some)
+            if len(ranks) < 2 or self.folder.is_kept(name := f"communication {'+'.join(sorted(names))}", inputs):
+                continue
+            if self.folder.rank == 0 and (why := self.folder.why_anew(name, inputs)):
+                self.board.note(f"{name} is made anew: {why}")
+            everyone = len(ranks) == dist.get_world_size()
+            among = None if everyone else dist.new_group(ranks)
+            made: dict[str, Made] = {}
+
+            def measure(among: dist.ProcessGroup | None = among) -> CollectiveCosts:
+                return measure_communication(
+                    bench.job,
+                    bench.dag,
+                    group=own.name,
+                    device=bench.device,
+                    share=self.request.share,
+                    among=among,
+                    progress=self.board.stage("all-reduces"),
+                    note=lambda text: self.board.note(text) if self.folder.rank == ranks[0] else None,  # noqa: B023
+                )
+
+            if everyone:  # which speak to each other all the time
+                costs: CollectiveCosts | None = measure()
+            else:
+                with self.folder.together(slow=True):
+                    costs = measure() if self.folder.rank in ranks else None
+                dist.destroy_process_group(among) if self.folder.rank in ranks else None
+            if costs is not None and self.folder.rank == ranks[0]:
+                file = run.relative(run.communication(names))
+                made[name] = Made(inputs, file, to_bytes(costs))
+            self.folder.publish(made)
+
+    def _write_cluster(self, bench: Bench, groups: Sequence[Group], described: Cluster | None) -> Cluster:
+        """The part ``cluster``; every rank gets what rank 0 has written."""
+        if described is None:
+            probes = self._probes(bench, groups)
+            text = ""
+            if self.folder.rank == 0:
+                formed = _roles(groups, probes, self.request.wishes)
+                links = with_links(formed, *self._hop(groups)) if len(groups) > 1 else ()
+                text = cluster_text(bench.dag.model, formed, links)
+            self._text = self.folder.told({"cluster": text})[0]["cluster"]
+        made = Made({"by": "person" if described else "prepare"}, self.folder.run.cluster.name, self._text.encode())
+        lacking = self.folder.writes and self._on_disk.get(CLUSTER) != made.part
+        needed = any(said["lacking"] == "True" for said in self.folder.told({"lacking": str(lacking)}).values())
+        self.folder.publish({CLUSTER: made} if needed and self.folder.rank == 0 else {})
+        return parse_cluster(self._text, str(self.folder.run.cluster))
+
+    def _probes(self, bench: Bench, groups: Sequence[Group]) -> dict[str, Probe]:
+        """The parts ``probe GROUP``; none where one group is all there is, which trains."""
+        if len(groups) == 1 and not self.request.wishes:
+            return {}
+        for wave in waves(groups):
+            made: dict[str, Made] = {}
+            with self.folder.together(slow=True):
+                for group in wave:
+                    if group.first.rank == self.folder.rank:
+                        made = bench.probe(group)
+            self.folder.publish(made)
+        return {group.name: Probe.of(self.folder.parts[f"probe {group.name}"].value) for group in groups}
+
+    def _hop(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """Latency and inverse bandwidth of the joint job's hops, in nanoseconds and nanoseconds per byte."""
+        from qsync_planner.replayer.communication import hop_of
+
+        name = f"communication {'+'.join(sorted(group.name for group in groups))}"
+        costs = from_bytes(self.folder.read(name), CollectiveCosts, name=name)
+        model = costs.measured[0].all_reduce
+        if model.beta_ns_per_byte <= 0:  # small buckets on a busy machine: the largest says what it can
+            nbytes, duration_ns = model.measured[-1]
+            model = attrs.evolve(model, alpha_ns=0.0, beta_ns_per_byte=duration_ns / nbytes)
+        hop = hop_of(model)
+        assert hop is not None  # it was measured among several ranks
+        return hop.alpha_ns, hop.beta_ns_per_byte
+
+    def _measure(self, bench: Bench, groups: Sequence[Group], cluster: Cluster) -> None:
+        """The parts ``tuning GROUP``, ``profile GROUP`` and ``observations``."""
+        observer = next((group for group in groups if cluster.group(group.name).role is Role.TRAIN), groups[0])
+        variants = _observed_rungs(cluster)
+        in_turn = waves(groups)
+        for wave in in_turn:
+            made: dict[str, Made] = {}
+            with self.folder.together(slow=True):
+                for group in wave:
+                    if group.first.rank != self.folder.rank:
+                        continue
+                    entry = cluster.group(group.name)
+                    made = {**bench.tune(entry), **bench.profile(entry)}
+                    if group is observer:
+                        made |= bench.observe(variants)
+                    if made and len(in_turn) > 1 and wave is in_turn[0]:
+                        names = ", ".join(group.name for wave in in_turn for group in wave)
+                        self.board.note(f"groups {names} share cores of {bench.me.host}, so they are measured one after the other")
+            self.folder.publish(made)
+            bench.forget_partials(made)
+
+    def _plan(self, dag: PrecisionDag, cluster: Cluster) -> None:
+        """What rank 0 makes of the measurements, while the others wait."""
+        steps: Sequence[Step] = [nothing] * STEPS
+        if self.folder.rank == 0:
+            from qsync_torch.prepare.planning import Planning
+
+            steps = Planning(self.folder, dag, cluster, self.board).steps(_observed_rungs(cluster))
+        for step in steps:
+            with self.folder.together(slow=True):
+                made, removed = step()
+            self.folder.publish(made, removed)
+
+    def planned(self, cluster: Cluster) -> tuple[PlannedGroups, ...]:
+        """What the folder has for every set of groups."""
+        from qsync_torch.prepare.planning import key_of, survivors
+
+        found = []
+        for names in survivors(cluster):
+            part = self.folder.parts[f"plan {key_of(names)}"]
+            plan = self.folder.run.load_plan(names) if part.file else None
+            found.append(PlannedGroups(names, plan, part.value))
+        return tuple(found)
+
+
+def nothing() -> tuple[Mapping[str, Made], Sequence[str]]:
+    """The step of a rank that has none."""
+    return {}, ()
+
+
+def _observed_rungs(cluster: Cluster) -> tuple[Variant, ...]:
+    """What any chip's ladder has, and what the groups' have besides."""
+    own = (rung for group in cluster.groups for rung in group.ladder)
+    return tuple(dict.fromkeys((*any_chips_ladder(), *own)))
+
+
+def _roles(groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish]) -> list[DeviceGroup]:
+    """The groups as a cluster has them: the fastest trains, unless a person says otherwise."""
+    roles = {name: wish.role for name, wish in wishes.items() if wish.role}
+    if Role.TRAIN not in roles.values() and (open_ones := [group.name for group in groups if group.name not in roles]):
+        roles[min(open_ones, key=lambda name: probes[name].step_ns if probes else 0)] = Role.TRAIN
+    found = []
+    for group in groups:
+        role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
+        ladder = probes[group.name].ladder if role is Role.INFER else (Variant.plain(Precision.FLOAT32),)
+        if wish.memory_bytes and device.kind is DeviceKind.CPU and len(ladder) == 1 and role is Role.INFER:
+            ladder = CPU_LADDER[1:]  # which saves memory, whatever it takes
+        memory = round(min(member.memory_bytes for member in group.members) * device.share)
+        found.append(
+            DeviceGroup(
+                name=group.name,
+                device=device.name,
+                count=len(group.ranks),
+                role=role,
+                base=Precision.FLOAT32,
+                ladder=ladder,
+                memory_bytes=wish.memory_bytes or (memory if device.kind is DeviceKind.CUDA else 0),
+                share=device.share,
+            )
+        )
+    return found

@@ -1,0 +1,273 @@
+"""The run folder on all machines of a job: one writer for each disk, and the same files on every one.
+
+What a rank has made goes to the others through the process group's store, and is written, atomically, by one rank for each folder
+that there is: machines that share a disk have one, the others each their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from qsync_core.artifacts.atomic_file import write_atomically
+from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.errors import ArtifactError, QSyncError
+from qsync_core.run_folder import RunFolder
+from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.ranks import together, told_by_all
+from qsync_torch.prepare.ledger import Part, Parts, difference, parts_of, read_parts, sha256_of, write_parts
+
+WHAT = "qsync prepare"
+CLUSTER = "cluster"
+"""The part that is the cluster file."""
+_PIECE_BYTES = 4 << 20
+"""A TCPStore takes values of up to 8 MiB."""
+
+
+@attrs.frozen
+class Made:
+    """What a rank has made: a part, and the bytes of its file."""
+
+    inputs: Mapping[str, str]
+    file: str = ""
+    data: bytes = b""
+    value: str = ""
+
+    @property
+    def part(self) -> Part:
+        """As the ledger has it."""
+        return Part(dict(self.inputs), self.file, sha256_of(self.data) if self.file else "", self.value)
+
+
+@attrs.define(eq=False)
+class Folder:
+    """The run folder as one rank sees it; every rank calls the same methods in the same order.
+
+    Attributes:
+        run: names of the files.
+        members: the ranks; None in a job of one.
+        writes: whether this rank writes for its disk.
+        parts: what is finished, the same on every rank.
+        made: which of them were made now, by any rank.
+    """
+
+    run: RunFolder
+    members: Members | None
+    writes: bool
+    parts: dict[str, Part] = attrs.field(factory=dict)
+    made: list[str] = attrs.field(factory=list)
+    _rounds: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self.members.rank if self.members else 0
+
+    def is_kept(self, name: str, inputs: Mapping[str, str]) -> bool:
+        """Whether a part is there that was made from the same."""
+        part = self.parts.get(name)
+        return part is not None and part.inputs == inputs
+
+    def why_anew(self, name: str, inputs: Mapping[str, str]) -> str:
+        """Why a part that is there is made again; empty where it is kept or not there."""
+        part = self.parts.get(name)
+        return "" if part is None else difference(part.inputs, inputs)
+
+    def publish(self, made: Mapping[str, Made], removed: Sequence[str] = ()) -> None:
+        """Write on all disks what this rank and the others have made, and note it in the ledger.
+
+        Args:
+            made: by name; empty on ranks that have made nothing.
+            removed: parts that are no more, with their files; of rank 0.
+
+        Raises:
+            QSyncError: on every rank, when one cannot write.
+        """
+        prefix = f"qsync/prepare/{self._rounds}"
+        self._rounds += 1
+        pieces = self._put(prefix, made)
+        said = {"parts": {name: to_plain(one.part) for name, one in made.items()}, "pieces": pieces, "removed": list(removed)}
+        heard = {rank: json.loads(facts["made"]) for rank, facts in self.told({"made": json.dumps(said)}).items()}
+        with self.together(slow=True), _writing(self.run.path):
+            for rank, content in heard.items():
+                for name in content["removed"]:
+                    if (gone := self.parts.pop(name, None)) and gone.file and self.writes:
+                        (self.run.path / gone.file).unlink(missing_ok=True)
+                for name, plain in content["parts"].items():
+                    part = from_plain(plain, Part)
+                    if part.file and self.writes:
+                        data = (
+                            made[name].data if rank == self.rank else self._take(f"{prefix}/{rank}/{name}", content["pieces"][name])
+                        )
+                        target = self.run.path / part.file
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        write_atomically(target, data)
+                    self.parts[name] = part
+                    self.made.append(name)
+            if self.writes and any(content["parts"] or content["removed"] for content in heard.values()):
+                write_parts(self.run.ledger, self.parts)
+        for name, count in pieces.items():
+            for piece in range(count):
+                self._store.delete_key(f"{prefix}/{self.rank}/{name}/{piece}")
+
+    def told(self, facts: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+        """What every rank says, by rank."""
+        return told_by_all(WHAT, facts, self.members) if self.members else {0: facts}
+
+    @contextmanager
+    def together(self, facts: Mapping[str, str] = {}, *, slow: bool = False) -> Iterator[dict[str, str]]:
+        """A block that ends every rank where it ends one, or where facts differ."""
+        if self.members is None:
+            yield dict(facts)
+            return
+        with together(WHAT, facts, slow=slow, group=self.members) as agreed:
+            yield agreed
+
+    def read(self, name: str) -> bytes:
+        """The file of a part, on this rank's disk.
+
+        Raises:
+            ArtifactError: when it cannot be read.
+        """
+        path = self.run.path / self.parts[name].file
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {error.strerror or error}") from None
+
+    @property
+    def _store(self) -> dist.Store:
+        assert self.members is not None
+        return self.members.store
+
+    def _put(self, prefix: str, made: Mapping[str, Made]) -> dict[str, int]:
+        """How many pieces of each file this rank has put into the store."""
+        if self.members is None:
+            return {}
+        counts = {}
+        for name, one in made.items():
+            starts = range(0, len(one.data), _PIECE_BYTES)
+            for piece, start in enumerate(starts):
+                data: Any = one.data[start : start + _PIECE_BYTES]  # bytes, which torch's stubs leave out
+                self._store.set(f"{prefix}/{self.rank}/{name}/{piece}", data)
+            counts[name] = len(starts)
+        return counts
+
+    def _take(self, prefix: str, count: int) -> bytes:
+        return b"".join(self._store.get(f"{prefix}/{piece}") for piece in range(count))
+
+
+@contextmanager
+def open_folder(path: Path, members: Members | None) -> Iterator[Folder]:
+    """The run folder, locked against another ``qsync prepare`` for as long as the block runs.
+
+    Raises:
+        QSyncError: on every rank, when one cannot write there, or another ``qsync prepare`` works in it.
+    """
+    folder = Folder(RunFolder(path), members, writes=True)
+    own = folder.run.ledger.parent
+    nonce = folder.told({"nonce": secrets.token_hex(8)})[0]["nonce"]
+    token = own / f"{nonce}-{folder.rank}"
+    lock = None
+    try:
+        with folder.together(), _writing(path):
+            own.mkdir(parents=True, exist_ok=True)
+            token.write_text(socket.gethostname())
+        with folder.together():
+            # By exact names, which no file system has remembered as missing.
+            ranks = members.ranks if members else [0]
+            first = next((rank for rank in ranks if (own / f"{nonce}-{rank}").exists()), folder.rank)
+            folder.writes = first == folder.rank
+            if folder.writes:
+                lock = _lock(own / "lock", path)
+                for left in own.glob("*-*"):  # by one that was killed
+                    if not left.name.startswith(nonce):
+                        left.unlink(missing_ok=True)
+        yield folder
+    finally:
+        with suppress(OSError):
+            token.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def merge_disks(folder: Folder, *, fresh: bool = False) -> Parts:
+    """Give every disk what any of them has: nodes come in any order, and some may be new.
+
+    The cluster file is left alone: a person may have changed it on any of them.
+
+    Args:
+        folder: whose parts are then those of all disks.
+        fresh: nothing that was measured counts.
+
+    Returns:
+        What this rank's disk had that nobody has changed.
+
+    Raises:
+        QSyncError: on every rank, when one cannot read or write.
+    """
+    own = read_parts(folder.run.ledger, folder.run.path) if folder.writes else {}
+    heard = folder.told({"parts": json.dumps({name: to_plain(part) for name, part in own.items()}), "writes": str(folder.writes)})
+    disks: dict[int, Parts] = {
+        rank: parts_of(json.loads(said["parts"])) for rank, said in heard.items() if said["writes"] == "True"
+    }
+    made: dict[str, Made] = {}
+    for name in dict.fromkeys(name for parts in disks.values() for name in parts):
+        source = next(rank for rank, parts in disks.items() if name in parts)
+        part = disks[source][name]
+        if fresh and name != CLUSTER:
+            continue
+        folder.parts[name] = part
+        if name != CLUSTER and source == folder.rank and any(parts.get(name) != part for parts in disks.values()):
+            data = folder.read(name) if part.file else b""
+            made[name] = Made(part.inputs, part.file, data, part.value)
+    folder.publish(made)
+    folder.made.clear()
+    return own
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system refuses, as a sentence.
+
+    Raises:
+        ArtifactError: naming the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {error.filename or path}: {error.strerror or error}; make room or name another folder with -o, and "
+            "start 'qsync prepare' again: it continues"
+        ) from None
+
+
+def _lock(file: Path, path: Path) -> int:
+    """An open descriptor of the lock, which goes with the process that holds it.
+
+    Raises:
+        QSyncError: when another process holds it.
+    """
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(lock, 200).decode(errors="replace").strip()
+        os.close(lock)
+        raise QSyncError(
+            f"another 'qsync prepare' works in {path}{f' ({holder})' if holder else ''}; wait until it is done, or give this one a "
+            "folder of its own with -o"
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock

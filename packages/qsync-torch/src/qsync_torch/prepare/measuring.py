@@ -1,0 +1,229 @@
+"""What one rank of a group measures for all of it, each a part of the run folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from qsync_core.artifacts.files import digest, load, save, to_bytes
+from qsync_core.errors import QSyncError
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.variant import Variant
+from qsync_core.plugins.registry import Registry
+from qsync_torch.devices import device_facts, standard_ladder
+from qsync_torch.job import Job, describe_optimizer
+from qsync_torch.kernels.installed import open_store
+from qsync_torch.kernels.selection import AUTO, find_backends
+from qsync_torch.observing.observe import STEPS, WARMUP, observe
+from qsync_torch.observing.record import JobFault
+from qsync_torch.prepare.board import Board
+from qsync_torch.prepare.folder import Folder, Made
+from qsync_torch.prepare.participants import Group, Participant
+from qsync_torch.profiling.paying import CPU_LADDER, rung_ratios, seconds_of
+from qsync_torch.profiling.profile import profile
+from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
+
+Run = Callable[[Mapping[str, str]], Made]
+"""Makes a part of its inputs."""
+_PROBED_STEPS = 3
+_FASTER_BELOW = 1.0
+"""A CPU's rung is measured where the largest operator takes less than this share of its time in float32; a plan then weighs it."""
+_TOO_LARGE_NS = 2**62
+"""The step of a device that has no memory for it."""
+
+
+@attrs.frozen
+class Probe:
+    """What is found out of a group before its role is known: its step in the job's base precision, and the rungs that may pay."""
+
+    step_ns: int
+    ladder: tuple[Variant, ...]
+
+    @classmethod
+    def of(cls, value: str) -> Probe:
+        """As a part has it."""
+        content = json.loads(value)
+        return cls(content["step_ns"], tuple(map(Variant.parse, content["ladder"])))
+
+    @property
+    def value(self) -> str:
+        """For a part."""
+        return json.dumps({"step_ns": self.step_ns, "ladder": list(map(str, self.ladder))})
+
+
+@attrs.frozen(eq=False)
+class Bench:
+    """What a rank measures with.
+
+    Attributes:
+        job, dag: what is trained, and its graph; device: where.
+        me: what this process has said of itself.
+        folder: where finished parts are; board: who is told how far it is.
+    """
+
+    job: Job
+    dag: PrecisionDag
+    device: torch.device
+    me: Participant
+    folder: Folder
+    board: Board
+
+    def probe(self, group: Group) -> dict[str, Made]:
+        """The part ``probe GROUP``."""
+        return self._unless_kept(f"probe {group.name}", self._inputs(), self._probe)
+
+    def tune(self, group: DeviceGroup) -> dict[str, Made]:
+        """The part ``tuning GROUP``: the fastest kernels, on a GPU; their records stay in the tuning file of this machine."""
+        if self.device.type != "cuda":
+            return {}
+        requests = distinct_requests(self.dag, group.ladder, *device_facts(self.device))
+        if not requests:
+            return {}
+
+        def run(inputs: Mapping[str, str]) -> Made:
+            store = open_store(self.device, None)
+            progress = self.board.stage("tuning")
+            tune_requests(requests, list(find_backends(AUTO)), store, self.device, progress=progress)
+            return Made(inputs, value=json.dumps({"records": str(store.path)}))
+
+        return self._unless_kept(f"tuning {group.name}", self._inputs(ladder=_texts(group.ladder), kernels=_kernels()), run)
+
+    def profile(self, group: DeviceGroup) -> dict[str, Made]:
+        """The part ``profile GROUP``; an interrupted one leaves ``profiles/GROUP.qsync.partial``, and continues."""
+
+        def run(inputs: Mapping[str, str]) -> Made:
+            found = profile(
+                self.job,
+                self.dag,
+                device=self.device,
+                share=group.share,
+                ladder=group.ladder,
+                resume=self._partial(self.folder.run.profile(group.name)),
+                with_collectives=False,
+                progress=self.board.stage("profiling"),
+                note=self.board.note,
+            )
+            return Made(inputs, self.folder.run.relative(self.folder.run.profile(group.name)), to_bytes(found))
+
+        ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
+        if known is not None and set(ladder.split()) <= set(known.inputs.get("ladder", "").split()):
+            ladder = known.inputs["ladder"]  # more was measured
+        inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job))
+        return self._unless_kept(f"profile {group.name}", inputs, run)
+
+    def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:
+        """The part ``observations``; an interrupted observation leaves ``job.observations.qsync.partial``, and continues."""
+        wanted = tuple(variants)
+        partial = self._partial(self.folder.run.observations)
+
+        def run(inputs: Mapping[str, str]) -> Made:
+            try:
+                earlier = load(partial, Observations) if partial.exists() else None
+            except QSyncError:
+                earlier = None
+            found = self._observe(wanted, partial, earlier)
+            return Made(inputs, self.folder.run.relative(self.folder.run.observations), to_bytes(found))
+
+        software = {name: self.me.software[name] for name in ("torch", "qsync-torch")}
+        inputs = {"graph": digest(self.dag), **software, "optimizer": describe_optimizer(self.job), "rungs": _texts(wanted)}
+        return self._unless_kept("observations", inputs, run)
+
+    def forget_partials(self, made: Iterable[str]) -> None:
+        """Remove what was kept for parts that are finished now."""
+        for name in made:
+            part = self.folder.parts[name]
+            if part.file:
+                self._partial(self.folder.run.path / part.file).unlink(missing_ok=True)
+
+    def _unless_kept(self, name: str, inputs: Mapping[str, str], run: Run) -> dict[str, Made]:
+        if self.folder.is_kept(name, inputs):
+            return {}
+        if why := self.folder.why_anew(name, inputs):
+            self.board.note(f"{name} is made anew: {why}")
+        return {name: run(inputs)}
+
+    def _inputs(self, **more: str) -> dict[str, str]:
+        """The job's graph, and what this process is."""
+        device = self.me.device
+        return {"graph": digest(self.dag), "device": device.name, "share": f"{device.share:g}", **self.me.software, **more}
+
+    def _probe(self, inputs: Mapping[str, str]) -> Made:
+        self.board.stage("comparing the groups")(0, 1, "a few steps")
+        ladder = standard_ladder(self.device)
+        if self.device.type == "cpu":
+            ratios = rung_ratios(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
+            ladder = (*(rung for rung, ratio in ratios.items() if ratio < _FASTER_BELOW), CPU_LADDER[-1])
+            if left_out := [f"{rung.label} ({ratio:.2f})" for rung, ratio in ratios.items() if rung not in ladder]:
+                self.board.note(
+                    f"left off the ladder, because the largest operator is not faster so on this CPU: {', '.join(left_out)} of its "
+                    "time in float32"
+                )
+        return Made(inputs, value=Probe(self._step_ns(), ladder).value)
+
+    def _step_ns(self) -> int:
+        """Median of a few steps in the base precision."""
+
+        def step(number: int) -> None:
+            runner.train_step(number)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        try:
+            runner = StepRunner.start(self.job, self.device, batches=2)
+            step(0)
+            return round(1e9 * statistics.median(seconds_of(lambda n=n: step(n)) for n in range(_PROBED_STEPS)))  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            return _TOO_LARGE_NS
+
+    def _observe(self, variants: tuple[Variant, ...], partial: Path, earlier: Observations | None) -> Observations:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return observe(
+                self.job,
+                self.dag,
+                variants,
+                warmup=WARMUP,
+                steps=STEPS,
+                device=self.device,
+                earlier=earlier,
+                checkpoint=lambda so_far: save(so_far, partial),
+                announce=self.board.note,
+                progress=self.board.stage("observing"),
+            )
+        except JobFault:
+            partial.unlink(missing_ok=True)
+            if earlier is None:
+                raise
+            return self._observe(variants, partial, None)  # the interrupted one was of a job that trained otherwise
+
+    @staticmethod
+    def _partial(path: Path) -> Path:
+        return path.with_name(path.name + ".partial")
+
+
+def collective_inputs(dag: PrecisionDag, groups: Iterable[Group]) -> dict[str, str]:
+    """What collectives among some groups depend on; not on the order of ranks."""
+    found = {"graph": digest(dag)}
+    for group in groups:
+        first, hosts = group.first, len({member.kernel for member in group.members})
+        device = f"{len(group.ranks)} × {first.device.name} at {first.device.share:.0%} on {hosts} machines"
+        versions = ", ".join(f"{name} {first.software.get(name, '')}" for name in ("torch", "qsync-torch", "cuda", "driver"))
+        found[f"group {group.name}"] = f"{device}, {versions}"
+    return found
+
+
+def _texts(variants: Iterable[Variant]) -> str:
+    return " ".join(map(str, variants))
+
+
+def _kernels() -> str:
+    """The installed backends' versions."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(Registry.load().backend_versions().items()))

@@ -1,0 +1,213 @@
+"""Who takes part: what every process says of its device, and the groups that they form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from qsync_core.artifacts.codec import from_plain, to_plain
+from qsync_core.devices import find_chip, same_device
+from qsync_core.errors import ClusterError, QSyncError
+from qsync_core.ir.cluster import Cluster
+from qsync_core.ir.plan import Role
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.units import format_bytes, parse_bytes
+from qsync_torch.devices import device_type
+from qsync_torch.distributed.exchange import rank_list
+from qsync_torch.distributed.ranks import GROUP_VARIABLE, SHARE_VARIABLE, same_share, which_group_of_cluster
+from qsync_torch.prepare.folder import Folder
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@attrs.frozen
+class Participant:
+    """What a process says of itself.
+
+    Attributes:
+        rank: in the job.
+        host: its machine's name, for people.
+        kernel: equal for processes that run on the same cores, also in containers.
+        cores: those that it may use.
+        device: with the share that the job has of it.
+        memory_bytes: of the device; 0 where that is no limit (a CPU).
+        group: what ``QSYNC_GROUP`` says, if anything.
+        software: versions and settings of the process.
+    """
+
+    rank: int
+    host: str
+    kernel: str
+    cores: tuple[int, ...]
+    device: DeviceType
+    memory_bytes: int
+    group: str
+    software: Mapping[str, str]
+
+    @classmethod
+    def here(cls, rank: int, device: torch.device, share: float, software: Mapping[str, str]) -> Participant:
+        """This process."""
+        host = socket.gethostname()
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        return cls(
+            rank=rank,
+            host=host,
+            kernel=_BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else host,
+            cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+            device=device_type(device, share),
+            memory_bytes=memory,
+            group=os.environ.get(GROUP_VARIABLE, ""),
+            software={name: value for name, value in software.items() if value},
+        )
+
+    def disturbs(self, other: Participant) -> bool:
+        """Whether two that measure at the same time would slow each other down: they compute on the same cores."""
+        if DeviceKind.CPU not in (self.device.kind, other.device.kind) or self.kernel != other.kernel:
+            return False
+        return not self.cores or not other.cores or not set(self.cores).isdisjoint(other.cores)
+
+
+@attrs.frozen
+class Wish:
+    """What ``--group NAME=role:infer,share:0.5,memory:20 GiB`` says of a group."""
+
+    role: Role | None = None
+    share: float | None = None
+    memory_bytes: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[str, Wish]:
+        """A group's name and what is wished of it.
+
+        Raises:
+            QSyncError: naming the part that is wrong.
+        """
+        name, separator, rest = text.partition("=")
+        if not (name and separator and rest):
+            raise QSyncError(f"--group is written NAME=role:infer,share:0.5,memory:20GiB, each part as needed; got {text!r}")
+        found: dict[str, object] = {}
+        for part in rest.split(","):
+            key, _, value = (piece.strip() for piece in part.partition(":"))
+            try:
+                if key == "role":
+                    found["role"] = Role(value)
+                elif key == "share":
+                    found["share"] = float(value)
+                    if not 0 < float(value) <= 1:
+                        raise ValueError("a share is above 0 and at most 1")
+                elif key == "memory":
+                    found["memory_bytes"] = parse_bytes(value)
+                else:
+                    raise ValueError("known are role, share and memory")
+            except ValueError as error:
+                raise QSyncError(f"--group {name}: {part.strip()!r} is not understood: {error}") from None
+        return name, cls(**found)  # type: ignore[arg-type]
+
+
+@attrs.frozen
+class Group:
+    """Participants of one kind."""
+
+    name: str
+    members: tuple[Participant, ...]
+
+    @property
+    def first(self) -> Participant:
+        """The one that measures for all."""
+        return self.members[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its members."""
+        return tuple(member.rank for member in self.members)
+
+
+def gather(folder: Folder, mine: Participant) -> list[Participant]:
+    """All participants, by rank."""
+    told = folder.told({"participant": json.dumps(to_plain(mine))})
+    return [from_plain(json.loads(said["participant"]), Participant) for _, said in sorted(told.items())]
+
+
+def form_groups(participants: Sequence[Participant], wished: Collection[str] = ()) -> list[Group]:
+    """Groups where nobody has described them: those that ``QSYNC_GROUP`` names, the others by device type and share.
+
+    Args:
+        participants: of all ranks.
+        wished: names of groups that there must be.
+
+    Raises:
+        ClusterError: when a named group has devices of several types, or there is no group that is wished for.
+    """
+    found: dict[str, list[Participant]] = {}
+    for participant in participants:
+        found.setdefault(participant.group or _name_of(participant.device), []).append(participant)
+    for name, members in found.items():
+        devices = {(member.device.name, member.device.share) for member in members}
+        if len(devices) > 1:
+            which = " and ".join(f"{device} at {share:.0%}" for device, share in sorted(devices))
+            raise ClusterError(
+                f"group {name!r} has devices of different types ({which}, {rank_list([member.rank for member in members])}): give "
+                f"each type a name of its own in {GROUP_VARIABLE}, or leave it unset"
+            )
+    if missing := [name for name in wished if name not in found]:
+        raise ClusterError(f"--group names {missing[0]!r}, but the groups of this job are {', '.join(found)}")
+    return [Group(name, tuple(members)) for name, members in found.items()]
+
+
+def find_groups(participants: Iterable[Participant], described: Cluster) -> list[Group]:
+    """The described groups that have participants here.
+
+    Raises:
+        ClusterError: when a participant is in none, or its device is not the group's.
+    """
+    found: dict[str, list[Participant]] = {}
+    for participant in participants:
+        device = participant.device
+        environment = {GROUP_VARIABLE: participant.group}
+        if device.kind is DeviceKind.CUDA and device.share < 1:
+            environment[SHARE_VARIABLE] = f"{100 * device.share:g}"
+        try:
+            name = which_group_of_cluster(described, environment, lambda device=device: (device.name, device.kind))  # type: ignore[misc]
+        except ClusterError as error:
+            raise ClusterError(f"rank {participant.rank} on {participant.host}: {error}") from None
+        group = described.group(name)
+        if not same_device(group.device, device.name) or not same_share(group.share, device.share):
+            raise ClusterError(
+                f"rank {participant.rank} on {participant.host} has {device.name} at {device.share:.0%}, but its group {name!r} is "
+                f"described with {group.device} at {group.share:.0%}; correct the group, or {GROUP_VARIABLE} there"
+            )
+        if group.memory_bytes > participant.memory_bytes > 0:
+            raise ClusterError(
+                f"group {name!r} is described with memory {format_bytes(group.memory_bytes)}, but rank {participant.rank} on "
+                f"{participant.host} has {format_bytes(participant.memory_bytes)}; correct it"
+            )
+        found.setdefault(name, []).append(participant)
+    return [Group(group.name, tuple(found[group.name])) for group in described.groups if group.name in found]
+
+
+def waves(groups: Iterable[Group]) -> list[list[Group]]:
+    """Groups that may measure at the same time, one wave after the other; one rank of each measures."""
+    found: list[list[Group]] = []
+    for group in groups:
+        free = (wave for wave in found if not any(group.first.disturbs(other.first) for other in wave))
+        wave = next(free, None)
+        if wave is None:
+            found.append([group])
+        else:
+            wave.append(group)
+    return found
+
+
+def _name_of(device: DeviceType) -> str:
+    """Such as ``t4``, or ``h200-50`` for half of one."""
+    chip = find_chip(device.name)
+    name = _NOT_IN_NAMES.sub("-", chip.name if chip else device.name).strip("-.").lower()[:48] or "device"
+    return name if device.share == 1 else f"{name}-{100 * device.share:g}"

@@ -1,0 +1,236 @@
+"""From measured parts to plans: rank 0 alone, without torch's help."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import attrs
+
+from qsync_core.artifacts.files import digest, from_bytes, to_bytes
+from qsync_core.errors import ClusterError, InfeasibleError, PlanError
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.plan import PrecisionPlan, Role
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
+from qsync_planner import __version__
+from qsync_planner.allocator import allocate
+from qsync_planner.indicate import indicate
+from qsync_planner.matching import under_base
+from qsync_planner.replayer.replay import Replayer, plan_variants
+from qsync_planner.reporting import write_report
+from qsync_planner.reporting.page import require_pages
+from qsync_torch.prepare.board import Board
+from qsync_torch.prepare.folder import Folder, Made
+
+_PLANNER = "qsync-planner"
+
+
+def survivors(cluster: Cluster) -> Iterator[tuple[str, ...]]:
+    """Every set of groups that may be left, the whole job first."""
+    names = [group.name for group in cluster.groups]
+    for size in range(len(names), 0, -1):
+        yield from itertools.combinations(names, size)
+
+
+def key_of(groups: Iterable[str]) -> str:
+    """How parts call a set of groups."""
+    return "+".join(sorted(groups))
+
+
+def part_of(cluster: Cluster, names: Iterable[str], profiles: Mapping[str, Profile]) -> Cluster:
+    """The cluster of some of its groups; where none of them trains, the fastest does: there is nobody to keep up with."""
+    wanted = set(names)
+    groups = tuple(group for group in cluster.groups if group.name in wanted)
+    if not any(group.role is Role.TRAIN for group in groups):
+        fastest = min(groups, key=lambda group: _base_step_ns(group, profiles[group.name]))
+        groups = tuple(_training(group) if group is fastest else group for group in groups)
+    links = tuple(link for link in cluster.links if wanted.issuperset(link.between))
+    return attrs.evolve(cluster, groups=groups, links=links)
+
+
+def _training(group: DeviceGroup) -> DeviceGroup:
+    return attrs.evolve(group, role=Role.TRAIN, ladder=(Variant.plain(group.base),))
+
+
+def _base_step_ns(group: DeviceGroup, profile: Profile) -> int:
+    """Of the whole steps that were measured, the one of the highest precision."""
+    return profile.steps[0].iteration_ns
+
+
+@attrs.frozen(eq=False)
+class Planning:
+    """What rank 0 plans with.
+
+    Attributes:
+        folder: with finished measurements.
+        dag: the job's graph.
+        cluster: the whole job's, as its file says.
+        measured_ranks: per group, how many ranks took part in collectives.
+    """
+
+    folder: Folder
+    dag: PrecisionDag
+    cluster: Cluster
+    board: Board
+
+    def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
+        """What is to be made, one after the other; ``variants`` are rated.  Each gives its parts, and those that are no more."""
+        return [lambda: (self.join_profiles(), ()), lambda: (self.rate(variants), ()), self.plan, lambda: (self.report(), ())]
+
+    def profiles(self) -> dict[str, Profile]:
+        """Of every group.
+
+        Raises:
+            ClusterError: naming a group that has none, because it has never been here.
+        """
+        found = {}
+        for group in self.cluster.groups:
+            name = f"profile {group.name}"
+            part = self.folder.parts.get(name)
+            if part is None or part.inputs.get("graph") != digest(self.dag):
+                raise ClusterError(
+                    f"group {group.name!r} of {self.folder.run.cluster} has no rank in this job, and no profile of this job from "
+                    "before: start 'qsync prepare' with its machines too, or take it out of the file"
+                )
+            found[group.name] = from_bytes(self.folder.read(name), Profile, name=name)
+        return found
+
+    def join_profiles(self) -> dict[str, Made]:
+        """Profiles with what the joint job's all-reduces cost, as ``qsync profile`` has it under torchrun."""
+        costs = self._costs([group.name for group in self.cluster.groups])
+        made = {}
+        for group, profile in self.profiles().items():
+            joint = costs.measured[0].all_reduce if costs else profile.collective
+            if joint != profile.collective:
+                part = self.folder.parts[f"profile {group}"]
+                data = to_bytes(attrs.evolve(profile, collective=joint))
+                made[f"profile {group}"] = Made(part.inputs, part.file, data)
+        return made
+
+    def rate(self, variants: tuple[Variant, ...]) -> dict[str, Made]:
+        """The part ``sensitivity``."""
+        observed = self.folder.parts["observations"]
+        inputs = {"observations": observed.sha256, "rungs": " ".join(map(str, variants)), _PLANNER: __version__}
+        if self.folder.is_kept("sensitivity", inputs):
+            return {}
+        self.board.stage("indicating")(0, 1, "")
+        observations = from_bytes(self.folder.read("observations"), Observations, name="the observations")
+        found = indicate(observations, self.dag, variants)
+        return {"sensitivity": Made(inputs, self.folder.run.sensitivity.name, to_bytes(found))}
+
+    def plan(self) -> tuple[dict[str, Made], list[str]]:
+        """The parts ``plan GROUPS`` and ``timeline GROUPS`` of every set of groups that may be left, and those that are no more.
+
+        A set whose groups have no memory for any plan has a part without a file, which says why; for the whole job it is an error.
+
+        Raises:
+            InfeasibleError: the whole job has no plan.
+        """
+        profiles = self.profiles()
+        sensitivity = from_bytes(self.folder.read("sensitivity"), Sensitivity, name="the sensitivity")
+        made: dict[str, Made] = {}
+        sets = list(survivors(self.cluster))
+        progress = self.board.stage("planning")
+        for done, names in enumerate(sets):
+            key = key_of(names)
+            progress(done, len(sets), key)
+            cluster = part_of(self.cluster, names, profiles)
+            costs = self._costs(names)
+            inputs = {
+                "graph": digest(self.dag),
+                "sensitivity": self.folder.parts["sensitivity"].sha256,
+                "cluster": digest(cluster),
+                "communication": digest(costs) if costs else "",
+                _PLANNER: __version__,
+                **{f"profile of {name}": digest(profiles[name]) for name in names},
+            }
+            if self.folder.is_kept(f"plan {key}", inputs):
+                continue
+            own = {name: profiles[name] for name in names}
+            made |= self._planned(key, names, cluster, own, sensitivity, costs, inputs)
+        wanted = {f"plan {key_of(names)}" for names in sets}
+        without = {name for name, one in made.items() if not one.file}
+        gone = [name for name in self.folder.parts if name.startswith("plan ") and name not in wanted - without]
+        return made, [*gone, *(name.replace("plan ", "timeline ") for name in gone)]
+
+    def _planned(
+        self,
+        key: str,
+        names: tuple[str, ...],
+        cluster: Cluster,
+        profiles: Mapping[str, Profile],
+        sensitivity: Sensitivity,
+        costs: CollectiveCosts | None,
+        inputs: Mapping[str, str],
+    ) -> dict[str, Made]:
+        """The plan of some groups; where one that was to train has no memory for it, each in its own role."""
+        as_described = tuple(group for group in self.cluster.groups if group.name in names)
+        try:
+            try:
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs)
+            except InfeasibleError:
+                if cluster.groups == as_described:
+                    raise
+                cluster = attrs.evolve(cluster, groups=as_described)
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs)
+        except InfeasibleError as error:
+            if len(names) == len(self.cluster.groups):
+                raise
+            self.board.note(f"no plan for {', '.join(names)} alone: {error}")
+            return {f"plan {key}": Made(inputs, value=str(error))}
+        run, timeline = self.folder.run, self._timeline(found, cluster, profiles, costs)
+        return {
+            f"plan {key}": Made(inputs, run.relative(run.plan(names)), to_bytes(found)),
+            f"timeline {key}": Made(inputs, run.relative(run.timeline("predicted", names)), timeline),
+        }
+
+    def _timeline(
+        self, plan: PrecisionPlan, cluster: Cluster, profiles: Mapping[str, Profile], costs: CollectiveCosts | None
+    ) -> bytes:
+        cluster, _ = under_base(cluster, self.dag)
+        settings = plan.communication.settings if plan.communication else PYTORCH_DEFAULTS
+        replayer = Replayer(self.dag, cluster, profiles, communication=costs, settings=settings)
+        return to_bytes(replayer.timeline(plan_variants(plan, cluster)))
+
+    def report(self) -> dict[str, Made]:
+        """The parts ``report`` and ``trace``; none where no page can be made here."""
+        used = ("graph", "cluster", "sensitivity")
+        inputs = {
+            name: part.sha256 for name, part in self.folder.parts.items() if name in used or name.startswith(("profile ", "plan "))
+        }
+        inputs[_PLANNER] = __version__
+        if self.folder.is_kept("report", inputs):
+            return {}
+        try:
+            require_pages()
+        except PlanError as error:
+            self.board.note(f"no report: {error}")
+            return {}
+        self.board.stage("writing the report")(0, 1, "")
+        run = self.folder.run
+        page = write_report(run)
+        return {
+            "report": Made(inputs, run.relative(page), page.read_bytes()),
+            "trace": Made(inputs, run.relative(run.trace), run.trace.read_bytes()),
+        }
+
+    def _costs(self, names: Iterable[str]) -> CollectiveCosts | None:
+        """What collectives among exactly these groups cost; None where that was not measured with as many ranks as described."""
+        name = f"communication {key_of(names)}"
+        part = self.folder.parts.get(name)
+        if part is None or part.inputs.get("graph") != digest(self.dag):
+            return None
+        costs = from_bytes(self.folder.read(name), CollectiveCosts, name=name)
+        counts = {group: self.cluster.group(group).count for group in names}
+        if dict(costs.ranks) == counts:
+            return costs
+        self.board.note(
+            f"{key_of(names)}: planned without the measured collectives, which were those of "
+            f"{', '.join(f'{count} ranks of {group}' for group, count in costs.ranks.items())}"
+        )
+        return None
