@@ -32,7 +32,7 @@ from qsync_planner.reporting.charts import (
     steps_figure,
     timeline_figure,
 )
-from qsync_planner.reporting.page import Figure, Page, Table
+from qsync_planner.reporting.page import Figure, Page, Table, render
 from qsync_planner.reporting.report import read_job, report_page
 from qsync_planner.reporting.ways_to_run import predicted_timeline, ways_to_run
 
@@ -205,10 +205,17 @@ def test_the_command_says_where_it_wrote(run: RunFolder) -> None:
     assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
 
 
-def test_without_training_group_or_sensitivity_there_is_a_page() -> None:
-    case = random_case(2, train=0, infer_groups=1)
-    page = report_page(job_of(case), None, None)
-    assert page.verdict.startswith("A step is predicted to take")
+@pytest.mark.parametrize(("train", "infer", "ways"), [(0, 1, 3), (1, 0, 1), (2, 0, 1), (2, 3, 4)])
+def test_jobs_of_any_groups_have_a_page(train: int, infer: int, ways: int) -> None:
+    job = job_of(random_case(2, train=train, infer_groups=infer))
+    page = report_page(job, predicted_timeline(job), None)
+    assert page.verdict.startswith("A step is predicted to take") == (not (train and infer))
+    assert len(ways_to_run(job)) == ways
+    assert render(page).startswith("<!doctype html>")
+
+
+def test_where_nothing_is_sensitive_no_chart_says_so() -> None:
+    case = random_case(2, infer_groups=1)
     silent = attrs.evolve(case.sensitivity, omega={op_id: dict.fromkeys(by, 0.0) for op_id, by in case.sensitivity.omega.items()})
     titles = [section.title for section in report_page(job_of(attrs.evolve(case, sensitivity=silent)), None, None).sections]
     assert "Sensitivity" not in titles

@@ -78,14 +78,14 @@ class WayToRun:
 
 
 def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
-    """The training groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured."""
-    found = [
-        *_alone(job),
-        *_baseline(job, "full", "full precision everywhere"),
-        *_baseline(job, "uniform", "uniform low precision"),
-    ]
-    if len(job.cluster.groups) == 1 or not any(group.role is Role.INFER for group in job.cluster.groups):
-        found = found[:1]
+    """The training groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured.
+
+    Without an inference group there is nothing but the plan to show.
+    """
+    found = []
+    if any(group.role is Role.INFER for group in job.cluster.groups):
+        found = [*_alone(job), *_baseline(job, "full", "full precision everywhere")]
+        found += _baseline(job, "uniform", "uniform low precision")
     samples = sum(group.count * job.batch(group.name) for group in job.cluster.groups)
     found.append(_planned(job, samples))
     if measured is not None:
