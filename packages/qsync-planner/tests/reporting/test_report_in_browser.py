@@ -9,10 +9,13 @@ from typing import Any
 
 import attrs
 import pytest
-from allocator.test_tradeoff import drawn
 from planning_cases import random_case
 from report_cases import EVIL, evil_job, job_of, measured_like, stored_run
+from test_cli_check import checked, observed
+from test_tradeoff import drawn
 
+from qsync_planner.indicator_check import compare, read_truth
+from qsync_planner.indicator_check.page import render_page as render_check
 from qsync_planner.reporting import write_report
 from qsync_planner.reporting.page import render
 from qsync_planner.reporting.report import report_page
@@ -78,6 +81,7 @@ def chromium() -> Iterator[Any]:
 
 def opened(chromium: Any, path: Path, width: int = 1200, scheme: str = "light") -> Opened:
     context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(120_000)  # a busy machine draws slowly
     found = Opened(context.new_page())
     found.page.on("console", lambda message: found.errors.append(message.text) if message.type in ("error", "warning") else None)
     found.page.on("pageerror", lambda error: found.errors.append(str(error)))
@@ -159,6 +163,19 @@ def test_a_dot_of_the_trade_off_leads_to_its_row(chromium: Any, tmp_path: Path) 
     assert found.errors == []
     assert set(found.requests) <= {path.as_uri(), f"{path.as_uri()}#plan-2"}
     found.page.context.close()
+
+
+def test_the_page_of_an_indicator_check_is_drawn(chromium: Any, tmp_path: Path) -> None:
+    dag, rows, omega = checked()
+    found = compare({"good": omega, "other": omega}, read_truth(observed(dag, rows), dag))
+    path = tmp_path / "check.html"
+    path.write_text(render_check(found), encoding="utf-8")
+    shown = opened(chromium, path, 400)
+    assert [figure["drawn"] for figure in shown.page.evaluate(COUNTS)] == ["yes", "yes"]
+    assert shown.page.locator("figure.chart").nth(0).locator("g.mark-symbol path").count() == 6
+    assert shown.page.locator("figure.chart").nth(0).locator("g.mark-line path").count() == 3
+    assert shown.errors == []
+    shown.page.context.close()
 
 
 def test_names_are_text_and_run_nothing(chromium: Any, tmp_path: Path) -> None:

@@ -162,10 +162,13 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     from qsync_core.errors import ObservationError
     from qsync_planner.indicator_check import compare, read_truth
     from qsync_planner.indicator_check.page import render_page
+    from qsync_planner.reporting import require_pages
 
     if observations is None:
         raise click.UsageError("--check needs OBSERVATIONS; they say which updates and batches to measure")
     check_page_name(request.page, "the comparison", "give --page", ObservationError)
+    if request.page is not None:
+        require_pages()
     if not (math.isfinite(request.budget_s) and request.budget_s > 0):
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():

@@ -1,18 +1,16 @@
-"""The comparison for readers: as rows of text for the terminal, and as an HTML page with pictures (no network, no scripts)."""
+"""The comparison for readers: as rows of text for the terminal, and as a page with charts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import TypeVar
-
-import attrs
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from qsync_planner.indicator_check.agreement import KEPT_PERCENT, Agreement, Ranks
 from qsync_planner.indicator_check.compare import Check
 from qsync_planner.indicator_check.truth import DRAWS, ITERATIONS
-from qsync_planner.reporting.html_page import html_page, svg, svg_line, svg_text
+from qsync_planner.reporting.marks import Spec, chart, colour, tooltips
+from qsync_planner.reporting.page import Figure, Key, Page, Section, Table, render
 
 _T = TypeVar("_T", Agreement, Ranks)
 _SPLITS = {ITERATIONS: "truth (batches)", DRAWS: "truth (draws)"}
@@ -25,12 +23,8 @@ LEGEND = (
 """What a reader must know of the columns and rows."""
 
 
-@attrs.frozen
-class Table:
-    """Rows of text; the first column says which variant, the second who is compared with the truth."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+_NAMES = frozenset((0, 1))
+"""Columns: which variant, and who is compared with the truth."""
 
 
 def agreement_table(check: Check) -> Table:
@@ -44,7 +38,7 @@ def agreement_table(check: Check) -> Table:
     for variant in check.variants:
         for who, agreement in _named(variant.agreement, variant.truth_halves).items():
             rows.append((variant.name, who, *_cells(agreement)))
-    return Table(header, tuple(rows))
+    return Table(header, tuple(rows), words=_NAMES)
 
 
 def decrement_table(check: Check) -> Table:
@@ -53,7 +47,7 @@ def decrement_table(check: Check) -> Table:
     for decrement in check.decrements:
         for who, ranks in _named(decrement.ranks, decrement.truth_halves).items():
             rows.append((f"{decrement.low} → {decrement.high}", who, number(ranks.tau), number(ranks.spearman)))
-    return Table(("decrement", "who", "τ", "Spearman"), tuple(rows))
+    return Table(("decrement", "who", "τ", "Spearman"), tuple(rows), words=_NAMES)
 
 
 def sentences(check: Check) -> list[str]:
@@ -106,148 +100,90 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-WIDTH, HEIGHT = 460, 400
-COLOURS = ("#3f78b5", "#d9822b", "#2a9d8f", "#c8553d", "#7b5ea7", "#8a6d3b", "#5b6675")
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 14, 46
-_MOST_TICKS = 7
+_HEIGHT = 300
+_INTRODUCTION = (
+    "The truth is measured: one operator at a time runs in low precision, everything else in float32, and Ω is how far the "
+    "gradients of all parameters move. Every dot is an operator; the line is Ω = truth, the dashed ones half and twice that. A "
+    "hollow dot at the rim is 0 on that axis."
+)
 
 
-def draw_scatter(check: Check, indicator: str) -> str:
-    """One indicator's picture.  Operators with a 0 on either side stand at the rim of that axis, hollow."""
-    xs = Axis([value for variant in check.variants for value in variant.truth], _LEFT, WIDTH - _RIGHT)
-    ys = Axis([value for variant in check.variants for value in variant.omega[indicator]], HEIGHT - _BOTTOM, _TOP)
-    parts = [*_grid(xs, ys), *_diagonals(xs, ys)]
-    for number, variant in enumerate(check.variants):
+def scatter(check: Check, indicator: str) -> Figure:
+    """One indicator's Ω against the measured one, both logarithmic."""
+    xs = _domain(value for variant in check.variants for value in variant.truth)
+    ys = _domain(value for variant in check.variants for value in variant.omega[indicator])
+    dots: list[dict[str, Any]] = []
+    for number_, variant in enumerate(check.variants):
         for subject, truth, omega in zip(check.subjects, variant.truth, variant.omega[indicator], strict=True):
-            hollow = " hollow" if truth <= 0 or omega <= 0 else ""
-            parts.append(
-                f'<circle cx="{xs.at(truth):.1f}" cy="{ys.at(omega):.1f}" r="3.5" class="variant-{number}{hollow}">'
-                f"<title>{escape(f'{subject} in {variant.name}: truth {truth:.3g}, Ω {omega:.3g}')}</title></circle>"
-            )
-    return svg(WIDTH, HEIGHT, f"Ω by {indicator} against the truth", parts)
+            fill = colour(number_) if truth > 0 < omega else "var(--paper)"
+            says = {"Operator": subject, "Variant": variant.name, "Truth": f"{truth:.3g}", "Ω": f"{omega:.3g}"}
+            dots.append({"x": max(truth, xs[0]), "y": max(omega, ys[0]), "colour": colour(number_), "fill": fill, **says})
+    lines = [
+        {"x": at, "y": at * factor, "factor": factor}
+        for factor in (0.5, 1.0, 2.0)
+        for at in (max(xs[0], ys[0] / factor), min(xs[1], ys[1] / factor))
+        if max(xs[0], ys[0] / factor) < min(xs[1], ys[1] / factor)
+    ]
+    along, up = (
+        {"field": name, "type": "quantitative", "title": title, "scale": {"type": "log", "domain": list(domain), "nice": False}}
+        | {"axis": {"format": ".0e", "values": _powers(domain)}}
+        for name, title, domain in (("x", "measured", xs), ("y", "Ω", ys))
+    )
+    own: dict[str, Spec] = {name: {"field": name, "type": "nominal", "scale": None} for name in ("colour", "fill")}
+    dash = {"condition": {"test": "datum.factor != 1", "value": [4, 3]}, "value": [1, 0]}
+    return Figure(
+        chart(
+            [
+                {
+                    "data": {"values": lines},
+                    "mark": {"type": "line", "stroke": "var(--soft)", "strokeWidth": 1},
+                    "encoding": {"x": along, "y": up, "detail": {"field": "factor", "type": "nominal"}, "strokeDash": dash},
+                },
+                {
+                    "data": {"values": dots},
+                    "mark": {"type": "point", "size": 45, "strokeWidth": 1.5, "opacity": 0.85},
+                    "encoding": {"x": along, "y": up, "stroke": own["colour"], "fill": own["fill"], "tooltip": tooltips(dots)},
+                },
+            ],
+            _HEIGHT,
+        ),
+        f"Ω by {indicator} against the truth.",
+        [Key(colour(number_), variant.name, "dot") for number_, variant in enumerate(check.variants)],
+    )
 
 
-class Axis:
-    """A logarithmic axis over the positive ones of some values, in pixels from ``begin`` to ``end``."""
-
-    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
-        powers = [math.log10(value) for value in values if value > 0] or [0.0]
-        margin = max(0.15, 0.04 * (max(powers) - min(powers)))
-        self.low, self.high = min(powers) - margin, max(powers) + margin
-        self._begin, self._end = begin, end
-
-    def at(self, value: float) -> float:
-        """Where a value is; 0 is at the beginning."""
-        return self._begin if value <= 0 else self.at_power(math.log10(value))
-
-    def at_power(self, power: float) -> float:
-        """Where a power of ten is."""
-        return self._begin + (power - self.low) / (self.high - self.low) * (self._end - self._begin)
-
-    def ticks(self) -> Iterable[tuple[float, str]]:
-        """A few powers of ten; 1, 2 and 5 of each where there are hardly any."""
-        first, last = math.ceil(self.low), math.floor(self.high)
-        stride = max(1, -(-(last - first + 1) // _MOST_TICKS))
-        if last - first >= 2:
-            powers = [(float(power), 1) for power in range(first, last + 1, stride)]
-        else:
-            powers = [(power + math.log10(digit), digit) for power in range(first - 1, last + 1) for digit in (1, 2, 5)]
-        return [(power, f"{digit}e{math.floor(power + 1e-9)}") for power, digit in powers if self.low <= power <= self.high]
+def _domain(values: Iterable[float]) -> tuple[float, float]:
+    """A logarithmic axis over the positive ones of some values."""
+    powers = [math.log10(value) for value in values if value > 0] or [0.0]
+    margin = max(0.15, 0.04 * (max(powers) - min(powers)))
+    return 10 ** (min(powers) - margin), 10 ** (max(powers) + margin)
 
 
-def _grid(xs: Axis, ys: Axis) -> list[str]:
-    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
-    parts = [f'<rect x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}" class="frame"/>']
-    for power, text in xs.ticks():
-        x = xs.at_power(power)
-        parts.append(svg_line(x, _TOP, x, bottom, "grid"))
-        parts.append(svg_text(x, bottom + 14, text, "middle"))
-    for power, text in ys.ticks():
-        y = ys.at_power(power)
-        parts.append(svg_line(_LEFT, y, right, y, "grid"))
-        parts.append(svg_text(_LEFT - 5, y + 3, text, "end"))
-    parts.append(svg_text((_LEFT + right) / 2, HEIGHT - 10, "measured", "middle"))
-    parts.append(svg_text(4, _TOP + 8, "Ω", "start"))
-    return parts
-
-
-def _diagonals(xs: Axis, ys: Axis) -> list[str]:
-    """Ω = truth, and half and twice that."""
-    parts = []
-    for shift, css in ((0.0, "same"), (math.log10(2), "twice"), (-math.log10(2), "twice")):
-        low, high = max(xs.low, ys.low - shift), min(xs.high, ys.high - shift)
-        if low < high:
-            parts.append(svg_line(xs.at_power(low), ys.at_power(low + shift), xs.at_power(high), ys.at_power(high + shift), css))
-    return parts
-
-
-_STYLE = """th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; } tr.truth td { color: var(--soft); font-style: italic; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; flex: 1 1 380px; max-width: 520px; }
-figcaption { font-weight: 600; } .frame { fill: none; stroke: var(--line); }
-.same { stroke: var(--soft); } .twice { stroke: var(--soft); stroke-width: .6; stroke-dasharray: 4 3; }
-circle { fill-opacity: .75; stroke-width: 1.2; } circle.hollow { fill-opacity: 0; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin: 0 .4em 0 1em; }
-"""
-_BODY = """<p>The truth is measured: one operator at a time runs in low precision, everything else in float32, and Ω is how far the
-gradients of all parameters move. {scope}</p>
-{legend}
-<div class="pictures">
-{pictures}
-</div>
-<p class="note">Every dot is an operator. The line is Ω = truth, the dashed ones half and twice that.</p>
-<h2>How well each indicator agrees</h2>
-{agreement}
-<p class="note">τ and Spearman compare rankings, 1 is perfect; {legend_of_rows}.</p>
-{decrements}
-{notes}"""
+def _powers(domain: tuple[float, float]) -> list[float]:
+    """A few powers of ten; 1, 2 and 5 of each where there are hardly any."""
+    low, high = (math.log10(end) for end in domain)
+    first, last = math.ceil(low), math.floor(high)
+    if last - first >= 2:
+        return [10.0**power for power in range(first, last + 1, max(1, -(-(last - first + 1) // 7)))]
+    ticks = (digit * 10.0**power for power in range(first - 1, last + 1) for digit in (1, 2, 5))
+    return [tick for tick in ticks if domain[0] <= tick <= domain[1]]
 
 
 def render_page(check: Check) -> str:
-    """The whole page."""
+    """The whole page.
+
+    Raises:
+        PlanError: when qsync-planner's extra ``report`` is not installed.
+    """
     measured = (
         f"{len(check.subjects)} of {check.adjustable} operators" if len(check.subjects) < check.adjustable else "all operators"
     )
     batches = f"{check.iterations} batch{'es' if check.iterations != 1 else ''}"
-    pictures = (f"<figure><figcaption>{escape(name)}</figcaption>{draw_scatter(check, name)}</figure>" for name in check.indicators)
-    body = _BODY.format(
-        scope=f"Here: {measured}, {batches}.",
-        legend=_legend(check),
-        pictures="\n".join(pictures),
-        legend_of_rows=escape(LEGEND),
-        agreement=_table(agreement_table(check)),
-        decrements=_decrements(check),
-        notes="".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences(check)),
-    )
-    return html_page(f"{check.model}: indicators against the truth", f"{_STYLE}{_colours(check)}\n", body)
-
-
-def _colours(check: Check) -> str:
-    rules = []
-    for number in range(len(check.variants)):
-        colour = COLOURS[number % len(COLOURS)]
-        rules.append(f".variant-{number} {{ fill: {colour}; stroke: {colour}; background: {colour}; }}")
-    return "\n".join(rules)
-
-
-def _legend(check: Check) -> str:
-    entries = (f'<i class="key variant-{number}"></i>{escape(v.name)}' for number, v in enumerate(check.variants))
-    return f"<p>{''.join(entries)}</p>"
-
-
-def _decrements(check: Check) -> str:
-    if not check.decrements:
-        return ""
-    return (
-        "<h2>What the allocator compares</h2>"
-        f"{_table(decrement_table(check))}"
-        '<p class="note">By how much Ω falls when an operator goes from 8 to 16 bits: ranked by the indicator and by the truth.</p>'
-    )
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in table.header)
-    rows = "\n".join(
-        f"<tr{' class=truth' if row[1].startswith('truth (') else ''}>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
-        for row in table.rows
-    )
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{rows}\n</table></div>'
+    sections = [Section(name, (), (scatter(check, name),)) for name in check.indicators]
+    how_well = f"τ and Spearman compare rankings, 1 is perfect; {LEGEND}."
+    sections.append(Section("How well each indicator agrees", (how_well, *sentences(check)), (agreement_table(check),)))
+    if check.decrements:
+        falls = "By how much Ω falls when an operator goes from 8 to 16 bits: ranked by the indicator and by the truth."
+        sections.append(Section("What the allocator compares", (falls,), (decrement_table(check),)))
+    about = f"{_INTRODUCTION} Here: {measured}, {batches}."
+    return render(Page(f"{check.model}: indicators against the truth", sections, about=about))
