@@ -21,6 +21,7 @@ TITLES = {
     "kernels": "Kernels: the figures to reach",
     "indicator": "The indicator: against the measured truth",
     "accuracy": "Accuracy: paired training runs",
+    "path": "The path: from a script to a hybrid run",
     "robustness": "Robustness: other scripts, other machines, faults",
 }
 COLUMNS = {"id": "id", "what": "what was measured", "value": "value", "unit": "unit", "spread": "spread", "target": "target"}

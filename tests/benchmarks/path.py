@@ -13,7 +13,7 @@ import sys
 
 from results import write_rows
 
-PARTS: tuple[str, ...] = ()
+PARTS = ("uneven",)
 
 
 def main() -> None:

@@ -232,8 +232,9 @@ def test_diff_as_text(folder: Path) -> None:
     assert "train: 0 operators differ" in result.output
 
 
+@pytest.mark.parametrize("how", [("--solver", "dynamic-batch"), ("--batch", "free")])
 @pytest.mark.parametrize("second_profile", [False, True])
-def test_replaying_a_balanced_plan_gives_what_the_plan_says(folder: Path, second_profile: bool) -> None:
+def test_replaying_a_balanced_plan_gives_what_the_plan_says(folder: Path, second_profile: bool, how: tuple[str, str]) -> None:
     for name in ("infer-dag", "infer-dag8"):  # slow enough that batches are moved
         profile = load(folder / f"{name}.qsync", Profile)
         costs = tuple(
@@ -244,7 +245,8 @@ def test_replaying_a_balanced_plan_gives_what_the_plan_says(folder: Path, second
     further = (
         ["--batch-dag", folder / "dag8.qsync", "--batch-profile", f"infer={folder}/infer-dag8.qsync"] if second_profile else []
     )
-    assert run(*plan_arguments(folder, "balanced.qsync", "--solver", "dynamic-batch", *further)).exit_code == 0
+    rated = ["--sensitivity", indicate(folder)] if how[0] == "--batch" else []
+    assert run(*plan_arguments(folder, "balanced.qsync", *how, *rated, *further)).exit_code == 0
     plan = load(folder / "balanced.qsync", PrecisionPlan)
     assert plan.local_batches["train"] > 4 > plan.local_batches["infer"]
     arguments = ["replay", folder / "balanced.qsync", "--dag", folder / "dag.qsync", "--cluster", folder / "cluster.toml"]

@@ -1,6 +1,7 @@
 """What every rank of a small gloo job runs: its weighted gradients against one process with the whole batch in float64.
 
-``python weighting_ranks.py RANK STORE SIZES`` prints as JSON, by case, the relative error of the gradient in every step.
+``python weighting_ranks.py RANK STORE SIZES [gloo|nccl] [cpu|cuda]`` prints as JSON, by case, the relative error of the gradient in
+every step.  With nccl, each rank has the GPU of its number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_torch import InStepGradScaler, UnevenBatchSampler, weight_gradients
 
 rank, store, sizes = int(sys.argv[1]), sys.argv[2], [int(size) for size in sys.argv[3].split(",")]
-dist.init_process_group("gloo", store=dist.FileStore(store, len(sizes)), rank=rank, world_size=len(sizes))
+backend, kind = sys.argv[4:6] or ("gloo", "cpu")
+device = torch.device(kind, rank if backend == "nccl" else 0) if kind == "cuda" else torch.device("cpu")
+if kind == "cuda":
+    torch.cuda.set_device(device)
+dist.init_process_group(backend, store=dist.FileStore(store, len(sizes)), rank=rank, world_size=len(sizes))
 WHOLE = sum(sizes)
 SAMPLES = 2 * WHOLE + len(sizes) + 2
 PADDING = -100
@@ -56,8 +61,8 @@ class Case:
         model = Model()
         if not options.get("find_unused_parameters"):
             model.unused.requires_grad_(False)
-        self.x, self.y = torch.randn(SAMPLES, 5, dtype=dtype), torch.randint(0, 2, (SAMPLES, 3))
-        self.model, self.reference = model.to(dtype), copy.deepcopy(model).double()
+        self.x, self.y = torch.randn(SAMPLES, 5, dtype=dtype).to(device), torch.randint(0, 2, (SAMPLES, 3)).to(device)
+        self.model, self.reference = model.to(device, dtype), copy.deepcopy(model).double().to(device)
         self.ddp = DistributedDataParallel(self.model, **{"bucket_cap_mb": 1e-4} | options)
 
     def expected(self, indices: list[int], reduction: str = "mean") -> torch.Tensor:
@@ -150,7 +155,7 @@ def scaled_and_clipped() -> list[float]:
     """The parameters after a step with a loss scale and a clipped norm."""
     case = plain()
     optimizer = torch.optim.SGD(case.ddp.parameters(), lr=1.0)
-    scaler = InStepGradScaler("cpu", init_scale=1024.0)
+    scaler = InStepGradScaler(device.type, init_scale=1024.0)
     indices = next(iter(UnevenBatchSampler(case.x, sizes, shuffle=False)))
     scaler.scale(loss_of(case.ddp(case.x[indices]), case.y[indices], "mean")).backward()
     scaler.unscale_(optimizer)

@@ -181,10 +181,13 @@ class _Splits:
         return attrs.evolve(self._problem, profiles=ways.at(ways.settings[0]).profiles, groups=groups)
 
     def peaks(self, split: Mapping[str, int], solution: Solution) -> dict[str, int]:
-        """Peaks at these batches; one that is smaller than the traced one is not counted less."""
-        peaks = {name: entry.peak_bytes for name, entry in solution.prediction.groups.items()}
+        """Predicted peaks at these batches."""
+        assert solution.way is not None
+        replayer, variants = self._equal_ways.at(solution.way), self._problem.variants(solution.rungs)
         return {
-            name: max(peaks[name], self._memory[name].peak_bytes(batch)) if batch > self._traced else peaks[name]
+            name: MemoryScaling.of(
+                replayer.dag, replayer.memory(name, variants.get(name) or replayer.base_variants(name))
+            ).peak_bytes(batch)
             for name, batch in split.items()
         }
 
