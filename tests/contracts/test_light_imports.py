@@ -59,6 +59,7 @@ print("loaded:", sorted({"torch", "triton", "transformers", "sklearn"} & set(sys
 def test_importing_never_asks_cuda_for_anything():
     """Even asking for the device count starts the driver and breaks a later fork; so no function that does may be called.
 
+    Adapters for trainers import their trainer, which is not installed here and may do as it likes.
     The kernels of qsync-kernels-triton are imported under the same watch by its own tests, where triton is installed.
     """
     code = """
@@ -75,5 +76,5 @@ IMPORT_ALL
 assert not torch.cuda.is_initialized()
 assert not asked, asked[0]
 """
-    done = run_python(code.replace("IMPORT_ALL", IMPORT_ALL.format(module="qsync_torch", torch_only="-")))
+    done = run_python(code.replace("IMPORT_ALL", IMPORT_ALL.format(module="qsync_torch", torch_only="integrations")))
     assert done.returncode == 0, done.stderr

@@ -160,6 +160,11 @@ class AppliedPlan(Installation):
             )
         self.step = state["step"]
 
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, of all groups; None where variants by operator were applied."""
+        return self._planned.plan
+
     def ddp_options(self) -> dict[str, Any]:
         """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.
 
