@@ -13,7 +13,7 @@ import sys
 
 from results import write_rows
 
-PARTS = ("uneven",)
+PARTS = ("uneven", "kills")
 
 
 def main() -> None:

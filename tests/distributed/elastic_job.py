@@ -1,0 +1,222 @@
+"""``examples/elastic_digits.py`` under torchrun's elastic agents, one per group, in a run folder with plans made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qsync_core.artifacts.files import digest, save
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
+from qsync_core.run_folder import RunFolder
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KILLED_RANK = Path(__file__).with_name("killed_rank.py")
+GROUPS = ("train", "infer")
+LOWERED = {"conv2": Precision.INT8, "conv3": Precision.BFLOAT16}
+STARTED = re.compile(r"(\w+)/0: plan in force in ([\d.]+) s, (\d) ranks, step (\d+)")
+_CLUSTER = """
+[[group]]
+name = "train"
+device = "cpu"
+count = 1
+role = "train"
+
+[[group]]
+name = "infer"
+device = "cpu"
+count = 1
+role = "infer"
+ladder = ["int8", "bfloat16", "float32"]
+"""
+
+
+def make_run_folder(path: Path, batch_size: int = 8) -> RunFolder:
+    """A plan for both groups, and one for each alone, for the example's model."""
+    from qsync_torch.load_job import load_job
+    from qsync_torch.tracing.trace import trace
+
+    run = RunFolder(path)
+    (path / "plans").mkdir(parents=True)
+    run.cluster.write_text(_CLUSTER)
+    dag = trace(load_job(f"{EXAMPLES / 'digits_net.py'}:job", batch_size=batch_size))
+    ids = tuple(operator.op_id for operator in dag.adjustable)
+    entries = {}
+    for name, lowered in (("train", {}), ("infer", LOWERED)):
+        assignments = {
+            op_id: Assignment(Variant.of(lowered.get(op_id.fqn, Precision.FLOAT32)), "aten", "", "by hand") for op_id in ids
+        }
+        entries[name] = GroupPlan(name, Role(name), 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, assignments)
+    for present in itertools.chain(itertools.combinations(GROUPS, 1), [GROUPS]):
+        plan = PrecisionPlan(
+            dag.model, digest(dag), ids, {}, "by hand", "", 0, 0, 0.0, None, tuple(entries[name] for name in present),
+            "train" if "train" in present else "", local_batches=dict.fromkeys(present, batch_size),
+        )  # fmt: skip
+        save(plan, run.plan(present))
+    return run
+
+
+@attrs.frozen
+class Start:
+    """One start of a rank: the group, seconds until its plan was in force, how many ranks there are, and from which step."""
+
+    group: str
+    plan_s: float
+    ranks: int
+    step: int
+
+
+class ElasticJob:
+    """Two agents that find each other at a store of a third process, so that either may go.
+
+    Args:
+        run: the run folder.
+        folder: of this job's checkpoints and logs.
+        steps, save_every: of the example.
+        kills: by group where its rank kills itself, once each: ``forward:STEP``, ``all-reduce:STEP`` or ``checkpoint:STEP``.
+        groups: whose machines are started.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        folder: Path,
+        steps: int,
+        save_every: int,
+        kills: dict[str, str] | None = None,
+        groups: Sequence[str] = GROUPS,
+    ) -> None:
+        self.run, self.folder, self.steps, self.save_every, self.groups = run, folder, steps, save_every, groups
+        folder.mkdir(parents=True, exist_ok=True)
+        self._kills = kills or {}
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self._port = found.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, group: str) -> None:
+        """Start a machine's agent."""
+        rendezvous = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1000"]
+        command += ["--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job"]
+        command += [f"--rdzv-conf={rendezvous}", str(KILLED_RANK), str(self.run.path), f"--steps={self.steps}"]
+        command += [f"--save-every={self.save_every}", f"--checkpoints={self.folder / 'checkpoints'}"]
+        command += [f"--losses={self.folder / f'{group}.losses'}"]
+        variables = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "QSYNC_GROUP": group,
+            "ELASTIC_KILLS": self._kills.get(group, ""),
+            "ELASTIC_FOLDER": str(self.folder),
+        }
+        with (self.folder / f"{group}.out").open("ab") as output:
+            self.agents[group] = subprocess.Popen(
+                command, cwd=EXAMPLES, env=os.environ | variables, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def worker(self, group: str) -> int | None:
+        """The process of a group's rank that has its plan in force; None while there is none."""
+        try:
+            pid = int((self.folder / f"{group}.pid").read_text() or 0)
+            os.kill(pid, 0)
+        except (OSError, ValueError):
+            return None
+        return pid or None
+
+    def kill_machine(self, group: str) -> None:
+        """SIGKILL to a machine's agent and its rank."""
+        pid = self.worker(group)
+        for process in (self.agents[group].pid, pid):
+            if process:
+                os.kill(process, signal.SIGKILL)
+        self.agents.pop(group).wait()
+
+    def starts(self, group: str) -> list[Start]:
+        """What a group's ranks said when their plan was in force."""
+        found = STARTED.findall(self.output(group))
+        return [Start(name, float(seconds), int(ranks), int(step)) for name, seconds, ranks, step in found]
+
+    def all_starts(self) -> list[dict]:
+        """Of all ranks, in the order in which they came: group, number of ranks, step."""
+        return [json.loads(line) for line in (self.folder / "starts").read_text().splitlines()]
+
+    def output(self, group: str) -> str:
+        """All that a machine printed."""
+        path = self.folder / f"{group}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def losses(self, group: str) -> list[dict]:
+        """Of every step that a group's ranks have run, in the order in which they ran."""
+        path = self.folder / f"{group}.losses"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def last_losses(self, group: str) -> dict[int, float]:
+        """Of every step, that of its last run: of the run that counts."""
+        return {line["step"]: line["loss"] for line in self.losses(group)}
+
+    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 120) -> None:
+        """Until something is so; an agent that ends first fails the test with what it printed."""
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            ended = {group: agent.poll() for group, agent in self.agents.items() if agent.poll() not in (None, 0)}
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"{what}: agents ended with {ended}\n" + "\n".join(self.output(g)[-3000:] for g in GROUPS))
+            time.sleep(0.02)
+
+    def finish(self) -> dict:
+        """Wait for all agents; the last checkpoint."""
+        self.wait(lambda: all(agent.poll() is not None for agent in self.agents.values()), "the job's end")
+        return self.newest()
+
+    def newest(self) -> dict:
+        """The last whole checkpoint."""
+        return torch.load(max((self.folder / "checkpoints").glob("step-*.pt")), weights_only=True)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGTERM)
+        for agent in self.agents.values():
+            agent.wait()
+        for group in GROUPS:
+            if pid := self.worker(group):
+                os.kill(pid, signal.SIGKILL)
+
+    def __enter__(self) -> ElasticJob:
+        for group in self.groups:
+            self.start(group)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def differences(one: dict, other: dict) -> list[str]:
+    """Which tensors of two checkpoints are not the same to the last bit."""
+    found = [] if one["step"] == other["step"] and one["plan"] == other["plan"] else ["step"]
+    model, theirs = one["state"]["model"], other["state"]["model"]
+    found += [name for name in model if not torch.equal(model[name], theirs[name])]
+    momentum, their_momentum = (state["state"]["optimizer"]["state"] for state in (one, other))
+    for index in momentum:
+        if not torch.equal(momentum[index]["momentum_buffer"], their_momentum[index]["momentum_buffer"]):
+            found.append(f"momentum {index}")
+    return found
