@@ -26,7 +26,7 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import VERSIONS, naming_lost_ranks, process_group_from_environment, versions_text
-from qsync_torch.job import Job, describe_optimizer
+from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.load_job import job_code, load_job
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -171,10 +171,8 @@ class _Flow:
             job = load()
             facts["optimizer"] = describe_optimizer(job)
             facts["kind of device"] = request.device.type
-            self.board.stage("tracing")(0, 1, "")
-            dag = trace(job)
-            facts["graph"] = digest(dag)[:16]
         self._on_disk = merge_disks(folder, fresh=request.fresh)
+        dag = self._trace(job)
         me = Participant.here(folder.rank, request.device, request.share, job_software(job.model, request.device))
         participants = gather(folder, me)
         described = self._described()
@@ -183,17 +181,32 @@ class _Flow:
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
         bench = Bench(job, dag, request.device, me, folder, self.board)
-        graph = {"graph": digest(dag)}
-        folder.publish(
-            {"graph": Made(graph, folder.run.dag.name, to_bytes(dag))}
-            if folder.rank == 0 and not folder.is_kept("graph", graph)
-            else {}
-        )
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         self._measure(bench, groups, cluster)
         self._plan(dag, cluster)
         return cluster
+
+    def _trace(self, job: Job) -> PrecisionDag:
+        """The part ``graph``: rank 0 traces; the others see that theirs is the same model, and before they measure the same job."""
+        folder, made = self.folder, {}
+        dag: PrecisionDag | None = None
+        with folder.together(slow=True):
+            if folder.rank == 0:
+                self.board.stage("tracing")(0, 1, "")
+                dag = trace(job)
+        told = folder.told({"graph": digest(dag) if dag else ""})[0]["graph"]
+        if dag is not None and not folder.is_kept("graph", {"graph": told}):
+            made = {"graph": Made({"graph": told}, folder.run.dag.name, to_bytes(dag))}
+        folder.publish(made)
+        with folder.together(slow=True) as facts:
+            if dag is None:
+                dag = from_bytes(folder.read("graph"), PrecisionDag, name=str(folder.run.dag))
+                if digest(dag) != told:  # a network file system that shows what was there before
+                    dag = trace(job)
+                check_same_model(job, dag)
+            facts["graph"] = digest(dag)[:16]
+        return dag
 
     def _described(self) -> Cluster | None:
         """The cluster that a person has described: with ``--cluster``, or in the run folder; None where there is none.

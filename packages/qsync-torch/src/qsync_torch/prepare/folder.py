@@ -98,6 +98,8 @@ class Folder:
         pieces = self._put(prefix, made)
         said = {"parts": {name: to_plain(one.part) for name, one in made.items()}, "pieces": pieces, "removed": list(removed)}
         heard = {rank: json.loads(facts["made"]) for rank, facts in self.told({"made": json.dumps(said)}).items()}
+        if not any(content["parts"] or content["removed"] for content in heard.values()):
+            return
         with self.together(slow=True), _writing(self.run.path):
             for rank, content in heard.items():
                 for name in content["removed"]:
@@ -114,7 +116,7 @@ class Folder:
                         write_atomically(target, data)
                     self.parts[name] = part
                     self.made.append(name)
-            if self.writes and any(content["parts"] or content["removed"] for content in heard.values()):
+            if self.writes:
                 write_parts(self.run.ledger, self.parts)
         for name, count in pieces.items():
             for piece in range(count):

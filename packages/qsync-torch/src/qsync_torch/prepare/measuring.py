@@ -18,7 +18,7 @@ from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import device_facts, standard_ladder
-from qsync_torch.job import Job, describe_optimizer
+from qsync_torch.job import Job, check_same_job, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.observing.observe import STEPS, WARMUP, observe
@@ -29,6 +29,7 @@ from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.profiling.paying import CPU_LADDER, rung_ratios, seconds_of
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
 
 Run = Callable[[Mapping[str, str]], Made]
@@ -75,6 +76,7 @@ class Bench:
     me: Participant
     folder: Folder
     board: Board
+    _checked: list[bool] = attrs.field(factory=list)
 
     def probe(self, group: Group) -> dict[str, Made]:
         """The part ``probe GROUP``."""
@@ -148,7 +150,19 @@ class Bench:
             return {}
         if why := self.folder.why_anew(name, inputs):
             self.board.note(f"{name} is made anew: {why}")
+        self._check_job()
         return {name: run(inputs)}
+
+    def _check_job(self) -> None:
+        """Before this rank measures: that it has the job of rank 0, whose graph it was given.
+
+        Raises:
+            QSyncError: naming what differs.
+        """
+        if self.me.rank and not self._checked:
+            self.board.stage("tracing")(0, 1, "")
+            check_same_job(self.dag, trace(self.job))
+            self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:
         """The job's graph, and what this process is."""
