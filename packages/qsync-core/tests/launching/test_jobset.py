@@ -144,6 +144,8 @@ def test_an_elastic_job_gets_new_pods_and_is_done_when_those_that_train_are(job)
         assert command[:2] == ["torchrun", "--nnodes=2:4"]
         assert "--rdzv-endpoint=night-train-0-0.night:29500" in command
         assert "--max-restarts=5" in command
+        variables = spec["template"]["spec"]["containers"][0]["env"]
+        assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in variables
 
 
 def test_what_a_person_says_stands_above_what_the_device_says(job):

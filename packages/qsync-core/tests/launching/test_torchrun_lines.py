@@ -49,6 +49,7 @@ def test_an_elastic_job_needs_as_many_machines_as_the_smallest_plan(tmp_path):
         assert (said["rdzv-backend"], said["rdzv-endpoint"], said["rdzv-id"]) == ("c10d", "node0:29500", "run")
         assert said["max-restarts"] == "7"
         assert "node-rank" not in said
+        assert machine.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_groups_that_are_started_alone_need_a_plan_of_their_own(tmp_path):

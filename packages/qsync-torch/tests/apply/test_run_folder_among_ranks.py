@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import warnings
 from contextlib import ExitStack
 
 import pytest
@@ -136,3 +137,16 @@ def test_where_nobody_says_which_ranks_there_are_options_are_those_of_all_groups
     assert process_group_options(load(folder.plan(["train"]), PrecisionPlan)) == 1
     monkeypatch.setenv("QSYNC_GROUP", "train")
     assert process_group_options(folder) == 1
+
+
+@pytest.mark.parametrize("restarts, shared, warned", [("3", "True", True), ("0", "True", False), ("3", "False", False)])
+def test_a_job_that_torchrun_could_not_start_again_is_warned_of_it(tmp_path, monkeypatch, restarts, shared, warned):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.delenv("RANK", raising=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        apply_(model(), make_run_folder(tmp_path / "run"), group="train")
+    sentences = [str(one.message) for one in said if "restart by torchrun would hang" in str(one.message)]
+    assert len(sentences) == warned
+    assert all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in sentence for sentence in sentences)

@@ -136,7 +136,7 @@ def _job(
         "image": settings.image,
         "command": _command(job, group, meeting),
         "args": [_literal(argument) for argument in script],
-        "env": [{"name": key, "value": value} for key, value in group.environment.items()],
+        "env": [{"name": key, "value": value} for key, value in (group.environment | meeting.environment).items()],
         "ports": [{"containerPort": meeting.port}],
         "resources": _resources(group, settings),
         "volumeMounts": mounts,

@@ -28,6 +28,12 @@ class Meeting:
     elastic: bool = False
     max_restarts: int = 3
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torchrun is started with: agents of an elastic job must not keep one store for all starts
+        (docs/coming-and-going.md#starting-it)."""
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.elastic else {}
+
 
 def torchrun_options(job: PlannedJob, machines: GroupMachines, meeting: Meeting, node_rank: str) -> list[str]:
     """Options of torchrun on one machine; an elastic job gives node ranks itself."""
@@ -73,7 +79,7 @@ def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -
             machines.name,
             machines.plan.device.name,
             node,
-            machines.environment,
+            machines.environment | meeting.environment,
             ["torchrun", *torchrun_options(job, machines, meeting, str(node)), *script],
         )
         for machines in job.groups
