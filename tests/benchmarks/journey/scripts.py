@@ -64,7 +64,7 @@ ALL = (
     Script(
         "autoencoder.py",
         "from torch.utils.data import DataLoader, Dataset",
-        "loader = DataLoader(Waves(), batch_size=cfg.batch_size, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True)",
+        "loader = DataLoader(Waves(), cfg.batch_size, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True)",
         "qsync.hybrid(model, optimizer, loss_fn, loader)",
     ),
 )

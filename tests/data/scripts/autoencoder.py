@@ -71,7 +71,7 @@ if ddp:
     model = nn.parallel.DistributedDataParallel(model)
 raw_model = model.module if ddp else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.05)
-loader = DataLoader(Waves(), batch_size=cfg.batch_size, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True)
+loader = DataLoader(Waves(), cfg.batch_size, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True)
 
 step = 0
 while step < cfg.steps:

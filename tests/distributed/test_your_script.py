@@ -1,0 +1,87 @@
+"""Scripts that know nothing of QSync get one line, and are prepared and trained by two commands (docs/your-script.md)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import EXAMPLES
+
+from qsync_torch.capturing.script import job_of_script
+from qsync_torch.profiling.whole_step import StepRunner
+from qsync_torch.tracing.trace import trace
+
+sys.path.insert(0, str(EXAMPLES.parent / "tests" / "benchmarks"))
+
+from journey.scripts import ALL, IMPORT
+
+pytestmark = pytest.mark.distributed
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+STRANGERS = {script.name: script for script in ALL}
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a command prints; it must end well."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:the batches of BertForSequenceClassification differ")
+@pytest.mark.parametrize(
+    ("name", "operators", "batch_size", "optimizer"),
+    [
+        ("image_classification.py", 11, 32, {"lr": 0.005, "initial_lr": 0.05, "momentum": 0.9, "nesterov": True}),
+        ("fine_tune_bert.py", 14, 8, {"lr": 0.0, "initial_lr": 5e-4, "weight_decay": 0.01}),
+        ("autoencoder.py", 4, 64, {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}),
+    ],
+)
+def test_strangers_scripts_become_jobs(tmp_path, monkeypatch, name, operators, batch_size, optimizer):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    script = STRANGERS[name]
+    assert script.added() == [IMPORT, script.line]
+    (tmp_path / name).write_text(script.hybrid)
+    job = job_of_script(tmp_path / name)
+    assert len(trace(job).adjustable) == operators
+    assert job.batch_size == batch_size
+    runner = StepRunner.start(job, torch.device("cpu"), batches=2)
+    group = runner.optimizer.param_groups[0]
+    assert {key: group[key] for key in optimizer} == optimizer
+    before = [parameter.clone() for parameter in runner.model.parameters()]
+    for step in range(2):
+        runner.train_step(step)
+    assert any(not torch.equal(a, b) for a, b in zip(before, runner.model.parameters(), strict=True)) == bool(group["lr"])
+
+
+def test_a_strangers_script_trains_as_it_did_where_nothing_is_lowered(tmp_path, monkeypatch):
+    """Two equal workers are one group in float32: the parameters are those of the plain script, bit for bit."""
+    monkeypatch.setenv("STEPS", "12")
+    script, saved = STRANGERS["autoencoder.py"], {}
+    for name, text in (("plain", script.plain), ("hybrid", script.hybrid)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        if name == "hybrid":
+            run(folder, *TORCHRUN, "-m", "qsync", "prepare", "train.py", "-o", "run")
+            assert (folder / "run" / "report.html").is_file()
+            assert not (folder / "autoencoder.pt").exists()
+        run(folder, *TORCHRUN, "train.py")
+        saved[name] = torch.load(folder / "autoencoder.pt", weights_only=True)
+    assert all(torch.equal(saved["plain"][key], saved["hybrid"][key]) for key in saved["plain"])
+
+
+def test_the_example_is_prepared_and_trained_on_one_machine(tmp_path):
+    checkpoint = tmp_path / "checkpoint.pt"
+    for name in ("hybrid_digits.py", "digits_net.py", "evaluate.py"):
+        (tmp_path / name).write_text((EXAMPLES / name).read_text())
+    said = run(tmp_path, sys.executable, "-m", "qsync", "prepare", "hybrid_digits.py", "--", "--batch-size", "16")
+    assert "held-out accuracy" not in said
+    said = run(tmp_path, sys.executable, "hybrid_digits.py", "--batch-size", "16", "--checkpoint", str(checkpoint))
+    accuracies = re.findall(r"epoch \d: loss [\d.]+, held-out accuracy ([\d.]+)%", said)
+    assert len(accuracies) == 3
+    assert float(accuracies[-1]) > 90
+    assert run(tmp_path, sys.executable, "evaluate.py", str(checkpoint)).strip() == f"held-out accuracy {accuracies[-1]}%"
