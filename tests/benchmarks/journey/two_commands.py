@@ -35,8 +35,8 @@ def rows() -> list[dict[str, Any]]:
     return [
         {
             "id": "U1",
-            "what": f"commands and edits from an existing script ({script.name}, in torchvision's style) to a hybrid run with a report, "
-            "two CPU workers",
+            "what": f"commands and edits from an existing script ({script.name}, in torchvision's style) to a hybrid run with a "
+            "report, two CPU workers",
             "value": f"2 commands, {len(lines)} line" + (" and its import" if IMPORT in added else ""),
             "unit": "counted",
             "spread": f"the line: {' '.join(lines)}; prepare took {seconds[0]:.0f} s, training {seconds[1]:.0f} s: {said}",
