@@ -35,7 +35,7 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize(
     ("name", "operators", "batch_size", "optimizer"),
     [
-        ("image_classification.py", 11, 32, {"lr": 0.005, "initial_lr": 0.05, "momentum": 0.9, "nesterov": True}),
+        ("image_classification.py", 11, 32, {"lr": 0.05 * 0.1, "initial_lr": 0.05, "momentum": 0.9, "nesterov": True}),
         ("fine_tune_bert.py", 14, 8, {"lr": 0.0, "initial_lr": 5e-4, "weight_decay": 0.01}),
         ("autoencoder.py", 4, 64, {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}),
     ],
