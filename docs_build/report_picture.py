@@ -28,6 +28,8 @@ def draw(report: Path, picture: Path, browser: str, width: int, height: int) -> 
         drawn = Path(folder) / "report.png"
         command = [browser, "--headless", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
         command += [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={drawn}"]
+        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+        command.append("--virtual-time-budget=20000")  # the page draws its charts once it is loaded
         if os.geteuid() == 0:  # Chromium's sandbox does not work for root, and this page is our own
             command.append("--no-sandbox")
         done = subprocess.run([*command, report.resolve().as_uri()], capture_output=True, text=True, timeout=120, check=False)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import random_case
+from planning_cases import leanest, random_case
 from report_cases import job_of, measured_like, stored_run
 
 from qsync_core.cli.root import cli
@@ -64,6 +64,16 @@ def test_ways_to_run_are_those_that_the_plan_was_compared_with(seed: int) -> Non
         for name, parts in way.parts.items():
             assert parts.total == way.iteration_ns
             assert 0 <= way.waiting_ns[name] <= parts.communication
+
+
+def test_full_precision_that_does_not_fit_is_shown_all_the_same() -> None:
+    case = random_case(2)
+    free = job_of(case)
+    needed = free.plan.group("infer0").predicted_peak_bytes
+    full = ways_to_run(free)[1]
+    tight = job_of(case.with_memory((leanest(case) + needed) // 2))
+    (shown,) = (way for way in ways_to_run(tight) if way.title == full.title)
+    assert (shown.iteration_ns, shown.note) == (full.iteration_ns, "does not fit in memory")
 
 
 def test_bars_of_a_step_fill_it_without_gaps() -> None:

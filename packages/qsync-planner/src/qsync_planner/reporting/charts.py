@@ -175,7 +175,7 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
             _labels(labels, down, text),
         ],
         top + len(rows) * height,
-        padding={"left": _LABEL_PX, "right": 2, "top": 2, "bottom": 2},
+        padding={"left": _label_px(labels), "right": 2, "top": 2, "bottom": 2},
     )
     lowered = ", ".join(f"{group.group}: {_lowered(group)} of {len(group.assignments)} operators" for group in plan.groups)
     return Figure(
@@ -187,12 +187,18 @@ def precisions_figure(dag: PrecisionDag, plan: PrecisionPlan) -> Figure:
     )
 
 
-_LABEL_PX = 160
+_CHARACTER_PX = 6.2
+"""Of a label, on average."""
+
+
+def _label_px(labels: Sequence[Mapping[str, Any]]) -> int:
+    """The room that names on the left need."""
+    return 12 + round(_CHARACTER_PX * max(len(shorten(label["text"])) for label in labels))
 
 
 def _labels(labels: Sequence[Mapping[str, Any]], down: Spec, text: Spec) -> Spec:
     """Names on the left of a chart, in its padding."""
-    mark = {"type": "text", "align": "right", "x": -6, "limit": _LABEL_PX - 10, "color": "var(--soft)", **text}
+    mark = {"type": "text", "align": "right", "x": -6, "limit": _label_px(labels) - 8, "color": "var(--soft)", **text}
     shortened = [{**label, "text": shorten(label["text"])} for label in labels]
     return {"data": {"values": shortened}, "mark": mark, "encoding": {"y": down, "text": {"field": "text"}}}
 
@@ -268,7 +274,7 @@ def sensitivity_figure(sensitivity: Sensitivity, plan: PrecisionPlan) -> Figure 
             _labels(labels, down, {"baseline": "middle", "fontSize": 11}),
         ],
         len(shown) * height,
-        padding={"left": _LABEL_PX, "right": 8, "top": 2, "bottom": 2},
+        padding={"left": _label_px(labels), "right": 8, "top": 2, "bottom": 2},
     )
     keys = [attrs.evolve(key, style="dot") for key in precision_keys(precisions)]
     hollow = Key("var(--soft)", "not chosen by any group", "hollow")

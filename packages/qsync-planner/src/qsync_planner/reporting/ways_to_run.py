@@ -113,18 +113,14 @@ def _planned(job: Job, samples: int) -> WayToRun:
 
 
 def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
+    samples = job.dag.batch_size * sum(group.count for group in job.cluster.groups)
     try:
         plan = allocate(job.dag, job.cluster, job.profiles, job.sensitivity, solver=solver, communication=job.costs)
     except InfeasibleError:
-        return []
-    samples = job.dag.batch_size * sum(group.count for group in job.cluster.groups)
-    over = [
-        group.group
-        for group in plan.groups
-        if group.memory_budget_bytes and sum(plan.memory.get(group.group, {}).values()) > group.memory_budget_bytes
-    ]
-    note = f"does not fit the memory of {' and '.join(over)}" if over else ""
-    return [_of(_replayer(job, plan).timeline(_variants(plan)), title, samples, note, plan.objective)]
+        if solver != "full":
+            return []
+        return [_of(_replayer(job, job.plan).timeline({}), title, samples, "does not fit in memory")]
+    return [_of(_replayer(job, plan).timeline(_variants(plan)), title, samples, omega=plan.objective)]
 
 
 def _alone(job: Job) -> list[WayToRun]:

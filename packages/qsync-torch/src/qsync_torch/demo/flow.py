@@ -239,7 +239,8 @@ def _plan_path(folder: Path, name: str) -> Path:
 
 
 def _save_plans(folder: Path, plans: Plans, sensitivity: Sensitivity, predicted: dict[str, Timeline], share: float) -> None:
-    (folder / "cluster.toml").write_text(cluster_toml(share, plans.cluster.group(INFER).memory_bytes), encoding="utf-8")
+    weak = plans.cluster.group(INFER)
+    (folder / "cluster.toml").write_text(cluster_toml(share, weak.memory_bytes, weak.ladder), encoding="utf-8")
     save(sensitivity, folder / "sensitivity.qsync")
     for name, plan in {**plans.compared, **plans.probes}.items():
         save(plan, _plan_path(folder, name))

@@ -21,8 +21,8 @@ from qsync_torch.demo.outcome import (
 from qsync_torch.demo.stored_profiles import Stored
 
 _METHODS = (
-    *("method", "batches", "iteration, measured", "predicted", "error", "weak worker's operators", "gradient error"),
-    *("final loss", "held-out accuracy", "weak worker's peak", "predicted"),
+    *("method", "batches", "iteration, measured", "predicted", "off by", "weak worker's operators", "gradient error"),
+    *("final loss", "held-out accuracy", "weak worker's peak", "peak, predicted"),
 )
 _NOTE = (
     "Iteration: median over all steps ± half the interquartile range. Gradient error: ‖g − g_full‖ / ‖g_full‖ of the weak worker's "
@@ -53,8 +53,8 @@ def methods_section(outcome: Outcome) -> Section:
         (
             row.title,
             format_batches(row),
-            f"{row.measured_ns / 1e6:.1f} ms ± {row.spread * row.measured_ns / 2e6:.1f}",
-            f"{row.predicted_ns / 1e6:.1f} ms",
+            f"{row.measured_ns / 1e6:,.0f} ms ± {row.spread * row.measured_ns / 2e6:.0f}",
+            f"{row.predicted_ns / 1e6:,.0f} ms",
             f"{row.error:.1%}",
             format_operators(row),
             "" if row.gradient_error is None else f"{row.gradient_error:.2%}",
@@ -65,8 +65,8 @@ def methods_section(outcome: Outcome) -> Section:
         )
         for row in (*outcome.rows, *outcome.probes)
     ]
-    table = Table(_METHODS, rows, words=frozenset((0, 5)), note=_NOTE)
-    return Section("What was trained", (*conclusions(outcome), trained, *outcome.notes), (table,))
+    table = Table(_METHODS, rows, words=frozenset((0, 5)), note=" ".join((trained, *outcome.notes, _NOTE)))
+    return Section("What was trained", conclusions(outcome), (table,))
 
 
 def stored_section(stored: Stored) -> Section:
