@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_torch import apply_
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, micro_batches, step_batches
 
+from .communicating_plans import PLANNED, plan_with, small_model
 from .run_folders import make_run_folder, plan_for
 from .test_ranks import run_ranks
 
@@ -72,6 +74,13 @@ def test_choices_that_cannot_be_carried_out_are_refused():
     with pytest.raises(PlanError, match="does not say what batches it is for, so 'keep-global' cannot be carried out"):
         step_batches(silent, silent, JobRanks.of(silent, {0: "train"}), "keep-global")
     assert step_batches(silent, attrs.evolve(silent), JobRanks.of(silent, {0: "train"}), None) is None
+
+
+def test_a_job_that_accumulates_does_not_promise_a_static_graph():
+    plan = attrs.evolve(plan_with(PLANNED), local_batches={"train": 4, "infer": 4})
+    alone = apply_(small_model(), plan, group="train", resize="keep-global")
+    assert (alone.local_batch, alone.ddp_options()["static_graph"]) == (8, False)
+    assert apply_(small_model(), plan, group="train", resize="keep-local").ddp_options()["static_graph"] is True
 
 
 @given(samples=st.integers(1, 500), passes=st.integers(1, 9), weighted=st.booleans())

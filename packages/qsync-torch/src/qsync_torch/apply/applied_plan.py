@@ -170,7 +170,10 @@ class AppliedPlan(Installation):
 
         Empty where the plan says nothing of that; :func:`qsync_torch.process_group_options` has what the process group is told.
         """
-        return ddp_options(self._planned.plan)
+        options = ddp_options(self._planned.plan)
+        if options and self._batches.most_passes > 1:
+            options["static_graph"] = False  # PyTorch fails where such a job begins under no_sync(), as accumulation does
+        return options
 
     def know_ranks(self, groups: Mapping[int, str], whole: PrecisionPlan | None = None, resize: Resize | None = None) -> None:
         """Note the device group of every rank of the job, as all have told each other, before the operators are installed.
