@@ -22,7 +22,7 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.apply.buffers import before_forward, buffers_of, share_buffers
-from qsync_torch.apply.communication import check_communication, ddp_options
+from qsync_torch.apply.communication import check_communication, check_reducer, ddp_options
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall
 from qsync_torch.apply.installation import Installation
@@ -31,6 +31,7 @@ from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.devices import number_settings
@@ -323,6 +324,15 @@ class AppliedPlan(Installation):
             return False
         return all(variant == Variant.plain(self.base) for variant in self.variants.values())
 
+    def check_parameters(self, device: torch.device) -> None:
+        """Refuse parameters of which this rank has a part, where operators cannot run with them; scripts shard before and after.
+
+        Raises:
+            PlanError: naming a module or an operator.
+        """
+        check_whole_model(self.model)
+        check_sharding(self._addressed, device, self._planned.allow_flags)
+
     def check_kernels(self) -> None:
         """Ask the backends for every kernel, unless the model is still to be moved to where they run.
 
@@ -375,6 +385,7 @@ class AppliedPlan(Installation):
         device = device_of(self.model)
         if torch.compiler.is_compiling():
             check_autocast(self.base, device)
+            check_reducer()
             self._batches.check_weighted()
         elif self._has_met:
             self._check_settings(device)
@@ -386,6 +397,7 @@ class AppliedPlan(Installation):
             with together(what):
                 self._check_settings(device)
                 self._meet(device)
+                check_reducer()
                 self._batches.check_weighted()
             if plan is not None and group is not None:  # by now the model is on its GPU
                 check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
@@ -423,6 +435,8 @@ class AppliedPlan(Installation):
         if device.type == "meta":
             raise PlanError("a model under a plan runs on a device, and this one is on meta: move it with to_empty before it runs")
         check_autocast(self.base, device)
+        if self._awaits_calls:
+            self.check_parameters(device)
         if device == self._placed_on:
             return
         self._addressed = locate(self.model, self._planned.on(device), self._planned.plan)

@@ -25,8 +25,10 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan, Planned
+from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
@@ -114,8 +116,9 @@ def apply_(
             check_settings(plan, group, model, allow_flags)
             planned = Planned(plan, group, backend, plan.base, tuple(allow_flags))
         else:
-            planned = Planned(_read(plan), None, backend, base)
+            planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))
         applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)
+        applied.check_parameters(device_of(model))
         applied.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
         applied.know_ranks(check_job("apply_", plan, group, model, allow_flags), whole, resize)
@@ -151,6 +154,7 @@ def _check_model(model: nn.Module) -> None:
         which = f"module {scripted[0]!r} of this model" if scripted[0] else "this model"
         raise PlanError(f"{which} is TorchScript, whose operators cannot be replaced: call apply_ on the model that was scripted")
     forget_copied_forwards(model)
+    check_whole_model(model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
         raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
     for name, module in model.named_modules():

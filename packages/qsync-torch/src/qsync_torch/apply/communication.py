@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_core.errors import PlanError
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
@@ -60,6 +62,24 @@ def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: to
         problems = _differences(plan.communication.settings, wrapper, model, device)
     if problems:
         warnings.warn(f"the plan's times may not hold: {'; '.join(problems)}", stacklevel=2)
+
+
+def check_reducer() -> None:
+    """Refuse gradients that a compiler reduces one by one; called in a forward, also while that is compiled.
+
+    Ranks of unequal precision have unequal backward graphs, so each rank's compiler puts the collectives in an order of its own.
+
+    Raises:
+        PlanError: with what to leave out.
+    """
+    compiler = sys.modules.get("torch._dynamo")  # whoever chose that reducer has imported it
+    if compiler is None or not str(compiler.config.optimize_ddp).startswith("python_reducer"):
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise PlanError(
+            f"torch._dynamo.config.optimize_ddp is {compiler.config.optimize_ddp!r}, so compiled autograd reduces gradients: "
+            "ranks under a plan compile different graphs there, whose collectives do not pair; leave it at True"
+        )
 
 
 def _differences(

@@ -88,11 +88,13 @@ class WeightCalls:
         found = self._found.get(id(weight))
         if found is not None and found[0] is weight:
             return found[1]
-        if self._is_current:
+        # Parameters also come and go within a forward: fully_shard gathers those of each part when it runs.
+        if self._is_current and not isinstance(weight, nn.Parameter):
             return None
         self._is_current = True
         self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
-        return self.of(weight)
+        found = self._found.get(id(weight))
+        return None if found is None else found[1]
 
     def remember_cast(self, parameter: torch.Tensor, cast: torch.Tensor) -> None:
         """The model itself casts a parameter: to the format of an activation, which a plan may have changed."""

@@ -15,8 +15,8 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.settings import SETTINGS, Difference, differences
+from qsync_torch.apply import local_batches, sharded_parameters
 from qsync_torch.apply.first_step import device_of
-from qsync_torch.apply.local_batches import FLAG
 from qsync_torch.devices import job_software
 from qsync_torch.distributed.ranks import same_share
 from qsync_torch.sharing.share import memory_problem, share_in_force
@@ -84,7 +84,7 @@ def _memory(entry: GroupPlan, model: nn.Module) -> str:
 
 
 def _unknown(allowed: Collection[str]) -> str:
-    known = [*(name for name, setting in SETTINGS.items() if setting.changes_numbers), FLAG]
+    known = [*(name for name, setting in SETTINGS.items() if setting.changes_numbers), local_batches.FLAG, sharded_parameters.FLAG]
     stray = [name for name in allowed if name not in known]
     return f"allow_flags names {stray[0]!r}; the settings that are refused are {', '.join(known)}" if stray else ""
 

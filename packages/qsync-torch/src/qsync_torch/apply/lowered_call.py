@@ -29,9 +29,10 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
+from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
-from qsync_torch.kernels.library_ops import quantize_many
+from qsync_torch.kernels.library_ops import PLAIN_TENSORS, quantize_many
 from qsync_torch.operators.casts import CastCache, Operand, Seeds
 from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
 from qsync_torch.operators.linear import run_linear
@@ -209,9 +210,11 @@ class LoweredCall:
         """Whether this call is the one that was planned.
 
         Raises:
-            PlanError: when the weight is not float32 any more, or autocast is not what the plan was made for.
+            PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
         """
         self.has_run = True
+        if type(weight) not in PLAIN_TENSORS:
+            check_ordinary(self.op_id.fqn, weight)
         if weight.dtype is not torch.float32:
             check_weight_dtype(self.op_id.fqn, weight)
         if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
@@ -258,7 +261,8 @@ class WeightBatch:
         groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
         for call, module in self._members:
             weight = module._parameters.get("weight")  # none where it is computed in every forward
-            if weight is not None and weight.device.type in DEVICE_KINDS:
+            # One that is gathered only when its part runs is a wrapper yet.
+            if weight is not None and weight.device.type in DEVICE_KINDS and type(weight) in PLAIN_TENSORS:
                 groups.setdefault((call.weight_quantization, weight.device), []).append((call, weight))
         for (quantization, device), members in groups.items():
             if len(members) > 1 and self._is_offered(quantization, device, tuple(weight.shape for _, weight in members)):

@@ -9,11 +9,14 @@ gradients; ``found_inf`` is all-reduced as well, because ranks that disagreed on
 
 from __future__ import annotations
 
+import functools
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from qsync_core.errors import PlanError
 from qsync_torch.distributed.ranks import together
 
 
@@ -34,12 +37,13 @@ class InStepGradScaler(torch.amp.GradScaler):
             equal on all ranks, which the first step checks.
 
     Raises:
-        PlanError: in the first step, on every rank, when ranks scale differently.
+        PlanError: in the first step, on every rank, when ranks scale differently; in every step inside ``join()``.
         RankError: in the first step, when another rank does not scale.
     """
 
     def __init__(self, device: str = "cuda", *, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
+        _watch_joins()
         self._process_group = process_group
         self._compared = False
 
@@ -47,6 +51,12 @@ class InStepGradScaler(torch.amp.GradScaler):
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args, **kwargs)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._process_group) == 1:
             return found
+        if _JOINS:
+            # A rank that has joined answers DistributedDataParallel's collectives, and would take this one for one of those.
+            raise PlanError(
+                "InStepGradScaler does not step inside join() of uneven inputs, where ranks that have finished cannot answer it: "
+                "use torch.amp.GradScaler there, or give every rank as many batches"
+            )
         if not self._compared:  # not through a collective, which would pair with another one of a rank that does not scale
             scaling = f"scale {self.get_scale():g}, times {self.get_growth_factor():g} after {self.get_growth_interval()} steps"
             facts = {"loss scaling": f"{scaling}, times {self.get_backoff_factor():g} after an overflow"}
@@ -59,3 +69,32 @@ class InStepGradScaler(torch.amp.GradScaler):
         for flag in found.values():
             flag.fill_(1.0).mul_(total.to(flag.device))
         return found
+
+
+_JOINS: list[object] = []
+"""PyTorch's ``Join`` contexts that are open: ranks may have different numbers of steps inside."""
+
+
+@functools.cache
+def _watch_joins() -> None:
+    """Have PyTorch's context for uneven inputs say when it is open; once in a process."""
+    if not dist.is_available():
+        return
+    from torch.distributed.algorithms import join
+
+    context: Any = join.Join
+    enter, leave = context.__enter__, context.__exit__
+
+    @functools.wraps(enter)
+    def opened(self: Any) -> Any:
+        if self._enable:
+            _JOINS.append(self)
+        return enter(self)
+
+    @functools.wraps(leave)
+    def closed(self: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        if self._enable:
+            _JOINS.remove(self)
+        return leave(self, kind, error, trace)
+
+    context.__enter__, context.__exit__ = opened, closed

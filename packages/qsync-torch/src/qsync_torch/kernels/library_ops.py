@@ -25,14 +25,14 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Offset = int | torch.Tensor
 """Of a step's random numbers; a tensor while a compiler traces."""
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = torch.ops.qsync
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
     """Whether a call on these may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it."""
     for x in tensors:
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN_TENSORS:
             return False
     return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 

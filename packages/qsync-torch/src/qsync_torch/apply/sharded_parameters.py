@@ -1,0 +1,84 @@
+"""Parameters of which a rank holds a part: what a plan runs with (docs/decisions/sharded-parameters.md).
+
+An operator wants its whole weight as an ordinary tensor.  ``fully_shard`` gathers it so before the part that uses it runs; tensor
+parallelism never does, and FullyShardedDataParallel gathers views that a functional call does not find by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from qsync_core.errors import PlanError
+from qsync_torch.apply.plan_fit import Addressed
+
+FLAG = "fully_shard"
+"""In ``allow_flags``: weights may be sharded by ``fully_shard`` on GPUs, where that is not tested."""
+
+_FSDP_UNITS = "_is_fsdp_managed_module"
+"""PyTorch's own mark of a module whose parameters either kind of FSDP shards."""
+
+
+def check_whole_model(model: nn.Module) -> None:
+    """Refuse FullyShardedDataParallel, around the model, in it, or around what holds it.
+
+    Raises:
+        PlanError: with what to use.
+    """
+    for name, module in model.named_modules():
+        if "_fsdp_wrapped_module" in module._modules or _is_flattened(module):
+            raise _in_fsdp(f"module {name!r} of this model" if name else "this model")
+
+
+def check_sharding(addressed: Addressed, device: torch.device, allowed: Collection[str]) -> None:
+    """Refuse weights that operators cannot run with; before a forward, when ``fully_shard`` has not gathered all yet.
+
+    Args:
+        addressed: what the plan names.
+        device: of the model.
+        allowed: ``allow_flags`` of ``apply_``.
+
+    Raises:
+        PlanError: naming an operator.
+    """
+    for op_id, place in addressed.weights:
+        sharded = getattr(place.module, _FSDP_UNITS, False)
+        if sharded and not isinstance(place.weight, nn.Parameter):
+            raise _in_fsdp(op_id.fqn)  # in whose forward weights are views
+        if sharded and device.type != "cpu" and FLAG not in allowed:
+            raise PlanError(
+                f"the weight of {op_id.fqn} is sharded by fully_shard, which is tested under a plan on CPUs only: use "
+                f"DistributedDataParallel with ZeroRedundancyOptimizer; apply_(..., allow_flags=[{FLAG!r}]) runs it all the same"
+            )
+        if not sharded and (weight := place.weight) is not None:
+            check_ordinary(op_id.fqn, weight)
+
+
+def check_ordinary(fqn: str, weight: torch.Tensor) -> None:
+    """Refuse a weight that is a wrapper around other tensors: a part on each rank, or numbers in another format.
+
+    Raises:
+        PlanError: with the class that it has.
+    """
+    if is_traceable_wrapper_subclass(weight):
+        kind = type(weight).__name__
+        why = "tensor parallelism does not go with a plan" if kind == "DTensor" else "its format is not the plan's"
+        raise PlanError(f"the weight of {fqn} is a {kind}, and plans are for ordinary float32 tensors: {why}")
+
+
+def _in_fsdp(what: str) -> PlanError:
+    return PlanError(
+        f"{what} is in FullyShardedDataParallel, and a plan is for whole parameters: use DistributedDataParallel with "
+        "ZeroRedundancyOptimizer"
+    )
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    if not getattr(module, _FSDP_UNITS, False):
+        return False
+    return not getattr(module, "_fsdp_use_orig_params", True) or any(
+        getattr(parameter, "_fsdp_flattened", False) for parameter in module.parameters(recurse=False)
+    )
