@@ -1,0 +1,55 @@
+"""Row U6: how many rows of docs/compatibility.md are run by a test that passes here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from compatibility import page
+
+
+def rows() -> list[dict[str, Any]]:
+    """Run every test that the page names, and count the rows of which one passes and none fails."""
+    tests = sorted({test for row in page.rows() for test in row.tests})
+    ended, seconds = outcomes(tests)
+    kinds = {row.what: set[str]().union(*(ended[test] for test in row.tests)) for row in page.rows()}
+    passed = [what for what, found in kinds.items() if "passed" in found <= {"passed", "skipped"}]
+    skipped = [what for what, found in kinds.items() if found == {"skipped"}]
+    failed = [what for what in kinds if what not in (*passed, *skipped)]
+    notes = [f"skipped for want of a GPU: {', '.join(skipped)}"] * bool(skipped) + [f"failed: {', '.join(failed)}"] * bool(failed)
+    return [
+        {
+            "id": "U6",
+            "what": f"rows of the compatibility page, of {len(page.rows())}, that a test runs; {len(tests)} tests, {seconds:.0f} s",
+            "value": len(passed),
+            "unit": "rows",
+            "spread": "; ".join(notes),
+            "target": f"all {len(page.rows())}",
+        }
+    ]
+
+
+def outcomes(tests: list[str]) -> tuple[dict[str, set[str]], float]:
+    """By test, as the page names it, how its cases ended; and the seconds that all took."""
+    nodes = [f"{page.ROOT / page.places(test)[0]}::{test.partition('::')[2]}" for test in tests]
+    with tempfile.TemporaryDirectory(prefix="qsync-compatibility-") as folder:
+        report = Path(folder) / "report.xml"
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *nodes]
+        subprocess.run(command, cwd=page.ROOT, check=False)
+        seconds = time.monotonic() - started
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    found: dict[str, set[str]] = {test: set() for test in tests}
+    for case in cases:
+        kinds = {child.tag for child in case} & {"failure", "error", "skipped"} or {"passed"}
+        name = f"{case.attrib['classname'].rpartition('.')[2]}.py::{case.attrib['name']}"
+        for key in {name, name.partition("[")[0]} & set(found):
+            found[key] |= kinds
+    return found, seconds

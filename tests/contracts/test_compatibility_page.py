@@ -1,0 +1,46 @@
+"""Every row of docs/compatibility.md is run by tests, and every test of that suite is in a row."""
+
+from __future__ import annotations
+
+import pytest
+
+from compatibility.page import ANSWERS, PAGE, REFUSED, ROOT, Row, places, rows, suite
+
+SCRIPTS = ROOT / "tests" / "benchmarks" / "robustness" / "wrong_scripts.py"
+NOT_IN_CI = ("two_ranks", "spawned", "compiled_")
+"""Scripts of that file which test_scripts.py leaves out."""
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.what)
+def test_a_row_names_tests_that_exist(row: Row) -> None:
+    assert row.tests
+    for test in row.tests:
+        assert len(places(test)) == 1, test
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.what)
+def test_a_row_says_what_it_has_to(row: Row) -> None:
+    assert row.answer in ANSWERS
+    assert bool(row.sentences) >= (row.answer == REFUSED), "a refusal has a sentence"
+    assert row.text or row.answer not in (REFUSED, "with a condition")
+    assert row.since.count(".") == 1
+
+
+def test_no_feature_has_two_rows() -> None:
+    names = [row.what for row in rows()]
+    assert len(names) == len(set(names)) >= 50
+
+
+def test_every_test_of_the_suite_has_a_row() -> None:
+    assert sorted({test.partition("[")[0] for row in rows() for test in row.tests} & set(suite())) == sorted(suite())
+
+
+def test_scripts_that_a_row_names_are_run() -> None:
+    named = [test.partition("[")[2].rstrip("]") for row in rows() for test in row.tests if test.startswith("test_scripts.py")]
+    text = SCRIPTS.read_text()
+    assert [name for name in named if f"\ndef {name}() -> Pair:" not in text or name.startswith(NOT_IN_CI)] == []
+    assert f"ELSEWHERE = {NOT_IN_CI!r}".replace("'", '"') in SCRIPTS.with_name("test_scripts.py").read_text()
+
+
+def test_the_page_is_one_table() -> None:
+    assert PAGE.read_text().count("\n|---") == 1
