@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,20 +24,18 @@ def scripts_of_the_page() -> dict[str, str]:
     return dict(blocks)
 
 
-def run_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> list[str]:
-    """Run a script as torchrun would on one machine, in ``folder``; the first rank trains, the second is lowered.
+def run_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[str]:
+    """Run a script as torchrun would on one machine, in ``folder``; by default the first rank trains, the second is lowered.
 
     Returns:
         What each rank printed.  A rank that fails fails the test.
     """
-    ended = end_ranks(script, folder, arguments, variables)
+    ended = end_ranks(script, folder, arguments, groups)
     assert [status for status, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
     return [output for _, output in ended]
 
 
-def end_ranks(
-    script: Path, folder: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
-) -> list[tuple[int, str]]:
+def end_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[tuple[int, str]]:
     """:func:`run_ranks`, with the status of each rank."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -60,13 +58,13 @@ def end_ranks(
         "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     processes = []
-    for rank, group in enumerate(GROUPS):
+    for rank, group in enumerate(groups):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": group}
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(script), *arguments],
                 cwd=folder,
-                env=inherited | job | own | dict(variables or {}),
+                env=inherited | job | own,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

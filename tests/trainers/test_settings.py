@@ -26,6 +26,7 @@ from transformers import Trainer, TrainingArguments
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch import InStepGradScaler, apply_
+from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.communication import BUFFERS
 from qsync_torch.integrations import accelerate, lightning, transformers
 from qsync_torch.integrations.torchtitan import HybridConverter
@@ -120,6 +121,14 @@ def by_hand(run, steps=4, base=Precision.FLOAT32, clip=None):
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
+
+
+@pytest.fixture
+def shared_at(monkeypatch):
+    """The rounding steps at which buffers were shared."""
+    steps = []
+    monkeypatch.setattr(AppliedPlan, "share_buffers", lambda self: steps.append(self.step))
+    return steps
 
 
 def same(found, expected):
@@ -277,6 +286,12 @@ class TestTrainer:
         expected = torch.cat([plain(part) for part in x.split(8)])  # as it evaluates
         assert torch.equal(torch.from_numpy(trainer.predict(SAMPLES).predictions), expected)
 
+    def test_buffers_are_shared_before_they_are_evaluated_or_saved_and_at_the_end(self, shared_at):
+        trainer = trainer_of(max_steps=5, eval_strategy="steps", eval_steps=3, save_steps=2)
+        transformers.hybrid(trainer, run=plan())
+        trainer.train()
+        assert shared_at == [2, 3, 4, 5, 5]  # trainers save at the end of training, too
+
     def test_training_on_rounds_on(self):
         trainer = trainer_of(max_grad_norm=0.0)
         applied = transformers.hybrid(trainer, run=plan())
@@ -335,6 +350,26 @@ class TestLightning:
         trainer.fit(module, DataLoader(PAIRS, batch_size=4))
         assert strategy.applied is not first
         assert (first.step, strategy.applied.step) == (4, 2)
+
+    def test_buffers_are_shared_before_they_are_evaluated_or_saved_and_at_the_end(self, shared_at):
+        class Validated(Module):
+            def validation_step(self, batch):
+                pass
+
+        trainer = LightningTrainer(
+            strategy=lightning.HybridStrategy(plan(), module="net"),
+            accelerator="cpu",
+            devices=1,
+            max_steps=5,
+            logger=False,
+            enable_checkpointing=False,
+            num_sanity_val_steps=0,
+            val_check_interval=3,
+        )
+        loader = DataLoader(PAIRS, batch_size=4)
+        trainer.fit(Validated(), loader, loader)
+        trainer.save_checkpoint("after.ckpt")
+        assert shared_at == [3, 5, 5]
 
     def test_a_part_that_is_not_there_is_refused(self):
         with pytest.raises(PlanError, match=r"Module has no module 'body': HybridStrategy\(\.\.\., module=\.\.\.\) names one"):

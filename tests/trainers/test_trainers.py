@@ -81,6 +81,20 @@ def test_accelerate(plans, plain, tmp_path):
     assert_same(resumed.trained(), plain["accelerate"])
 
 
+def test_a_checkpoint_has_the_buffers_of_a_training_rank_where_rank_0_is_not_one(plans, tmp_path):
+    running = Running("train_accelerate.py", plans / "digits.qsync", tmp_path / "reversed")
+    text = running.script.read_text()
+    saving = '        accelerator.save_state("checkpoint-10")\n'
+    kept = 'torch.save(accelerator.unwrap_model(model).bn1.running_mean, f"rank{accelerator.process_index}.pt")'
+    assert saving in text
+    running.script.write_text(text.replace(saving, f"        {kept}\n{saving}"))
+    run_ranks(running.script, running.folder, groups=("infer", "train"))
+    own = [torch.load(running.folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    saved = load_file(running.folder / "checkpoint-10" / "model.safetensors")["bn1.running_mean"]
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(saved, own[1])
+
+
 def test_lightning(plans, plain, tmp_path):
     whole = Running("train_lightning.py", plans / "module.qsync", tmp_path / "whole")
     said = whole.run()
