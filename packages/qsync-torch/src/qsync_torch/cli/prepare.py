@@ -65,14 +65,14 @@ def prepare(
     """
     # torch warns once about memory that was there before its memory profiler, which is so by design; read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from qsync_torch.prepare.flow import Request
+    from qsync_torch.prepare.flow import Request, is_script
     from qsync_torch.prepare.flow import prepare as run_prepare
     from qsync_torch.prepare.participants import Wish
 
     wanted = dict(map(Wish.parse, wishes))
     if cluster_path is not None and wanted:
         raise QSyncError("--cluster and --group both describe groups; use one of them")
-    if arguments and not job.endswith(".py"):
+    if arguments and not is_script(job):
         raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
     text = _text_of(cluster_path)
     share = _take_share(device, cluster_path, output, wanted)
@@ -89,7 +89,7 @@ def prepare(
     )
     found = run_prepare(request)
     if found.rank == 0:
-        emit(json_flag, _facts(found), lambda console: _render(found, job, console))
+        emit(json_flag, _facts(found), lambda console: _render(found, is_script(job), console))
 
 
 def _text_of(path: Path | None) -> str | None:
@@ -165,7 +165,7 @@ def _facts(found: Prepared) -> dict[str, Any]:
     }
 
 
-def _render(found: Prepared, job: str, console: Console) -> None:
+def _render(found: Prepared, from_script: bool, console: Console) -> None:
     from rich.table import Table
 
     table = Table("group", "device", "role", "ladder", "memory", box=None, pad_edge=False)
@@ -186,9 +186,6 @@ def _render(found: Prepared, job: str, console: Console) -> None:
     )
     if found.report is not None:
         console.print(f"report: {found.report}", markup=False)
-    line = (
-        f"qsync.hybrid(..., run={str(found.run.path)!r})"
-        if job.endswith(".py")
-        else f"qsync.apply_(model, {str(found.run.path)!r})"
-    )
+    folder = repr(str(found.run.path))
+    line = f"qsync.hybrid(..., run={folder})" if from_script else f"qsync.apply_(model, {folder})"
     console.print(f"train with the same ranks: the line of the script is {line}", markup=False)

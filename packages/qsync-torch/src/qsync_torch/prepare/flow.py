@@ -71,10 +71,10 @@ class Request:
     fresh: bool = False
     quiet: bool = False
 
-    @property
-    def is_script(self) -> bool:
-        """Whether the job is what a script says at its line."""
-        return self.job.endswith(".py")
+
+def is_script(job: str) -> bool:
+    """Whether a job is what a script says at its line, and not a function of a file."""
+    return job.endswith(".py") and ".py:" not in job
 
 
 @attrs.frozen
@@ -116,7 +116,7 @@ def prepare(request: Request) -> Prepared:
     """
     started = time.monotonic()
     # A script runs before there is a process group, because it may make that itself.
-    load = _of_script(request) if request.is_script else lambda: load_job(request.job, request.batch_size)
+    load = _of_script(request) if is_script(request.job) else lambda: load_job(request.job, request.batch_size)
     with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
         members = Members.of_group(None)
         if members is not None:
@@ -165,6 +165,10 @@ class _Flow:
         request, folder = self.request, self.folder
         wishes = " ".join(f"{name}: {wish}" for name, wish in sorted(request.wishes.items()))
         self.board.stage("loading the job")(0, 1, "")
+        if folder.members is None and request.device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
+            self.board.note(
+                f"this machine has {gpus} GPUs, and prepares one; for all: torchrun --nproc-per-node {gpus} -m qsync prepare"
+            )
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
                 raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")

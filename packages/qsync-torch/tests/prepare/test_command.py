@@ -1,0 +1,61 @@
+"""``qsync prepare`` refuses what it cannot do before it does anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qsync_core.cli.root import cli
+from qsync_torch.prepare import flow
+
+CLUSTER = '[[group]]\nname = "cpu"\ndevice = "cpu"\ncount = 1\nrole = "train"\n'
+JOB = """
+import torch
+from qsync_torch.job import Batch, Job
+
+def make_job():
+    batch = lambda step, size: Batch((torch.ones(size, 3),))
+    return Job("tiny", torch.nn.Linear(3, 1), batch, lambda out, batch: out.mean(), lambda p: torch.optim.SGD(p, lr=0.1))
+"""
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Runs the command in a folder with a job and a cluster file; gives what it refuses with."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(JOB)
+    Path("cluster.toml").write_text(CLUSTER)
+    Path("broken.toml").write_text("[[group]]\n")
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["prepare", "--device", "cpu", "-o", "run", *arguments])
+        assert done.exit_code == 1, done.output
+        return done.output.strip().splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (
+            ["job.py:make_job", "--cluster", "cluster.toml", "--group", "cpu=role:train"],
+            "--cluster and --group both describe groups",
+        ),
+        (["job.py:make_job", "--cluster", "broken.toml"], "broken.toml, group 1 lacks 'name'"),
+        (["job.py:make_job", "--group", "gpu=role:train"], "--group names 'gpu', but the groups of this job are cpu"),
+        (["job.py:make_job", "--", "--lr", "1"], "job.py:make_job takes no arguments (--lr 1): they are for a script"),
+        (["job.py:other"], "job.py has no function 'other'"),
+        (["job.py"], "job.py ended without saying what it trains: add the line qsync.hybrid"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_sentence(refused, arguments, said):
+    assert said in refused(*arguments)
+
+
+def test_without_the_planner_it_says_how_to_get_it(refused, monkeypatch):
+    monkeypatch.setattr(flow, "find_spec", lambda name: None)
+    said = refused("job.py:make_job")
+    assert said == "error: qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'"

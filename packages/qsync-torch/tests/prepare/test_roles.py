@@ -1,0 +1,81 @@
+"""Who trains, with which ladder and budget, where nobody has described the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+import pytest
+
+from qsync_core.ir.cluster import DeviceGroup
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.ir.variant import Variant
+from qsync_torch.prepare.flow import _roles
+from qsync_torch.prepare.measuring import Probe
+from qsync_torch.prepare.participants import Group, Participant, Wish
+
+FLOAT32, BFLOAT16 = Variant.of(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
+GIB = 1 << 30
+FAST = DeviceType("NVIDIA H200", DeviceKind.CUDA, 1.0, 0, "9.0")
+HALF = attrs.evolve(FAST, share=0.5)
+CPU = DeviceType("cpu", DeviceKind.CPU)
+
+
+def group(name: str, device: DeviceType, *memories: int) -> Group:
+    members = (Participant(rank, "host", "kernel", (0,), device, memory, "", {}) for rank, memory in enumerate(memories))
+    return Group(name, tuple(members))
+
+
+def roles(
+    groups: list[Group], step_ns: dict[str, int], wishes: Mapping[str, Wish] = MappingProxyType({})
+) -> dict[str, DeviceGroup]:
+    ladders = {name: (BFLOAT16, FLOAT32) if "h200" in name else (FLOAT32,) for name in step_ns}
+    probes = {name: Probe.of(Probe(ns, ladders[name]).value) for name, ns in step_ns.items()}
+    return {entry.name: entry for entry in _roles(groups, probes, wishes)}
+
+
+GPUS = [group("h200", FAST, 140 * GIB, 138 * GIB), group("h200-50", HALF, 140 * GIB)]
+
+
+def test_the_fastest_trains_in_full_precision_and_the_others_have_their_ladders():
+    found = roles(GPUS, {"h200": 5, "h200-50": 9})
+    assert [(entry.role, entry.ladder, entry.count) for entry in found.values()] == [
+        (Role.TRAIN, (FLOAT32,), 2),
+        (Role.INFER, (BFLOAT16, FLOAT32), 1),
+    ]
+    assert roles(GPUS, {"h200": 9, "h200-50": 5})["h200-50"].role is Role.TRAIN
+
+
+def test_a_gpus_budget_is_the_jobs_part_of_the_smallest():
+    found = roles(GPUS, {"h200": 5, "h200-50": 9}, {"h200-50": Wish(memory_bytes=20 * GIB)})
+    assert {name: entry.memory_bytes for name, entry in found.items()} == {"h200": 138 * GIB, "h200-50": 20 * GIB}
+    assert roles(GPUS, {"h200": 5, "h200-50": 9})["h200-50"].memory_bytes == 70 * GIB
+
+
+@pytest.mark.parametrize(
+    "wishes, trains",
+    [
+        ({"h200-50": Wish(Role.TRAIN)}, {"h200-50"}),
+        ({"h200": Wish(Role.INFER)}, {"h200-50"}),
+        ({"h200": Wish(Role.TRAIN), "h200-50": Wish(Role.TRAIN)}, {"h200", "h200-50"}),
+        ({"h200": Wish(Role.INFER), "h200-50": Wish(Role.INFER)}, set()),
+    ],
+)
+def test_a_persons_word_on_roles_stands_above_what_was_measured(wishes, trains):
+    found = roles(GPUS, {"h200": 5, "h200-50": 9}, wishes)
+    assert {name for name, entry in found.items() if entry.role is Role.TRAIN} == trains
+
+
+def test_a_cpu_with_a_budget_has_a_rung_that_saves_memory_though_none_saves_time():
+    cpus = [group("a", CPU, 0), group("b", CPU, 0)]
+    assert roles(cpus, {"a": 5, "b": 9})["b"].ladder == (FLOAT32,)
+    found = roles(cpus, {"a": 5, "b": 9}, {"b": Wish(memory_bytes=GIB)})
+    assert (found["b"].ladder, found["b"].memory_bytes, found["a"].memory_bytes) == ((BFLOAT16, FLOAT32), GIB, 0)
+
+
+def test_one_group_trains_without_being_measured():
+    (only,) = _roles([GPUS[0]], {}, {})
+    assert (only.role, only.ladder) == (Role.TRAIN, (FLOAT32,))
