@@ -25,9 +25,10 @@ from qsync_torch.apply.buffers import before_forward, buffers_of, share_buffers
 from qsync_torch.apply.communication import check_communication, check_reducer, ddp_options
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall
-from qsync_torch.apply.installation import Installation
-from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.installation import Forward, Installation
+from qsync_torch.apply.job_settings import check_settings, job_differences
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
+from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
@@ -105,6 +106,8 @@ class AppliedPlan(Installation):
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
         self._step_times: StepTimes | None = None
+        self._lag_watch: LagWatch | None = None
+        self._as_planned = True
         self._job: JobRanks | None = None
         self.know_ranks({})
 
@@ -166,6 +169,25 @@ class AppliedPlan(Installation):
         """The whole plan, of all groups; None where variants by operator were applied."""
         return self._planned.plan
 
+    def watch_lag(self, on: bool) -> None:
+        """Whether to warn, once, where steps take longer than the plan predicts (docs/training.md#slower-than-predicted).
+
+        It is on from ``apply_`` on: a sample of steps is timed now and then.
+        """
+        if self._lag_watch is not None:
+            self._lag_watch.stop()
+            self._lag_watch = None
+        plan, group = self._planned.plan, self._planned.group
+        if on and plan is not None and group is not None and self._job is not None:
+            self._lag_watch = LagWatch(self.model, plan, group, self._job.groups, self._differs)
+
+    def _differs(self) -> bool:
+        """Whether this process has other settings than its group's profile, or communicates otherwise; both were said."""
+        plan, group = self._planned.plan, self._planned.group
+        assert plan is not None
+        assert group is not None
+        return not self._as_planned or bool(job_differences(plan, group, plan.group(group).device, self.model))
+
     def ddp_options(self) -> dict[str, Any]:
         """How the plan wants its job to communicate: ``DistributedDataParallel(model, **applied.ddp_options())``, on all ranks.
 
@@ -193,6 +215,7 @@ class AppliedPlan(Installation):
         resized = None
         if plan is not None and planned.group is not None and groups:
             job = self._job = JobRanks.of(plan, groups)
+            self.watch_lag(True)
             group, index = job.place(dist.get_rank()) if _in_job() else (planned.group, _rank_in_job())
             self._rank_seed = stream_key(self._seed, *group.encode(), index)
             training = job.training_ranks
@@ -401,7 +424,7 @@ class AppliedPlan(Installation):
                 self._batches.check_weighted()
             if plan is not None and group is not None:  # by now the model is on its GPU
                 check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
-            check_communication(plan, self.model, device)
+            self._as_planned = check_communication(plan, self.model, device)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
         if whole and self._training and torch.is_grad_enabled():
@@ -411,7 +434,14 @@ class AppliedPlan(Installation):
                 before_forward(buffers_of(self.model), self._training)
         self._steps.advance()
         if whole:
+            if self._lag_watch is not None and not torch.compiler.is_compiling():
+                self._lag_watch.started()
             self._weights.prepare()
+
+    def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if whole and self._lag_watch is not None and not torch.compiler.is_compiling():
+            self._lag_watch.forward((args, kwargs))
+        return super()._run(whole, replaced, module, args, kwargs)
 
     def _check_settings(self, device: torch.device) -> None:
         """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
@@ -503,6 +533,7 @@ class AppliedPlan(Installation):
             PlanError: when a forward was replaced again since; take that replacement back first.
         """
         super().remove()
+        self.watch_lag(False)
         self.model.__dict__.pop(MARK, None)
         if self._step_times is not None:
             self._step_times.close()

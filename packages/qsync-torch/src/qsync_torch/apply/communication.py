@@ -46,15 +46,18 @@ def options_of(settings: CommunicationSettings) -> dict[str, Any]:
     }
 
 
-def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: torch.device) -> None:
+def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: torch.device) -> bool:
     """Warn where a job of several ranks communicates otherwise than planned; called inside a forward of its model.
 
     The wrapper is the one whose forward runs now.  Under another kind of data parallelism nothing is compared but said so.
+
+    Returns:
+        Whether it communicates as planned, as far as a plan says so.
     """
     if plan is None or plan.communication is None:
-        return
+        return True
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
-        return
+        return True
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or all(module is not model for module in wrapper.module.modules()):
         problems = ["the model does not run in DistributedDataParallel", _WRAP]
@@ -62,6 +65,7 @@ def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: to
         problems = _differences(plan.communication.settings, wrapper, model, device)
     if problems:
         warnings.warn(f"the plan's times may not hold: {'; '.join(problems)}", stacklevel=2)
+    return not problems
 
 
 def check_reducer() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 WriteScalar = Callable[[str, float, int], object]
 """Takes a name, a value and the step: TensorBoard's ``SummaryWriter.add_scalar``."""
-_Moment = int | torch.cuda.Event
+Moment = int | torch.cuda.Event
 """Nanoseconds of the CPU's clock, or a moment on a CUDA stream."""
 
 
@@ -63,13 +63,13 @@ class StepTimes:
         self._is_open = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in model.parameters() if p.requires_grad]
 
-    def close(self) -> None:
-        """Stop; the steps that are over are told first."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop; the steps that are over are told first, on a GPU those alone that are known by now unless it may be waited for."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._finish()
-        self._tell(wait=True)
+        self._tell(wait=wait)
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         """A gradient is there; the second one of the same parameter belongs to the next backward pass."""
@@ -88,12 +88,12 @@ class StepTimes:
 
         Reentrant checkpointing runs backward passes inside this one, and then there are several such pairs of moments.
         """
-        begin = _now(device)
+        begin = now(device)
 
         def received() -> None:
             self._is_open = False
             waits = () if self._current is None else self._current.waits
-            end = _now(device)
+            end = now(device)
             self._current = _Backward(self._position(), device, (*waits, (begin, end)), end)
 
         _at_end_of_backward(received)
@@ -106,14 +106,14 @@ class StepTimes:
         self._current = None
 
     def _tell(self, *, wait: bool = False) -> None:
-        while self._finished and (wait or _has_passed(self._finished[0].end)):
+        while self._finished and (wait or has_passed(self._finished[0].end)):
             done = self._finished.popleft()
             before, self._previous = self._previous, done
             if wait and isinstance(done.end, torch.cuda.Event):
                 done.end.synchronize()
             if before is not None and before.device == done.device:
-                wait_ns = sum(_between_ns(*pair) for pair in done.waits)
-                step = StepTime(done.step, _between_ns(before.end, done.end), wait_ns)
+                wait_ns = sum(between_ns(*pair) for pair in done.waits)
+                step = StepTime(done.step, between_ns(before.end, done.end), wait_ns)
                 for listener in self.listeners:
                     listener(step)
 
@@ -124,8 +124,8 @@ class _Backward:
 
     step: int
     device: torch.device
-    waits: tuple[tuple[_Moment, _Moment], ...]
-    end: _Moment
+    waits: tuple[tuple[Moment, Moment], ...]
+    end: Moment
 
 
 class ScalarLog:
@@ -158,7 +158,8 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _now(device: torch.device) -> _Moment:
+def now(device: torch.device) -> Moment:
+    """This moment, on a GPU that of its stream."""
     if device.type != "cuda":
         return time.perf_counter_ns()
     with torch.cuda.device(device):
@@ -167,11 +168,13 @@ def _now(device: torch.device) -> _Moment:
     return event
 
 
-def _has_passed(moment: _Moment) -> bool:
+def has_passed(moment: Moment) -> bool:
+    """Whether the device has come there."""
     return isinstance(moment, int) or moment.query()
 
 
-def _between_ns(begin: _Moment, end: _Moment) -> int:
+def between_ns(begin: Moment, end: Moment) -> int:
+    """Nanoseconds between two moments of one device that have passed."""
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return round(float(begin.elapsed_time(end)) * 1e6)
     assert isinstance(begin, int)  # both of one device
