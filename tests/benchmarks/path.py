@@ -13,7 +13,7 @@ import sys
 
 from results import write_rows
 
-PARTS = ("uneven", "kills", "two_commands", "overhead", "compatibility")
+PARTS = ("prepare_time", "uneven", "kills", "two_commands", "overhead", "compatibility")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ BRINGS = {
 COMMANDS = {
     "qsync-core": {"doctor", "backends", "launch", "show"},
     "qsync-planner": {"indicate", "plan", "replay", "explain", "verify"},
-    "qsync-torch": {"trace", "profile", "observe", "demo"},
+    "qsync-torch": {"prepare", "trace", "profile", "observe", "demo"},
     "qsync-kernels-triton": set(),
     "qsync-kernels-cutlass": set(),
 }
