@@ -19,6 +19,8 @@ from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_planner.reporting import page as pages
 from qsync_planner.reporting import write_report
@@ -275,6 +277,14 @@ def test_pieces_of_a_timeline_come_together_without_losing_time(durations: list[
     runs = list(_runs(events, begin / 1500))
     assert [event for run in runs for event in run] == events
     assert all(len({event["cat"] for event in run}) == 1 for run in runs)
+
+
+def test_where_no_other_plan_is_better_a_sentence_says_so() -> None:
+    """All rungs but the base gone: there is one plan."""
+    case = random_case(1, ladder=(Variant.of(Precision.FLOAT32),))
+    (section,) = (section for section in report_page(job_of(case), None, None).sections if section.title == "Other plans")
+    assert section.sentences == ("No other plan is better than this one in Ω, in step time or in memory.",)
+    assert not section.parts
 
 
 def test_tables_have_a_cell_for_every_column(run: RunFolder) -> None:

@@ -217,7 +217,9 @@ def _curve_section(job: Job) -> list[Section]:
         )
     except PlanError as reason:  # a model whose steps no program describes
         return [Section(title, (f"There is no trade-off curve: {reason}.",))]
-    return [tradeoff_section(curve, title, job.plan.predicted_iteration_ns, folded=True)] if curve.points else []
+    if len(curve.points) < 2:
+        return [Section(title, ("No other plan is better than this one in Ω, in step time or in memory.",))]
+    return [tradeoff_section(curve, title, job.plan.predicted_iteration_ns, folded=True)]
 
 
 def _timeline_sentences(predicted: Timeline | None, measured: Timeline | None) -> list[str]:
