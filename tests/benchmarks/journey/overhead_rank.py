@@ -1,6 +1,7 @@
 """One rank of the overhead's measurement: a plain model and one under an all-float32 plan, in turn, in DistributedDataParallel.
 
-``torchrun --nproc-per-node 2 overhead_rank.py JOB ROUNDS OUTPUT``; rank 0 writes its step times, a pair for each round.
+``torchrun --nproc-per-node 2 overhead_rank.py JOB ROUNDS OUTPUT``; rank 0 writes a line of numbers for each round: the step's
+time without and with the plan, and the CPU time that the process took for it, in ns.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class Training:
         self.wrapper = DistributedDataParallel(self.model)
         self.optimizer = job.optimizer(self.model.parameters())
 
-    def step_ns(self, step: int) -> int:
-        """Train one step; how long it took."""
+    def step_ns(self, step: int) -> tuple[int, int]:
+        """Train one step; how long it took, and the CPU time of this process."""
         batch = self.job.batch(step % 4, self.job.batch_size)
         torch.manual_seed(step)  # dropout drops the same in both
-        start = time.perf_counter_ns()
+        start, cpu = time.perf_counter_ns(), time.process_time_ns()
         self.job.compute_loss(batch, self.wrapper).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter_ns() - start
+        return time.perf_counter_ns() - start, time.process_time_ns() - cpu
 
 
 def main(name: str, rounds: int, output: Path) -> None:
@@ -65,7 +66,7 @@ def main(name: str, rounds: int, output: Path) -> None:
     for step in range(WARM_UP + rounds):
         order = (plain, planned) if step % 2 else (planned, plain)
         found = {training: training.step_ns(step) for training in order}
-        times.append((found[plain], found[planned]))
+        times.append([value for pair in zip(found[plain], found[planned], strict=True) for value in pair])
     states = (training.model.state_dict().values() for training in (plain, planned))
     if not all(torch.equal(a, b) for a, b in zip(*states, strict=True)):
         raise RuntimeError(f"{name} under an all-float32 plan does not train as without one")
