@@ -1,8 +1,8 @@
 """Row U7: what an applied plan costs that lowers nothing, beside plain DistributedDataParallel.
 
 Two processes over gloo train a ResNet and a BERT, each with and without the plan in turn, so that whatever else the machine does
-meets both.  The value is the worse model's median over the rounds of planned time by plain time.  The same of the process's CPU time
-stands beside it: that does not count waiting for a core.
+meets both.  The value is the worse model's median over the rounds of planned time by plain time.  The same of the process's CPU
+time stands beside it: that does not count waiting for a core.
 """
 
 from __future__ import annotations
