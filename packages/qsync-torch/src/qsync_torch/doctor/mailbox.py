@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
@@ -120,14 +121,22 @@ class Mailbox:
 
     def beat(self, what: str) -> None:
         """Show, from another thread and until this process ends or stops, that it lives."""
+        done = threading.Event()
 
         def run() -> None:
             with suppress(RuntimeError):  # the store has gone: whoever needs it notices
-                while True:
+                while not done.is_set():
                     self._store.add(f"{what}/{self.place.rank}", 1)
-                    time.sleep(_BEAT_S)
+                    done.wait(_BEAT_S)
 
-        threading.Thread(target=run, name=f"qsync-doctor-{what}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"qsync-doctor-{what}", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            done.set()
+            thread.join(_BEAT_S)
+
+        atexit.register(end)  # a thread that the interpreter's end meets inside the store aborts the process
 
     def beats(self, what: str, ranks: Sequence[int]) -> dict[int, int]:
         """How often each rank has shown that it lives."""
