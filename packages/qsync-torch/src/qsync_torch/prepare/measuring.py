@@ -175,10 +175,10 @@ class Bench:
         if self.device.type == "cpu":
             ratios = rung_ratios(self.dag, dict(self.job.model.named_parameters())) if self.dag.adjustable else {}
             ladder = (*(rung for rung, ratio in ratios.items() if ratio < _FASTER_BELOW), CPU_LADDER[-1])
-            if left_out := [f"{rung.label} ({ratio:.2f})" for rung, ratio in ratios.items() if rung not in ladder]:
+            for rung in (rung for rung in ratios if rung not in ladder):
+                share = ratios[rung]
                 self.board.note(
-                    f"left off the ladder, because the largest operator is not faster so on this CPU: {', '.join(left_out)} of its "
-                    "time in float32"
+                    f"{rung.label} is left off the ladder: the largest operator takes {share:.2f} of its float32 time in it"
                 )
         return Made(inputs, value=Probe(self._step_ns(), ladder).value)
 
