@@ -27,11 +27,13 @@ plan = attrs.evolve(plan_with(None), local_batches={{"train": 5, "infer": 3}})
 group = ("train", "infer")[rank]
 data = TensorDataset(torch.randn(20, 3, 8, 8), torch.randint(0, 3, (20,)))
 
-def train(samples=None, weights=True, plan=plan, options={{}}, **flags):
+def train(samples=None, weights=True, plan=plan, options={{}}, compiled=False, **flags):
     applied = apply_(small_model(), plan, group=group, **flags)
     ddp = DistributedDataParallel(applied.model)
     if weights:
         applied.weight_gradients(ddp, **options)
+    if compiled:
+        ddp = torch.compile(ddp, backend="aot_eager")
     loader = DataLoader(data, samples) if samples else DataLoader(data, batch_sampler=applied.batch_sampler(data))
     try:
         for _, (x, y) in zip(range(3), loader):
@@ -44,6 +46,8 @@ found = {{
     "honoured": train(),
     "unweighted": train(weights=False),
     "equal batches": train(samples=4),
+    "compiled, unweighted": train(weights=False, compiled=True),
+    "weighted on one rank": train(weights=rank == 0),
     "by the script": train(samples=5 if rank == 0 else 3, weights=False, allow_flags=["local_batch"]),
     "equal plan": train(weights=False, plan=attrs.evolve(plan, local_batches={{"train": 4, "infer": 4}})),
 }}
@@ -65,10 +69,19 @@ def test_a_script_that_takes_the_plan_s_batches_and_weights_them_trains(trained)
 
 @pytest.mark.distributed
 def test_a_script_that_does_not_weight_is_refused_on_every_rank(trained):
-    for rank in trained:
-        assert rank["unweighted"].startswith(
+    for said in (rank[case] for rank in trained for case in ("unweighted", "compiled, unweighted")):
+        assert "refuses as well" not in said
+        assert said.startswith(
             "the plan has local batches of different sizes (5 samples a rank of 'train', 3 samples a rank of 'infer'), and this "
             "script would average gradients as if they were equal: call applied.weight_gradients(ddp)"
+        )
+
+
+@pytest.mark.distributed
+def test_ranks_of_which_one_weights_are_refused(trained):
+    for rank in trained:
+        assert rank["weighted on one rank"].startswith(
+            "the ranks of this job differ in whether gradients are weighted (yes on rank 0; no on rank 1)"
         )
 
 

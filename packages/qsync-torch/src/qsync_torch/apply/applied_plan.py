@@ -415,16 +415,7 @@ class AppliedPlan(Installation):
             self._meet(device)
         else:
             self._has_met = True
-            what = "the first step under a plan"
-            plan, group = self._planned.plan, self._planned.group
-            with together(what):
-                self._check_settings(device)
-                self._meet(device)
-                check_reducer()
-                self._batches.check_weighted()
-            if plan is not None and group is not None:  # by now the model is on its GPU
-                check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
-            self._as_planned = check_communication(plan, self.model, device)
+            self._meet_ranks(device)
         if self._awaits_calls and self._lowered and not torch.compiler.is_compiling():
             self._refuse_compiled_parts()
         if whole and self._training and torch.is_grad_enabled():
@@ -442,6 +433,20 @@ class AppliedPlan(Installation):
         if whole and self._lag_watch is not None and not torch.compiler.is_compiling():
             self._lag_watch.forward((args, kwargs))
         return super()._run(whole, replaced, module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _meet_ranks(self, device: torch.device) -> None:
+        """The first forward: what one rank refuses, all refuse, also where the compiler has given up on that forward."""
+        what = "the first step under a plan"
+        plan, group = self._planned.plan, self._planned.group
+        with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
+            self._check_settings(device)
+            self._meet(device)
+            check_reducer()
+        self._batches.check_weighted()  # which is the same on all ranks
+        if plan is not None and group is not None:  # by now the model is on its GPU
+            check_job(what, plan, group, self.model, self._planned.allow_flags, warn=False)
+        self._as_planned = check_communication(plan, self.model, device)
 
     def _check_settings(self, device: torch.device) -> None:
         """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.

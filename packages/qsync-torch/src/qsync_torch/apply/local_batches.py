@@ -48,6 +48,11 @@ class LocalBatches:
             self.own = self.by_rank[_rank()]
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether the script weights gradients, by the hook or by itself."""
+        return self._weighted
+
+    @property
     def planned(self) -> int | None:
         """Samples of a step on all ranks, as planned for all groups; None where that is not known."""
         return None if self._resized is None else self._resized.planned
