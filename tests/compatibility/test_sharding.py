@@ -233,9 +233,10 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, applied: AppliedP
     return {**dict(found), "plan": applied.state_dict()}
 
 
-def save(folder: Path, *job: Any) -> None:
-    """One rank's numbers where ranks have their own: those of rank 0, whose statistics are of full precision."""
-    dcp.save(states(*job), checkpoint_id=folder, planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, applied: AppliedPlan) -> None:
+    """DCP keeps any rank's numbers of what all ranks have, so BatchNorm's statistics are made those of a training rank before."""
+    applied.share_buffers()
+    dcp.save(states(model, optimizer, applied), checkpoint_id=folder)
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, applied: AppliedPlan) -> None:
