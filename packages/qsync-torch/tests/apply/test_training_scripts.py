@@ -8,6 +8,7 @@ import dataclasses
 import io
 import multiprocessing
 import pickle
+import types
 import warnings
 
 import attrs
@@ -380,6 +381,29 @@ def test_eval_under_the_plan_where_that_is_asked_for(x):
     assert applied.step == 1
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_feature_extractor_of_the_layers_evaluates_in_full_precision(x, whole):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    variants = {OpId("0"): INT8, OpId("2"): INT8}
+    applied = apply_(model, plan_of(variants) if whole else variants)
+    features = nn.Sequential(*list(model.children())[:-1]).eval()
+    with torch.no_grad():
+        assert torch.equal(features(x), F.linear(x, model[0].weight, model[0].bias).relu())
+    assert applied.step == 0
+    assert not torch.equal(features(x), F.linear(x, model[0].weight, model[0].bias).relu())  # it trains, in eval mode
+    assert applied.step == 1
+
+
+def test_a_part_in_eval_mode_trains_under_reentrant_checkpointing(x):
+    def step(run):
+        model = TwoLayers()
+        model.a.eval()
+        apply_(model, BOTH)
+        return gradients_of(model, run(model.a, x.requires_grad_()).square().sum() + 0 * model.b(x).sum())
+
+    assert equal(step(lambda part, x: checkpoint(part, x, use_reentrant=True)), step(lambda part, x: part(x)))
+
+
 def plain_copies(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -470,7 +494,27 @@ class Named(dict):
     pass
 
 
-@pytest.mark.parametrize("wrap", ["dataclass", "own", "slots", "nested", "list of a class", "dict of a class", "distribution"])
+class Private:
+    __slots__ = ("__value",)
+
+    def __init__(self, value):
+        self.__value = value
+
+    def get(self):
+        return self.__value
+
+
+class Pair(tuple):
+    def first(self):
+        return self[0]
+
+
+ANEW = ["private slots", "tuple of a class", "set", "read-only dict"]
+
+
+@pytest.mark.parametrize(
+    "wrap", ["dataclass", "own", "slots", "nested", "list of a class", "dict of a class", "distribution", *ANEW]
+)
 def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
     def hold(y):
         slotted = Slotted()
@@ -483,6 +527,10 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
             "list of a class": lambda: Rows([y]),
             "dict of a class": lambda: Named({"y": y}),
             "distribution": lambda: torch.distributions.Normal(y, torch.ones_like(y), validate_args=False),
+            "private slots": lambda: Private(y),
+            "tuple of a class": lambda: Pair((y, {"y": y})),
+            "set": lambda: {y},
+            "read-only dict": lambda: types.MappingProxyType({"y": [y]}),
         }[wrap]()
 
     class Holding(TwoLayers):
@@ -500,6 +548,10 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
         "list of a class": lambda: list(output),
         "dict of a class": lambda: list(output.values()),
         "distribution": lambda: [output.loc, output.scale],
+        "private slots": lambda: [output.get()],
+        "tuple of a class": lambda: [output.first(), output[1]["y"]],
+        "set": lambda: list(output),
+        "read-only dict": lambda: output["y"],
     }[wrap]()
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     tensors[0].sum().backward()
@@ -528,6 +580,20 @@ def test_an_autocast_that_is_not_the_plans_is_refused(x, variants):
     assert model(x).dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert model.eval()(x).dtype is torch.bfloat16
+
+
+def test_variants_that_are_all_float32_refuse_autocast_in_parts_and_inside(x):
+    class Inside(TwoLayers):
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, x):
+            return self.body(x)
+
+    model = Inside()
+    apply_(model, named(a=FLOAT32, b=FLOAT32))
+    with pytest.raises(PlanError, match=r"operator a#0 runs under torch.autocast to bfloat16, but its plan is for"):
+        model(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match=r"the model runs under torch\.autocast to"):
+        model.a(x)
 
 
 def test_an_autocast_inside_the_model_is_refused_by_operator(x):

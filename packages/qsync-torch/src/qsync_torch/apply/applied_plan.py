@@ -32,6 +32,7 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
 from qsync_torch.apply.lowered_call import LoweredCall, StepCounter, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.apply.recomputation import is_recording
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.aten.random_bits import stream_key
@@ -342,10 +343,8 @@ class AppliedPlan(Installation):
 
     @property
     def _changes_nothing(self) -> bool:
-        """All operators run as without a plan; under a whole plan in float32 they are installed all the same, for their checks."""
-        if self._planned.plan is not None and self.base not in LOW_BASES:
-            return False
-        return all(variant == Variant.plain(self.base) for variant in self.variants.values())
+        """All operators run as without a plan, under autocast; in float32 they are installed all the same, for their checks."""
+        return self.base in LOW_BASES and all(variant == Variant.plain(self.base) for variant in self.variants.values())
 
     def check_parameters(self, device: torch.device) -> None:
         """Refuse parameters of which this rank has a part, where operators cannot run with them; scripts shard before and after.
@@ -399,9 +398,15 @@ class AppliedPlan(Installation):
         for fqn, module in unnamed:
             self.replace_forward(module, functools.partial(self._refuse, RefusedCall(fqn)))
 
-    def is_on(self) -> bool:
-        """In training, and in eval mode where that was asked for."""
-        return self.lower_eval or self.model.training
+    def is_on(self, module: nn.Module) -> bool:
+        """In training, and in eval mode where that was asked for.
+
+        A part that is called by itself may share no mode with the model: a feature extractor made of its layers, in evaluation.
+        With gradients a part in eval mode trains (its BatchNorm is frozen), and a reentrant checkpoint runs it without them first.
+        """
+        if self.lower_eval or (self.model.training and module.training):
+            return True
+        return self.model.training and (torch.is_grad_enabled() or is_recording())
 
     def start_forward(self, whole: bool) -> None:
         """Checks, new random numbers, and the copies of this step's weights."""

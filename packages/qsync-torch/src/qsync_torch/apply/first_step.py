@@ -68,6 +68,8 @@ def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
     if id(leaf) in seen or not _holds_attributes(leaf):
         return leaf
     inside = seen | {id(leaf)}
+    if isinstance(leaf, _MADE_ANEW):
+        return _made_anew(leaf, inside) if _is_low(leaf, seen) else leaf
     if isinstance(leaf, (dict, list)):  # of a class of the user's
         for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
             leaf[key] = pytree.tree_map(lambda part: _float32(part, inside), value)
@@ -79,13 +81,30 @@ def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
     return leaf
 
 
+_MADE_ANEW = (tuple, set, frozenset, types.MappingProxyType)
+"""Containers that PyTorch does not know, as of tuples the user's classes, and whose contents cannot be exchanged in place."""
+
+
+def _made_anew(leaf: Any, seen: frozenset[int]) -> Any:
+    if isinstance(leaf, types.MappingProxyType):
+        return types.MappingProxyType(pytree.tree_map(lambda part: _float32(part, seen), dict(leaf)))
+    parts = [pytree.tree_map(lambda part: _float32(part, seen), value) for value in leaf]
+    made = tuple.__new__(type(leaf), parts) if isinstance(leaf, tuple) else type(leaf)(parts)
+    for name, value in getattr(leaf, "__dict__", {}).items():
+        object.__setattr__(made, name, pytree.tree_map(lambda part: _float32(part, seen), value))
+    return made
+
+
+_HOLD_VALUES = (list, tuple, set, frozenset)
+
+
 def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype in LOW_FLOATS
     if id(leaf) in seen or not _holds_attributes(leaf):
         return False
     values = [getattr(leaf, name, None) for name in _attribute_names(leaf)]
-    values += leaf.values() if isinstance(leaf, dict) else leaf if isinstance(leaf, list) else []
+    values += leaf.values() if isinstance(leaf, (dict, types.MappingProxyType)) else leaf if isinstance(leaf, _HOLD_VALUES) else []
     return any(_is_low(part, seen | {id(leaf)}) for value in values for part in pytree.tree_leaves(value))
 
 
@@ -97,6 +116,10 @@ def _holds_attributes(leaf: Any) -> bool:
 
 
 def _attribute_names(leaf: Any) -> list[str]:
-    found = (getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__)
-    slots = [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+    slots = []
+    for cls in type(leaf).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            slots.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
     return [*getattr(leaf, "__dict__", ()), *slots]

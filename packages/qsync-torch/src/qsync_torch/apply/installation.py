@@ -62,8 +62,8 @@ class Installation(abc.ABC):
     def end_forward(self) -> None:
         """The entry has ended, or failed."""
 
-    def is_on(self) -> bool:
-        """Whether operators are replaced in the entry that begins now."""
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether operators are replaced in the entry that begins now, of the model or of a part of it."""
         return True
 
     def finish(self, output: Any, whole: bool) -> Any:
@@ -222,13 +222,13 @@ class Installation(abc.ABC):
     ) -> Any:
         """Run an entry, from its beginning to what it returns."""
         if torch.compiler.is_compiling():
-            return self._run(whole, replaced, module, args, kwargs) if self.is_on() else plain(module, *args, **kwargs)
+            return self._run(whole, replaced, module, args, kwargs) if self.is_on(module) else plain(module, *args, **kwargs)
         if (position := next_replayed(self)) is not None:
             with self.again(position):
                 if position == PLAIN:
                     return plain(module, *args, **kwargs)
                 return self.finish(replaced(module, *args, **kwargs), whole)
-        if not self.is_on():
+        if not self.is_on(module):
             with self._suspension():
                 record(self)
                 return plain(module, *args, **kwargs)

@@ -43,6 +43,11 @@ def record(installation: Replayable) -> None:
         _RECORDERS[-1].append((installation, installation.present()))
 
 
+def is_recording() -> bool:
+    """Whether a checkpointed function runs for the first time."""
+    return bool(_RECORDERS)
+
+
 def next_replayed(installation: Replayable) -> int | None:
     """The position of an entry that began in a checkpointed function and runs again now; None where none does."""
     if not _REPLAYS:
