@@ -199,7 +199,7 @@ def test_without_the_broadcast_of_buffers_only_other_ranks_statistics_differ(tra
     assert [one[case] for one in trained] == [[True, True], [True, False]]
 
 
-WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ returned"
+WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ (or qsync.hybrid) returned"
 
 
 @pytest.mark.distributed

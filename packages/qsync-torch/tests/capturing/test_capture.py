@@ -223,6 +223,14 @@ def test_the_loaders_own_batches_come_in_its_order():
         assert torch.equal(batch.target, y)
 
 
+class LogitsAndLoss(OwnLoss):
+    """As nanoGPT: a tuple, with the loss last."""
+
+    def forward(self, idx, targets):
+        output = super().forward(idx, labels=targets)
+        return output.logits, output.loss
+
+
 def two_targets(output, one, other):
     return F.cross_entropy(output, one) + F.cross_entropy(output, other)
 
@@ -241,6 +249,8 @@ def two_targets(output, one, other):
         (OwnLoss, None, {"input_ids": X, "labels": Y}, (), {"input_ids": X, "labels": Y}, None),
         (OwnLoss, None, UserDict(input_ids=X, labels=Y), (), {"input_ids": X, "labels": Y}, None),
         (OwnLoss, None, (X, None, Y), (X, None, Y), {}, None),
+        (LogitsAndLoss, None, (X, Y), (X, Y), {}, None),
+        (LogitsAndLoss, None, {"idx": X, "targets": Y}, (), {"idx": X, "targets": Y}, None),
         (OwnLoss, lambda o, y: F.cross_entropy(o.logits, y), {"input_ids": X, "labels": Y}, (), {"input_ids": X}, Y),
         (OwnLoss, lambda o, y: F.cross_entropy(o.logits, y), {"input_ids": X, "y": Y}, (), {"input_ids": X}, Y),
         (
@@ -363,3 +373,5 @@ def test_more_that_makes_no_job_is_refused():
     job = captured([(X,)], loss_fn=None)
     with pytest.raises(JobError, match="captured without a loss function, and its model returns no loss"):
         job.compute_loss(job.batch(0, 4))
+    with pytest.raises(JobError, match=r"^Sequential was captured without a loss function"):  # not as a failure of the export
+        trace(job)

@@ -25,7 +25,7 @@ _MEBIBYTE = 1024 * 1024
 _NEW_BUFFERS = "forward_sync_buffers"
 BUFFERS = _NEW_BUFFERS if _NEW_BUFFERS in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 """DistributedDataParallel's name for the broadcast of buffers before a forward; PyTorch 2.13 warns of the older one."""
-_WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ returned"
+_WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ (or qsync.hybrid) returned"
 _START = 'write init_process_group("nccl", pg_options=qsync_torch.process_group_options(plan))'
 
 

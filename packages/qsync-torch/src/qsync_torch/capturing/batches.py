@@ -231,11 +231,11 @@ def _needed(parameters: Iterable[inspect.Parameter]) -> int:
 
 
 def _own_loss(name: str, output: Any) -> torch.Tensor:
-    """The loss in what a model returns: the output itself, its ``loss``, or its first part."""
+    """The loss in what a model returns: the output itself, its ``loss``, or its first part that is one number."""
     if isinstance(output, Mapping):
         found = output.get("loss")
     elif isinstance(output, (tuple, list)):
-        found = output[0] if output else None
+        found = next((part for part in output if isinstance(part, torch.Tensor) and part.dim() == 0), None)
     else:
         found = getattr(output, "loss", output)
     if isinstance(found, torch.Tensor) and found.dim() == 0:

@@ -26,7 +26,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qsync_core.errors import TraceError
+from qsync_core.errors import JobError, TraceError
 from qsync_torch.job import Batch, Job
 
 MODEL_PREFIX = "model"
@@ -81,6 +81,8 @@ def export_step(job: Job, batch: Batch) -> ExportedStep:
     with _training(job.model), quiet_torch(), torch.autocast(device, enabled=False), _as_in_training(), _CertainChoices():
         try:
             program = torch.export.export(_Step(job), (batch.args, batch.kwargs, batch.target), strict=False)
+        except JobError:  # what the job itself refuses is no failure of the export
+            raise
         except Exception as error:
             raise TraceError(explain_export_failure(job.name, error)) from error
     _check_loss(job.name, program)
@@ -92,8 +94,14 @@ def _check_loss(name: str, program: torch.export.ExportedProgram) -> None:
     values = [output.meta.get("val") if isinstance(output, torch.fx.Node) else output for output in outputs]
     if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].dim() == 0:
         return
-    found = ", ".join(f"a tensor of shape {tuple(v.shape)}" if isinstance(v, torch.Tensor) else "a Python number" for v in values)
-    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found or 'nothing'}; reduce it with .mean() or .sum()")
+    found = ", ".join(map(_what, values)) or "nothing"
+    raise TraceError(f"the loss of {name} must be one scalar tensor, got {found}; reduce it with .mean() or .sum()")
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else "a Python number"
 
 
 @contextmanager
