@@ -122,6 +122,10 @@ def two_refuse(rank: int, folder: Path) -> None:
     apply_(model() if rank == 0 else nn.Sequential(nn.ReLU()), plan_of(), group="train" if rank < 2 else "elsewhere")
 
 
+def two_refuse_alike(rank: int, folder: Path) -> None:
+    apply_(model(), plan_of(), group="train" if rank == 0 else "elsewhere")
+
+
 def no_apply(rank: int, folder: Path) -> None:
     """The culprit has no plan, and goes on to its training's first collective."""
     if rank == CULPRIT:
@@ -193,6 +197,7 @@ CASES: tuple[Callable[[int, Path], str | None], ...] = (
     other_versions,
     build_fails,
     two_refuse,
+    two_refuse_alike,
     no_apply,
     comes_late,
     slow_to_build,

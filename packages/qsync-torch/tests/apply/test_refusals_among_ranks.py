@@ -124,6 +124,15 @@ def test_ranks_that_refuse_for_different_reasons_hear_each_other(raised):
     assert healthy == ["PlanError", f"rank 1 refuses: {other_model}; rank 2 refuses: {no_group[:-1]}"]
 
 
+def test_a_reason_that_ranks_share_is_said_once(raised):
+    no_group = "the plan has no group 'elsewhere'; its groups are train, infer"
+    assert raised["two_refuse_alike"] == [
+        ["PlanError", f"ranks 1, 2 refuse: {no_group}"],
+        ["PlanError", f"{no_group} (rank 2 refuses as well)"],
+        ["PlanError", f"{no_group} (rank 1 refuses as well)"],
+    ]
+
+
 @pytest.mark.parametrize("case, call", [("no_apply", "apply_"), ("comes_late", "apply_"), ("no_scale", "InStepGradScaler.step")])
 def test_a_rank_that_does_not_come_is_named(raised, case, call):
     heard = [one for rank, one in enumerate(raised[case]) if rank != 1 or case == "comes_late"]

@@ -345,9 +345,11 @@ def _disagreement(reports: Mapping[int, Report], rank: int, *, as_well: bool) ->
             refused.setdefault((report.kind, report.refusal), []).append(other)
     if not refused:
         return None if as_well else _difference(reports)
+    own = reports[rank].refusal if as_well and rank in reports else ""
     more = " as well" if as_well else ""
     sentences = [
-        f"{rank_list(who)} {'refuse' if kind else 'fail'}{'s' if len(who) == 1 else ''}{more}{':' if kind else ' with'} {sentence}"
+        f"{rank_list(who)} {'refuse' if kind else 'fail'}{'s' if len(who) == 1 else ''}{more}"
+        + ("" if sentence == own else f"{':' if kind else ' with'} {sentence}")
         for (kind, sentence), who in refused.items()
     ]
     kind, _ = next(iter(refused))
