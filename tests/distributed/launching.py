@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import attrs
+from processes import Ended, free_port, run_together
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 180
-
-
-@attrs.frozen
-class Ended:
-    """How one machine's torchrun ended; ``output`` is what it and its worker printed."""
-
-    status: int
-    output: str
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 def run_machines(
@@ -43,31 +24,15 @@ def run_machines(
         per_machine: processes on each.
     """
     port = free_port()
-    processes = []
-    for rank, (script, variables) in enumerate(zip(scripts, environments, strict=True)):
+    inherited = {name: value for name, value in os.environ.items() if name != "QSYNC_GROUP"}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    commands = []
+    for rank, script in enumerate(scripts):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(scripts)}", f"--node-rank={rank}"]
         command += [f"--nproc-per-node={per_machine}", "--master-addr=127.0.0.1", f"--master-port={port}", *script]
-        inherited = {name: value for name, value in os.environ.items() if name != "QSYNC_GROUP"}
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=EXAMPLES,
-                env=inherited | settings | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+        commands.append(command)
+    own = [inherited | settings | variables for variables in environments]
+    return run_together(commands, own, cwd=EXAMPLES, timeout_s=TIMEOUT_S)
 
 
 def train(plans: Sequence[Path | None], *arguments: str, groups: Sequence[str] = ("train", "infer")) -> list[Ended]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import EXAMPLES, Ended, run_machines, train
+from launching import EXAMPLES, run_machines, train
 
+from processes import Ended
 from qsync_core.ir.precision import Precision
 
 pytestmark = pytest.mark.distributed

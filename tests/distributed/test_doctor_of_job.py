@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Ended, free_port, run_machines
+from launching import run_machines
+
+from processes import Ended, free_port
 
 pytestmark = pytest.mark.distributed
 FAULTY = str(Path(__file__).with_name("doctor_with_fault.py"))

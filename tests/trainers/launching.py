@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from processes import free_port, run_together
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -37,9 +36,6 @@ def run_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups:
 
 def end_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[tuple[int, str]]:
     """:func:`run_ranks`, with the status of each rank."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QSYNC_", "ACCELERATE_"))}
     job = {
         "WORLD_SIZE": "2",
@@ -47,7 +43,7 @@ def end_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups:
         "GROUP_WORLD_SIZE": "1",
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "trainers",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -57,25 +53,7 @@ def end_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
-    processes = []
-    for rank, group in enumerate(groups):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": group}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                cwd=folder,
-                env=inherited | job | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "QSYNC_GROUP": group} for rank, group in enumerate(groups)]
+    command = [sys.executable, str(script), *arguments]
+    ended = run_together([command] * len(own), [inherited | job | rank for rank in own], cwd=folder, timeout_s=TIMEOUT_S)
+    return [(rank.status, rank.output) for rank in ended]
