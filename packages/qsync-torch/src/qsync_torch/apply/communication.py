@@ -76,7 +76,7 @@ def check_reducer() -> None:
     Raises:
         PlanError: with what to leave out.
     """
-    compiler = sys.modules.get("torch._dynamo")  # whoever chose that reducer has imported it
+    compiler = sys.modules.get("torch._dynamo")  # imported where that reducer was chosen
     if compiler is None or not str(compiler.config.optimize_ddp).startswith("python_reducer"):
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

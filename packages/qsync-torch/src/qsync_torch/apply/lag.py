@@ -31,7 +31,7 @@ from qsync_torch.distributed.exchange import Members
 STATED_ERROR = {DeviceKind.CUDA: 0.05, DeviceKind.CPU: 0.10}
 """Of a predicted step, as a part of it: rows H2-worst (docs/hybrid.md) and S4 of the results, which predictions are held to."""
 LEAST_EXCESS_NS = 2_000_000
-"""What nobody looks for, however small the step."""
+"""Smaller delays are not reported, however small the step."""
 FIRST_SAMPLE, STEPS, EVERY = 20, 50, 1000
 """Forwards before the first sample, steps in one, and forwards from one to the next."""
 _LATE = 10

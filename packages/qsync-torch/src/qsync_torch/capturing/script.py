@@ -56,7 +56,7 @@ def is_wanted() -> bool:
 
 
 def hand_over(job: Job) -> NoReturn:
-    """Give the script's job to whoever runs it, and end the script here."""
+    """Give the script's job to the caller that runs it, and end the script here."""
     assert _running is not None
     _running.job = job
     raise LineReached(f"{_running.script} has said what it trains")

@@ -287,7 +287,7 @@ _STEPS = {
 
 
 def _causes(trouble: Trouble) -> dict[int, str]:
-    """Who is to blame, with the end of a sentence; empty where nobody stands out."""
+    """Who is to blame, with the end of a sentence; empty where no rank stands out."""
     if own := {rank: reason for rank, reason in trouble.died.items() if not _is_consequence(reason)}:
         return {rank: f"its probe {reason}" for rank, reason in own.items()}
     if trouble.gone:

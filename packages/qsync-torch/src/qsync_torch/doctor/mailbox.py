@@ -24,7 +24,7 @@ _BEAT_S = 0.5
 
 @attrs.frozen
 class Place:
-    """This process's place in a job, as torchrun (or whoever started it) says in the environment."""
+    """This process's place in a job, as torchrun (or another launcher) says in the environment."""
 
     rank: int
     world: int
@@ -124,7 +124,7 @@ class Mailbox:
         done = threading.Event()
 
         def run() -> None:
-            with suppress(RuntimeError):  # the store has gone: whoever needs it notices
+            with suppress(RuntimeError):  # the store has gone: the next round notices
                 while not done.is_set():
                     self._store.add(f"{what}/{self.place.rank}", 1)
                     done.wait(_BEAT_S)

@@ -213,7 +213,7 @@ def merge_disks(folder: Folder, *, fresh: bool = False) -> Parts:
         fresh: nothing that was measured counts.
 
     Returns:
-        What this rank's disk had that nobody has changed.
+        What this rank's disk had, unchanged.
 
     Raises:
         QSyncError: on every rank, when one cannot read or write.

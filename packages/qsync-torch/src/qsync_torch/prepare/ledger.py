@@ -50,7 +50,7 @@ def sha256_of(data: bytes) -> str:
 def read_parts(path: Path, folder: Path) -> dict[str, Part]:
     """The parts of a ledger file whose own files are in ``folder`` and unchanged; none where it cannot be read.
 
-    A file that somebody has changed or removed is made again.
+    A file that was changed or removed is made again.
     """
     try:
         content = json.loads(read_whole(path, _MAX_BYTES, "ledgers"))

@@ -137,7 +137,7 @@ def gather(folder: Folder, mine: Participant) -> list[Participant]:
 
 
 def form_groups(participants: Sequence[Participant], wished: Collection[str] = ()) -> list[Group]:
-    """Groups where nobody has described them: those that ``QSYNC_GROUP`` names, the others by device type and share.
+    """Groups where no cluster file describes them: those that ``QSYNC_GROUP`` names, the others by device type and share.
 
     Args:
         participants: of all ranks.

@@ -43,7 +43,7 @@ def key_of(groups: Iterable[str]) -> str:
 
 
 def part_of(cluster: Cluster, names: Iterable[str], profiles: Mapping[str, Profile]) -> Cluster:
-    """The cluster of some of its groups; where none of them trains, the fastest does: there is nobody to keep up with."""
+    """The cluster of some of its groups; where none of them trains, the fastest does: there is no faster group to keep up with."""
     wanted = set(names)
     groups = tuple(group for group in cluster.groups if group.name in wanted)
     if not any(group.role is Role.TRAIN for group in groups):
