@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from qsync_core.ir.chain import Activation, ChainForm, ChainVariant
 from qsync_core.ir.checks import MAX_BATCH, MAX_INT, MAX_MEASURED
 from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.communication import (
@@ -19,11 +20,12 @@ from qsync_core.ir.dag import ADJUSTABLE_KINDS, Bucket, OpClass, Operator, Param
 from qsync_core.ir.dfg import DfgNode, GlobalDfg, LocalDfg, Phase, Resource
 from qsync_core.ir.observations import Observations, Series
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role, Verdict
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role, Verdict
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import (
     CastKey,
     CastModel,
+    ChainCost,
     CollectiveModel,
     DeviceKind,
     DeviceMemory,
@@ -107,7 +109,10 @@ def dags(draw: st.DrawFn) -> PrecisionDag:
     order = draw(st.permutations([parameter.fqn for parameter in found]))
     cut = draw(st.integers(0, len(order)))
     buckets = tuple(Bucket(tuple(part), draw(measured)) for part in (order[:cut], order[cut:]) if draw(st.booleans()))
-    return PrecisionDag(draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(batches), draw(bases))
+    return PrecisionDag(
+        draw(texts), tuple(operators), found, buckets, draw(texts), draw(texts), draw(batches), draw(bases),
+        draw(st.dictionaries(texts, counts, max_size=2)),
+    )  # fmt: skip
 
 
 devices = st.builds(DeviceType, texts, st.sampled_from(DeviceKind), fractions, counts, texts)
@@ -134,6 +139,14 @@ collectives = st.builds(CollectiveModel, counts, texts, rates, rates, pairs, tup
 steps = st.builds(StepMeasurement, variants, *[measured] * 8, finite)
 
 
+forms = st.builds(ChainForm, st.sampled_from(Activation), st.booleans(), st.booleans())
+chain_costs = st.builds(ChainCost, tuples(op_ids, 2, unique=True), forms, variants, op_costs)
+chain_variants = st.one_of(
+    st.builds(ChainVariant, st.booleans()),
+    st.builds(ChainVariant, st.just(True), st.sampled_from([Precision.INT8, Precision.FLOAT8_E4M3FN])),
+)
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
     costs = draw(st.lists(op_costs, min_size=1, max_size=4).map(tuple))
@@ -155,6 +168,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         synchronises=draw(st.booleans()),
         memory=draw(st.none() | st.builds(DeviceMemory, measured, tuples(st.builds(RungMemory, variants, measured, measured)))),
         estimated_from=draw(st.sampled_from(["", "NVIDIA H200"])),
+        chains=draw(tuples(chain_costs, 2, unique_by=lambda entry: (entry.form, entry.variant))),
     )
 
 
@@ -215,6 +229,7 @@ def global_dfgs(draw: st.DrawFn) -> GlobalDfg:
 
 
 assignments = st.builds(Assignment, variants, texts, texts, texts)
+chain_assignments = st.builds(ChainAssignment, chain_variants, texts, texts, texts)
 verdicts = st.builds(Verdict, counts, counts, finite, texts)
 
 
@@ -235,6 +250,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
             predicted_peak_bytes=draw(counts),
             predicted_busy_ns=draw(counts),
             needs_loss_scaling=draw(st.booleans()),
+            chains=draw(st.dictionaries(op_ids.filter(lambda name: name not in ids), chain_assignments, max_size=2)),
         )
         for name in group_names
     )
@@ -259,6 +275,7 @@ def plans(draw: st.DrawFn) -> PrecisionPlan:
         software={name: draw(string_maps) for name in group_names if draw(st.booleans())},
         communication=draw(st.none() | communication),
         memory={name: draw(parts) for name in group_names if draw(st.booleans())},
+        batch_axes=draw(st.dictionaries(texts, counts, max_size=2)),
     )
 
 

@@ -90,12 +90,12 @@ class Difference:
         """Whether it changes more than times."""
         return SETTINGS[self.name].changes_numbers
 
-    def sentence(self, group: str) -> str:
-        """The difference, and how to end it."""
+    def sentence(self, group: str, again: str = "profile the job as it runs and plan again") -> str:
+        """The difference, and how to end it: by the setting, or by what ``again`` says."""
         setting = SETTINGS[self.name]
         return (
             f"{self.name} ({setting.what}) was {self.profile} when group {group!r} was profiled and is {self.job} in this job; "
-            f"{setting.advice.replace('{}', self.profile)}, or profile the job as it runs and plan again"
+            f"{setting.advice.replace('{}', self.profile)}, or {again}"
         )
 
 

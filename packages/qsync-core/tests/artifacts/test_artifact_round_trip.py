@@ -19,12 +19,15 @@ from hypothesis import strategies as st
 from qsync_core.artifacts import files as artifact
 from qsync_core.artifacts import schema
 from qsync_core.errors import ArtifactError
+from qsync_core.ir.chain import ChainForm, ChainVariant
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import ChainAssignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import Profile
+from qsync_core.ir.profile import ChainCost, OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
+from qsync_core.ir.variant import Variant
 
 
 def test_every_kind_has_a_strategy_and_an_example() -> None:
@@ -133,6 +136,41 @@ def test_a_sensitivity_of_version_1_is_read() -> None:
     assert len(sensitivity.omega) == 54
     assert sensitivity.flips == {}
     assert artifact.from_bytes(artifact.to_bytes(sensitivity)) == sensitivity
+
+
+def version_of(stored: Any) -> int:
+    return int.from_bytes(artifact.to_bytes(stored)[24:28], "big")
+
+
+def test_plans_and_profiles_without_chains_are_stored_as_before_there_were_any() -> None:
+    made = examples(layers=1)
+    plan = attrs.evolve(made[PrecisionPlan], software={"train": {"torch": "2.13"}})
+    group = attrs.evolve(
+        plan.groups[0], chains={OpId("norm"): ChainAssignment(ChainVariant(saved=Precision.INT8), "b", "c", "why")}
+    )
+    with_chains = attrs.evolve(plan, groups=(group, *plan.groups[1:]))
+    assert [version_of(p) for p in (plan, with_chains)] == [2, 3]
+    assert artifact.from_bytes(artifact.to_bytes(with_chains), PrecisionPlan) == with_chains
+    without_any = attrs.evolve(with_chains, **NEW_IN_2)
+    assert version_of(without_any) == 3
+    profile = attrs.evolve(made[Profile], synchronises=True)
+    row = ChainCost((OpId("norm"),), ChainForm(), Variant.of(Precision.INT8), OpCost(1, 2, 3, 4))
+    assert [version_of(p) for p in (profile, attrs.evolve(profile, chains=(row,)))] == [2, 3]
+    assert version_of(attrs.evolve(profile, synchronises=False, chains=(row,))) == 3
+    with pytest.raises(ValueError, match=r"two costs of chain norm#0 in one way to run"):
+        attrs.evolve(profile, chains=(row, row))
+
+
+NEW_IN_2: dict[str, Any] = {
+    name: value for name, value in schema._ADDED["PrecisionPlan", 2].items() if name not in ("base", "recommended_groups")
+}
+
+
+def test_a_newer_version_than_the_content_needs_is_refused() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    plain = msgpack.unpackb(artifact.to_bytes(profile)[artifact.HEADER_BYTES :]) | {"chains": []}
+    with pytest.raises(ArtifactError, match="with this content it is stored in schema version 2"):
+        artifact.from_bytes(_with_header(msgpack.packb(plain), version=3, kind="Profile"))
 
 
 @pytest.mark.parametrize("kind", [PrecisionDag, PrecisionPlan])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import pytest
 
 from qsync_core.geometry import Geometry
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.chain import Activation, ChainForm
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -49,3 +52,79 @@ def test_a_gradient_is_a_convolution_as_long_as_its_padding_is_not_negative(padd
     (sentence,) = list(support.padding_reasons(gradient)) or [""]
     assert (sentence == "") == fits
     assert fits or f"reach [4, 4], got [{padding.replace(',', ', ')}]" in sentence
+
+
+PRODUCERS = {op: KernelRequest(op, Variant.of(Precision.INT8), (), chain=ChainForm()) for op in Op.PRODUCERS}
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "words"),
+    [
+        (
+            Op.BATCH_NORM_OUTPUT,
+            {"chain": ChainForm(Activation.GELU)},
+            "is fused with the activations none, relu, not with gelu",
+        ),
+        (
+            Op.LAYER_NORM_GRAD_INPUT,
+            {"chain": ChainForm(Activation.RELU)},
+            "is fused with the activations none, not with relu",
+        ),
+        (Op.ACTIVATION_OUTPUT, {"chain": ChainForm()}, "activation is fused with the activations relu, gelu, gelu_tanh, silu"),
+        (Op.ACTIVATION_OUTPUT, {"chain": ChainForm(Activation.SILU, residual=True)}, "an activation has no residual"),
+        (Op.BATCH_NORM_OUTPUT, {"shapes": ((64, 32),)}, r"takes one operand of 4 dimensions, and the shapes are \(64, 32\)"),
+        (Op.LAYER_NORM_OUTPUT, {"shapes": ((2, 3), (2, 3))}, r"takes one operand of 2 dimensions, and the shapes are \(2, 3\) and"),
+    ],
+)
+def test_chains_that_no_kernel_fuses_are_refused(op, change, words):
+    assert re.search(words, "; ".join(reasons_against_producer(attrs.evolve(PRODUCERS[op], **change))))
+
+
+@pytest.mark.parametrize(
+    ("op", "chain", "change", "words"),
+    [
+        (Op.BATCH_NORM_OUTPUT, ChainForm(), {"x_granularity": Granularity.PER_ROW}, "the result of a batch norm has one scale"),
+        (
+            Op.LAYER_NORM_OUTPUT,
+            ChainForm(),
+            {"x_granularity": Granularity.PER_CHANNEL},
+            "scales per input channel",
+        ),
+        (Op.LAYER_NORM_OUTPUT, ChainForm(), {"compute": Precision.FLOAT8_E4M3FN}, "it writes copies in int8, not in float8_e4m3fn"),
+        (Op.LAYER_NORM_OUTPUT, ChainForm(), {"saved": Precision.FLOAT8_E4M3FN}, "it keeps x for backward in int8, bfloat16"),
+        (Op.ACTIVATION_OUTPUT, ChainForm(Activation.RELU), {}, "the sign of ReLU's input does not survive rounding to 8 bit"),
+        (
+            Op.LAYER_NORM_GRAD_INPUT,
+            ChainForm(),
+            {"grad_input": Precision.INT8},
+            "gradients are in a float format, not in int8",
+        ),
+        (
+            Op.ACTIVATION_OUTPUT,
+            ChainForm(Activation.GELU, float_result=False),
+            {"compute": Precision.FLOAT16},
+            "nothing is left to write",
+        ),
+    ],
+)
+def test_formats_that_a_producer_does_not_write_are_refused(op, chain, change, words):
+    request = attrs.evolve(PRODUCERS[op], chain=chain, variant=attrs.evolve(PRODUCERS[op].variant, **change))
+    assert words in "; ".join(reasons_against_producer(request))
+
+
+def reasons_against_producer(request):
+    return [
+        *support.chain_reasons(request),
+        *support.producer_format_reasons(request, [Precision.INT8]),
+        *support.producer_scale_reasons(request),
+        *support.producer_shape_reasons(request),
+    ]
+
+
+def test_reasons_of_producers_are_about_producers():
+    assert reasons_against_producer(attrs.evolve(LINEAR, chain=ChainForm(Activation.SILU, residual=True))) == []
+    ordinary = (Op.BATCH_NORM_OUTPUT, ((2, 3, 4, 5),), Activation.RELU), (Op.ACTIVATION_GRAD_INPUT, ((4, 5),), Activation.SILU)
+    for op, shapes, activation in ordinary:
+        request = attrs.evolve(PRODUCERS[op], shapes=shapes, chain=ChainForm(activation))
+        assert reasons_against_producer(request) == []
+        assert support.contraction_length(request) == 0

@@ -110,10 +110,11 @@ def from_bytes(data: bytes, kind: type[T] | None = None, *, name: str = "these b
         )
     plain = _unpack(content, name)
     try:
-        artifact: Any = from_plain(migrate(stored_kind, version, plain), KINDS[stored_kind])
+        migrated = migrate(stored_kind, version, plain)
+        artifact: Any = from_plain(migrated, KINDS[stored_kind])
     except CodecError as error:
         raise ArtifactError(f"{name} is not a valid {stored_kind}: {error}") from None
-    if version == current and (canonical := stored_as(stored_kind, plain)[0]) != version:
+    if version > 1 and (canonical := stored_as(stored_kind, migrated)[0]) != version:
         raise ArtifactError(f"{name} is not a valid {stored_kind}: with this content it is stored in schema version {canonical}")
     return artifact
 

@@ -37,38 +37,52 @@ KINDS: dict[str, type] = {
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 2,
     "PrecisionDag": 2,
-    "PrecisionPlan": 2,
-    "Profile": 2,
+    "PrecisionPlan": 3,
+    "Profile": 3,
     "Timeline": 2,
 }
 
-_ADDED: dict[str, dict[str, Any]] = {
-    "PrecisionDag": {"base": "float32"},
-    "PrecisionPlan": {"base": "float32", "software": {}, "weight_shapes": {}, "communication": None, "estimated": {}, "memory": {}},
-    "Profile": {"synchronises": False, "memory": None, "estimated_from": ""},
-    "Timeline": {"software": {}},
+_ADDED: dict[tuple[str, int], dict[str, Any]] = {
+    ("PrecisionDag", 2): {"base": "float32", "batch_axes": {}},
+    ("PrecisionPlan", 2): {
+        "base": "float32",
+        "software": {},
+        "weight_shapes": {},
+        "communication": None,
+        "estimated": {},
+        "memory": {},
+        "batch_axes": {},
+        "recommended_groups": [],
+    },
+    ("PrecisionPlan", 3): {},
+    ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
+    ("Profile", 3): {"chains": []},
+    ("Timeline", 2): {"software": {}},
 }
-"""Fields that the newest version of a kind adds at its end, with what they hold in plain content of the version before.
+"""Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.
 
 An artifact that holds just that is written as the version before: its bytes, and with them the digest by which other artifacts
 name it, stay what they were.
 """
 
-_ADDED_WITHIN: dict[str, tuple[str, dict[str, Any]]] = {"Profile": ("costs", {"backward_workspace_bytes": None})}
+_ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
+    ("PrecisionPlan", 3): ("groups", {"chains": {}}),
+    ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
+}
 """Likewise, fields that it adds to every entry of a list of that name."""
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _with_added(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    within, entry_fields = _ADDED_WITHIN.get(kind, ("", {}))
+def _with_added(added: tuple[str, int], fields: dict[str, Any]) -> dict[str, Any]:
+    within, entry_fields = _ADDED_WITHIN.get(added, ("", {}))
     lists = {within: [{**entry, **entry_fields} for entry in fields[within]]} if within else {}
-    return {**fields, **lists, **_ADDED[kind]}
+    return {**fields, **lists, **_ADDED[added]}
 
 
 _MIGRATIONS: dict[tuple[str, int], Migration] = {
     ("Sensitivity", 1): lambda fields: {**fields, "flips": {}},
-    **{(kind, 1): partial(_with_added, kind) for kind in _ADDED},
+    **{(kind, version - 1): partial(_with_added, (kind, version)) for kind, version in _ADDED},
 }
 """``(kind, version)`` to the function that turns that version's plain content into the next version's.
 
@@ -83,14 +97,16 @@ def schema_version(kind: str) -> int:
 
 
 def stored_as(kind: str, plain: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The version that plain content of the newest one is written in, and its content there: the one before where that says all."""
-    added = _ADDED.get(kind)
-    within, entry_fields = _ADDED_WITHIN.get(kind, ("", {}))
-    entries = plain[within] if within else []
-    if added and _holds(plain, added) and all(_holds(entry, entry_fields) for entry in entries):
+    """The lowest version that can say plain content of the newest one, and its content there."""
+    version = _VERSIONS[kind]
+    while (added := _ADDED.get((kind, version))) is not None:
+        within, entry_fields = _ADDED_WITHIN.get((kind, version), ("", {}))
+        entries = plain[within] if within else []
+        if not _holds(plain, added) or not all(_holds(entry, entry_fields) for entry in entries):
+            break
         lists = {within: [_without(entry, entry_fields) for entry in entries]} if within else {}
-        return _VERSIONS[kind] - 1, _without({**plain, **lists}, added)
-    return _VERSIONS[kind], plain
+        version, plain = version - 1, _without({**plain, **lists}, added)
+    return version, plain
 
 
 def _holds(fields: dict[str, Any], values: dict[str, Any]) -> bool:

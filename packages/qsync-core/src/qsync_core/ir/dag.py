@@ -174,6 +174,8 @@ class PrecisionDag:
         batch_size: size of dimension 0 of the traced batch.
         base: format that an operator runs in where nothing is lowered: float32, or the job's autocast format
             (docs/design/precision-semantics.md#jobs-under-amp).
+        batch_axes: which dimension of which of the model's arguments has ``batch_size`` elements, by the argument's name; ``*0`` is
+            the first of those without a name, ``batch.0`` and ``batch.pixels`` are parts of one.
     """
 
     model: str
@@ -184,6 +186,7 @@ class PrecisionDag:
     loss_reduction: str = "mean"
     batch_size: int = attrs.field(default=1, validator=checks.batch_int)
     base: Precision = attrs.field(default=Precision.FLOAT32, validator=checks.base_precision)
+    batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int), hash=False)
 
     def __attrs_post_init__(self) -> None:
         if not self.operators:

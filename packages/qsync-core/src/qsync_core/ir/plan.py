@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.ir import checks
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.communication import PlannedCommunication
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -39,6 +40,16 @@ class Assignment:
 
 
 @attrs.frozen
+class ChainAssignment:
+    """What one chain runs as (docs/design/fused-chains.md), and why; ``backend`` and ``config`` are empty where it is not fused."""
+
+    variant: ChainVariant
+    backend: str
+    config: str
+    reason: str
+
+
+@attrs.frozen
 class GroupPlan:
     """The part of a plan that the ranks of one group carry out.
 
@@ -50,6 +61,7 @@ class GroupPlan:
         predicted_peak_bytes: predicted peak memory of one rank.
         predicted_busy_ns: forward + backward + optimizer of one rank, without waiting.
         needs_loss_scaling: some gradient passes through float16.
+        chains: by the names of :func:`qsync_core.ir.chain.chains_of`; a chain that is not named is not fused.
     """
 
     group: str
@@ -62,14 +74,16 @@ class GroupPlan:
     predicted_peak_bytes: int = attrs.field(default=0, validator=checks.non_negative_int)
     predicted_busy_ns: int = attrs.field(default=0, validator=checks.non_negative_int)
     needs_loss_scaling: bool = False
+    chains: Mapping[OpId, ChainAssignment] = attrs.field(factory=dict)
 
 
 @attrs.frozen
 class Verdict:
-    """Whether the hybrid job beats the training groups alone.
+    """Whether the hybrid job beats the best groups alone, whatever their role: all training groups, or one group by itself.
 
-    ``hybrid_ns`` and ``training_only_ns`` are iteration times; samples per second follow from the rank counts.  ``speedup`` is the
-    ratio of throughputs (samples per second), above 1 where the hybrid job is worth it; ``sentence`` says it in words.
+    ``hybrid_ns`` and ``training_only_ns`` are iteration times, the latter of the training groups alone.  ``speedup`` is the ratio
+    of throughputs (samples per second), above 1 where the hybrid job is worth it; ``sentence`` says it in words, and with which
+    groups alone it is compared.
     """
 
     hybrid_ns: int = attrs.field(validator=checks.non_negative_int)
@@ -93,7 +107,7 @@ class PrecisionPlan:
             there is none.
         groups: one per device group of the cluster.
         rank0_group: a training group, whose buffers all ranks get.  Empty where there is no training group.
-        verdict: hybrid against the training groups alone; None where there is no training group.
+        verdict: hybrid against the best groups alone; None where there is no training group, or no other one.
         baselines: iteration time in ns of other ways to run the job (``full``, ``uniform``, ``dynamic-batch``).
         local_batches: local batch size per group; they differ where the plan was free to choose them, and by dynamic-batch.
         notes: anything else a reader must know.
@@ -106,6 +120,9 @@ class PrecisionPlan:
         memory: per group what one process takes of its device, by part, in bytes; empty where batches differ from the traced one.
         communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
+        batch_axes: where the model's arguments say how large a local batch is (:attr:`~qsync_core.ir.dag.PrecisionDag.batch_axes`).
+        recommended_groups: with which of its groups the verdict says to train: all of them, or without those that are better left
+            out; empty where there is no verdict.
     """
 
     model: str
@@ -131,6 +148,8 @@ class PrecisionPlan:
     communication: PlannedCommunication | None = None
     estimated: Mapping[str, str] = attrs.field(factory=dict)
     memory: Mapping[str, Mapping[str, int]] = attrs.field(factory=dict)
+    batch_axes: Mapping[str, int] = attrs.field(factory=dict, validator=checks.each(checks.non_negative_int))
+    recommended_groups: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         names = [group.group for group in self.groups]
@@ -143,6 +162,8 @@ class PrecisionPlan:
         for what in ("local_batches", "software", "estimated", "memory"):
             if stray := sorted(set(getattr(self, what)) - set(names)):
                 raise ValueError(f"{what} has an entry for group {stray[0]!r}, but the plan's groups are {names}")
+        if stray := sorted(set(self.recommended_groups) - set(names)):
+            raise ValueError(f"group {stray[0]!r} is recommended, but the plan's groups are {names}")
         if twice := checks.first_repeated((*self.operator_ids, *self.unaddressed_ids)):
             raise ValueError(f"operator {twice} stands twice in operator_ids and unaddressed_ids")
         operators = set(self.operator_ids)
@@ -152,6 +173,8 @@ class PrecisionPlan:
                 problem = "has no assignment for" if first in operators else "assigns a variant to"
                 where = "is" if first in operators else "is not"
                 raise ValueError(f"group {group.group!r} {problem} {first}, which {where} one of the plan's operator_ids")
+            if stray := sorted(operators.intersection(group.chains)):
+                raise ValueError(f"group {group.group!r} has {stray[0]} as a chain and as an operator with a variant")
 
     def group(self, name: str) -> GroupPlan:
         """The part of one group.

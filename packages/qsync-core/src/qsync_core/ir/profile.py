@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from functools import cached_property
 
 import attrs
 
 from qsync_core.ir import checks
+from qsync_core.ir.chain import ChainForm
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
@@ -78,6 +80,24 @@ class OpCost:
         """Largest temporary allocation during its forward, and during its backward."""
         backward = self.backward_workspace_bytes
         return self.workspace_bytes, self.workspace_bytes if backward is None else backward
+
+
+@attrs.frozen
+class ChainCost:
+    """Measured cost of a fused chain in one way to run (:class:`qsync_core.ir.semantics.ChainRun`; docs/design/fused-chains.md).
+
+    Attributes:
+        chains: the names of those that it holds for.
+        form, variant: how they run.
+        cost: of the producer's kernels.  ``saved_own_bytes`` is all that it keeps but an input kept as it is: the 8-bit copy of the
+            input with its scales, a sum, statistics, bits; the copy that readers keep is theirs.  ``saves_inputs`` and
+            ``saves_output`` say nothing: :func:`qsync_core.ir.semantics.keeps_input` says whether the input is kept.
+    """
+
+    chains: tuple[OpId, ...]
+    form: ChainForm
+    variant: Variant
+    cost: OpCost
 
 
 @attrs.frozen
@@ -205,6 +225,7 @@ class Profile:
             run ahead into the next one.
         memory: what a process takes of a GPU beside its tensors; absent where it was not measured.
         estimated_from: the device whose measurements these costs were scaled from (docs/absent-gpus.md); empty where measured.
+        chains: fused chains, in every way to run that was measured; none where no kernel backend offers producers.
     """
 
     device: DeviceType
@@ -223,6 +244,7 @@ class Profile:
     synchronises: bool = False
     memory: DeviceMemory | None = None
     estimated_from: str = ""
+    chains: tuple[ChainCost, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():
@@ -234,6 +256,14 @@ class Profile:
             raise ValueError("Profile.casts has two models for one kind of cast")
         if twice := checks.first_repeated(step.variant for step in self.steps):
             raise ValueError(f"Profile.steps has two measurements of the step at {twice.label}")
+        ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
+        if way := checks.first_repeated(ways):
+            raise ValueError(f"Profile.chains has two costs of chain {way[0]} in one way to run")
+
+    @cached_property
+    def chain_index(self) -> dict[tuple[OpId, ChainForm, Variant], OpCost]:
+        """The cost of every measured chain by its name and how it runs."""
+        return {(name, entry.form, entry.variant): entry.cost for entry in self.chains for name in entry.chains}
 
     def cost(self, op_id: OpId, variant: Variant) -> OpCost:
         """The cost of an operator in a variant.

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
+from qsync_core.ir.chain import Chain, ChainForm, ChainVariant, Producer
 from qsync_core.ir.dag import OpClass, Operator
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
 from qsync_core.ir.variant import Variant
@@ -247,6 +249,86 @@ def steps_of(variant: Variant) -> OperatorSteps:
 def gradient_precisions(variant: Variant, input_gradient: bool = True) -> tuple[Precision, ...]:
     """Formats of the copies of the incoming gradient, the float one first, with or without a gradient of the activation."""
     return tuple(copy.precision for copy in steps_of(variant).gradient_copies(input_gradient))
+
+
+@attrs.frozen(cache_hash=True)
+class ChainResult:
+    """What a fused chain writes for its readers.
+
+    Attributes:
+        copy: the 8-bit copy; None where none is read.
+        float_result: the result as a float tensor, in the format that the chain's last operator delivers by itself.
+    """
+
+    copy: CastTarget | None
+    float_result: bool
+
+
+def readable_copy(producer: Producer, variant: Variant) -> CastTarget | None:
+    """The copy that an operator in a variant reads if a producer writes it; None where it reads the float tensor.
+
+    A batch norm's copy has one scale.  No producer writes the transposed copy that an 8-bit product for the weight's gradient may
+    read, or one with a zero point.
+    """
+    steps = steps_of(variant)
+    if not steps.is_quantized or variant.grad_weight.needs_scale or not variant.symmetric:
+        return None
+    if producer is Producer.BATCH_NORM and steps.x.granularity is not Granularity.PER_TENSOR:
+        return None
+    return steps.x
+
+
+def chain_result(chain: Chain, variants: Mapping[OpId, Variant]) -> ChainResult:
+    """What a fused chain writes, given the variants of its ``product_readers``.
+
+    Its one copy is that of the first reader that takes one; readers that take another, and those of the float tensor, share the
+    float result.
+    """
+    wanted = [readable_copy(chain.producer, variants[reader]) for reader in chain.product_readers]
+    copy = next((target for target in wanted if target is not None), None)
+    others = len(chain.readers) > len(chain.product_readers)
+    return ChainResult(copy, copy is None or others or any(target != copy for target in wanted))
+
+
+@attrs.frozen(cache_hash=True)
+class ChainRun:
+    """How a fused chain runs: what its kernels are asked for, and what a profile measures.
+
+    ``variant``: ``compute`` is the copy's format (a float format: none is written), ``output`` that of the result and of what is
+    kept as it is, ``saved`` that of what is kept, ``grad_input`` that of the gradients it makes; scales and rounding are the
+    copy's.
+    """
+
+    form: ChainForm
+    variant: Variant
+
+
+def keeps_input(chain: Chain, chosen: ChainVariant) -> bool:
+    """Whether a fused chain keeps its input for backward, as the tensor that it is."""
+    return chosen.saved is None and not chain.normalizes_a_sum
+
+
+def chain_run(chain: Chain, chosen: ChainVariant, result: ChainResult, precision: Precision) -> ChainRun:
+    """How a fused chain runs.
+
+    Args:
+        chain: the chain; ``chosen``: what the plan says of it.
+        result: what its readers take (:func:`chain_result`).
+        precision: the format of its last operator's output, were it not fused: the widest that arrives.  Kernels read narrower
+            inputs as they are.
+    """
+    copy = result.copy
+    rounding = copy.rounding if copy is not None else Rounding.STOCHASTIC if chosen.saved is not None else Rounding.NEAREST
+    variant = Variant(
+        compute=precision if copy is None else copy.precision,
+        output=precision,
+        saved=chosen.saved or precision,
+        grad_input=precision,
+        grad_weight=Precision.FLOAT32,
+        x_granularity=Granularity.PER_TENSOR if copy is None else copy.granularity,
+        rounding=rounding,
+    )
+    return ChainRun(chain.form(result.float_result), variant)
 
 
 def casts(

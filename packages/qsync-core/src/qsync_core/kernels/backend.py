@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from qsync_core.geometry import NEUTRAL, Geometry
+from qsync_core.ir.chain import ALONE, ChainForm
 from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback
 
@@ -30,8 +31,14 @@ class Op:
     CONV2D_OUTPUT = "conv2d.output"
     CONV2D_GRAD_INPUT = "conv2d.grad_input"
     CONV2D_GRAD_WEIGHT = "conv2d.grad_weight"
+    BATCH_NORM_OUTPUT = "batch_norm.output"
+    BATCH_NORM_GRAD_INPUT = "batch_norm.grad_input"
+    LAYER_NORM_OUTPUT = "layer_norm.output"
+    LAYER_NORM_GRAD_INPUT = "layer_norm.grad_input"
+    ACTIVATION_OUTPUT = "activation.output"
+    ACTIVATION_GRAD_INPUT = "activation.grad_input"
 
-    ALL = (
+    UNFUSED = (
         QUANTIZE,
         QUANTIZE_MANY,
         LINEAR_OUTPUT,
@@ -41,6 +48,17 @@ class Op:
         CONV2D_GRAD_INPUT,
         CONV2D_GRAD_WEIGHT,
     )
+    """Quantization, and the products of adjustable operators."""
+    PRODUCERS = (
+        BATCH_NORM_OUTPUT,
+        BATCH_NORM_GRAD_INPUT,
+        LAYER_NORM_OUTPUT,
+        LAYER_NORM_GRAD_INPUT,
+        ACTIVATION_OUTPUT,
+        ACTIVATION_GRAD_INPUT,
+    )
+    """What produces the activation of a product, fused with its quantization (docs/design/fused-chains.md)."""
+    ALL = (*UNFUSED, *PRODUCERS)
 
 
 @attrs.frozen(cache_hash=True)
@@ -57,6 +75,7 @@ class KernelRequest:
         contiguous: operands are dense and aligned (channels-last for conv2d on cuda).
         multiplied: of ``quantize``: the tensor is first multiplied by one factor per channel.
         transposed: of ``quantize``: a transposed copy is written too.
+        chain: of a producer: what is fused with it.
     """
 
     op: str
@@ -68,10 +87,13 @@ class KernelRequest:
     contiguous: bool = True
     multiplied: bool = False
     transposed: bool = False
+    chain: ChainForm = ALONE
 
     @property
     def attributes(self) -> dict[str, str]:
         """Geometry and flags as the texts that tuning records store; empty where they are neutral."""
+        if self.op in Op.PRODUCERS:
+            return self.chain.attributes
         flags = {"multiplier": "channel"} if self.multiplied else {}
         if self.transposed:
             flags["transposed"] = "true"
@@ -123,6 +145,15 @@ class KernelBackend(Protocol):
             BackendError: naming operator, shapes, formats and configuration.
         """
         ...
+
+
+def takes_offset_tensors(backend: KernelBackend) -> bool:
+    """Whether its kernels take the offset of random numbers as a tensor too: one int64 on the operands' device, read when they run.
+
+    A backend says so by an attribute ``offset_tensors`` that is True.  Others are given numbers, and a CUDA graph with their
+    stochastic rounding is refused: each replay would round alike.
+    """
+    return bool(getattr(backend, "offset_tensors", False))
 
 
 @runtime_checkable

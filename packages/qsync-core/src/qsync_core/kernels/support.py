@@ -9,12 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.kernels.backend import KernelRequest, Op
 
 QUANTIZATIONS = (Op.QUANTIZE, Op.QUANTIZE_MANY)
 LINEAR = (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT, Op.LINEAR_GRAD_WEIGHT)
 CONVOLUTIONS = (Op.CONV2D_OUTPUT, Op.CONV2D_GRAD_INPUT, Op.CONV2D_GRAD_WEIGHT)
+BATCH_NORMS = (Op.BATCH_NORM_OUTPUT, Op.BATCH_NORM_GRAD_INPUT)
+LAYER_NORMS = (Op.LAYER_NORM_OUTPUT, Op.LAYER_NORM_GRAD_INPUT)
+ACTIVATIONS = (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)
+FUSED_ACTIVATIONS = (
+    dict.fromkeys(BATCH_NORMS, (Activation.NONE, Activation.RELU))
+    | dict.fromkeys(LAYER_NORMS, (Activation.NONE,))
+    | dict.fromkeys(ACTIVATIONS, (Activation.RELU, Activation.GELU, Activation.GELU_TANH, Activation.SILU))
+)
+"""The functions that each producer ends with: behind a batch norm only one that is monotone, so that the scale is known ahead."""
 FLOATS = (Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)
 FIRST_TENSOR_CORES = {
     Precision.FLOAT16: (7, 0),
@@ -40,7 +50,7 @@ def product_format(request: KernelRequest) -> Precision:
 
 def contraction_length(request: KernelRequest) -> int:
     """Number of products that a request sums for one element of its result; 0 where there is no product or shapes are missing."""
-    if len(request.shapes) < 2 or request.op in QUANTIZATIONS:
+    if len(request.shapes) < 2 or request.op in (*QUANTIZATIONS, *Op.PRODUCERS):
         return 0
     first, second = request.shapes[:2]
     if request.op.endswith(".output"):
@@ -136,6 +146,58 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"it neither multiplies nor transposes in {request.op}; ask for each tensor by itself"
     if request.transposed and any(len(shape) != 2 for shape in request.shapes):
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
+
+
+def chain_reasons(request: KernelRequest) -> Iterator[str]:
+    """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads."""
+    if request.op not in Op.PRODUCERS:
+        return
+    producer, chain = request.op.partition(".")[0], request.chain
+    fused = FUSED_ACTIVATIONS[request.op]
+    if chain.activation not in fused:
+        yield f"{producer} is fused with the activations {', '.join(fused)}, not with {chain.activation}; run the two apart"
+    if chain.residual and request.op in ACTIVATIONS:
+        yield "an activation has no residual; add it with the normalization before, or by itself"
+    if not chain.float_result and not request.variant.compute.needs_scale:
+        yield f"without an 8-bit copy ({request.variant.compute}) and without a float result nothing is left to write"
+
+
+def producer_format_reasons(
+    request: KernelRequest, copies: Sequence[Precision], saved: Sequence[Precision] = (Precision.INT8,)
+) -> Iterator[str]:
+    """A producer is asked for a copy in none of the formats ``copies``, or to keep x in a format beyond floats and ``saved``."""
+    if request.op not in Op.PRODUCERS:
+        return
+    variant = request.variant
+    if variant.compute not in (*copies, *FLOATS):
+        yield f"it writes copies in {', '.join(copies)}, not in {variant.compute}; choose one of those as compute"
+    if variant.saved not in (*saved, *FLOATS):
+        yield f"it keeps x for backward in {', '.join((*saved, *FLOATS))}, not in {variant.saved}"
+    if variant.saved.needs_scale and request.op in ACTIVATIONS and request.chain.activation is Activation.RELU:
+        yield "the sign of ReLU's input does not survive rounding to 8 bit; save it in a float format"
+    if variant.grad_input.needs_scale:
+        yield f"a producer's gradients are in a float format, not in {variant.grad_input}; choose one as grad_input"
+
+
+def producer_scale_reasons(request: KernelRequest) -> Iterator[str]:
+    """The copy's scales do not factor out of the product that reads it."""
+    granularity = request.variant.x_granularity
+    if request.op not in Op.PRODUCERS or not request.variant.compute.needs_scale:
+        return
+    if granularity is Granularity.PER_CHANNEL:
+        yield "scales per input channel do not factor out of a product; quantize the result per tensor or per row"
+    if granularity is Granularity.PER_ROW and request.op in BATCH_NORMS:
+        yield "the result of a batch norm has one scale: rows of a convolution's patches overlap; quantize it per tensor"
+
+
+def producer_shape_reasons(request: KernelRequest) -> Iterator[str]:
+    """The shapes are not those of a producer: its x, (B, C, H, W) of a batch norm and (M, K) of the others."""
+    if request.op not in Op.PRODUCERS:
+        return
+    rank = 4 if request.op in BATCH_NORMS else 2
+    if len(request.shapes) > 1 or any(len(shape) != rank or min(shape) < 0 for shape in request.shapes):
+        said = " and ".join(str(tuple(shape)) for shape in request.shapes)
+        yield f"{request.op} takes one operand of {rank} dimensions, and the shapes are {said}"
 
 
 def shape_reasons(request: KernelRequest) -> Iterator[str]:

@@ -20,6 +20,7 @@ from qsync_core.kernels.backend import (
     KernelConfig,
     KernelRequest,
     KernelSpec,
+    takes_offset_tensors,
 )
 from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME
 from qsync_core.plugins import hooks
@@ -79,6 +80,7 @@ class CheckedBackend:
     def __init__(self, backend: KernelBackend) -> None:
         self.name = backend.name
         self.api_version = backend.api_version
+        self.offset_tensors = takes_offset_tensors(backend)
         self._backend: Any = backend
 
     def __repr__(self) -> str:
