@@ -21,7 +21,8 @@ class House:
     def __init__(self) -> None:
         self.alive: dict[object, tuple[int, set[tuple[str, int]]]] = {}
         self.awaiting: dict[tuple[str, int], list[object]] = {}
-        self.present = self.highest = 0
+        self.present = 0
+        self.levels: list[int] = []
 
     def allocate(self, name: object, nbytes: int, needed_by: set[tuple[str, int]]) -> None:
         assert name not in self.alive, f"{name} is allocated twice"
@@ -32,8 +33,8 @@ class House:
             self.awaiting.setdefault(visit, []).append(name)
 
     def finish(self, visit: tuple[str, int], workspace: int) -> None:
-        """An operator has run: note the peak, then free what nobody needs any more."""
-        self.highest = max(self.highest, self.present + workspace)
+        """An operator has run: note what is alive, then free what is needed no more."""
+        self.levels.append(self.present + workspace)
         for name in self.awaiting.pop(visit, []):
             nbytes, needed_by = self.alive[name]
             needed_by.remove(visit)
@@ -44,6 +45,12 @@ class House:
 
 def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> int:
     """The peak of one rank's step, in bytes."""
+    static, levels = levels_bytes(walker, walked, several_ranks=several_ranks)
+    return static + max(levels)
+
+
+def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> tuple[int, list[int]]:
+    """What is there during the whole step, and what is alive beside it while each operator runs, forward and backward."""
     dag, profile = walker.dag, walker.profile
     static = sum(size(parameter.shape) * ELEMENT_BYTES[parameter.dtype] for parameter in dag.parameters)
     static += profile.optimizer_state_bytes + profile.input_bytes
@@ -53,7 +60,13 @@ def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool)
     outputs, copies = _needs(walker, walked)
     for place, operator in enumerate(dag.operators):
         one = walked[place]
-        if operator.kind != "input":
+        if one.runs_at != place:
+            house.finish((FORWARD, place), 0)
+            continue
+        if one.copy is not None:
+            name = ("copy", place, one.copy[0])
+            house.allocate(name, size(operator.output_shape) * BYTES[one.copy[0].target], {(FORWARD, place), *copies.get(name, ())})
+        if operator.kind != "input" and one.has_result:
             house.allocate(("output", place), size(operator.output_shape) * BYTES[one.leaving], outputs[place])
         for cast in one.wanted:
             if cast.where == INPUT:
@@ -65,11 +78,16 @@ def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool)
         house.finish((FORWARD, place), one.cost.workspace_bytes)
     for place in reversed(range(len(walked))):
         _go_backward(walker, walked, house, place)
-    return static + house.highest
+    return static, house.levels
 
 
 def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: int) -> None:
     operator, one = walker.dag.operators[place], walked[place]
+    if one.runs_at != place:
+        for fqn in operator.parameters:
+            _parameter_gradient(walker, house, fqn)
+        house.finish((BACKWARD, place), 0)
+        return
 
     def gradient_of(tensor: int) -> None:
         producer = walker.dag.operators[tensor]
@@ -79,13 +97,12 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
 
     if not walker.is_read[place]:
         gradient_of(place)
-    for argument, source in enumerate(walker.sources[place]):
-        if argument not in operator.no_grad_inputs:
-            gradient_of(source)
+    for member in one.members or (place,):
+        for argument, source in enumerate(walker.sources[member]):
+            if argument not in walker.dag.operators[member].no_grad_inputs and source not in one.members:
+                gradient_of(source)
     for fqn in operator.parameters:
-        parameter, name = walker.parameters[fqn], ("parameter", fqn)
-        if parameter.requires_grad and name not in house.alive:
-            house.allocate(name, size(parameter.shape) * 4, {FOR_EVER})
+        _parameter_gradient(walker, house, fqn)
     workspace = one.cost.backward_workspace_bytes
     passing = one.cost.workspace_bytes if workspace is None else workspace
     if one.variant is not None:
@@ -93,6 +110,12 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
             if read != one.leaving:
                 passing += size(operator.output_shape) * BYTES[read]
     house.finish((BACKWARD, place), passing)
+
+
+def _parameter_gradient(walker: Walker, house: House, fqn: str) -> None:
+    parameter, name = walker.parameters[fqn], ("parameter", fqn)
+    if parameter.requires_grad and name not in house.alive:
+        house.allocate(name, size(parameter.shape) * 4, {FOR_EVER})
 
 
 def _copy_name(walker: Walker, place: int, cast: WantedCast) -> tuple[object, ...]:
@@ -108,8 +131,12 @@ def _needs(
     for place, one in enumerate(walked):
         if one.cost.saves_output:
             outputs[place].add((BACKWARD, place))
+        if one.keeps is not None:
+            outputs[one.keeps].add((BACKWARD, place))
         for source in walker.sources[place]:
-            outputs[source].add((FORWARD, place))
+            copy = walked[source].copy
+            if copy is None or place not in copy[1]:
+                outputs[source].add((FORWARD, one.runs_at))
         received: dict[int, tuple[object, ...]] = {}
         for cast in one.wanted:
             if cast.where == INPUT:

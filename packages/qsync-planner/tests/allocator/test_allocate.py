@@ -441,14 +441,16 @@ def test_an_unmeasured_base_precision_is_named_and_an_unmeasured_rung_is_left_ou
     assert plan.group("infer0").assignments[first].variant in LADDERS[0][1:]
 
 
-def test_a_plan_says_in_which_shape_a_model_stores_each_weight() -> None:
+def test_a_plan_says_in_which_shape_a_model_stores_each_weight_and_where_its_batch_is() -> None:
     case = random_case(3)
     adjustable = {operator.op_id for operator in case.dag.adjustable}
     turned = tuple(
         attrs.evolve(operator, attributes={WEIGHT_LAYOUT: TRANSPOSED}) if operator.op_id in adjustable else operator
         for operator in case.dag.operators
     )
-    for dag, order in ((case.dag, 1), (attrs.evolve(case.dag, operators=turned), -1)):
+    turned_dag = attrs.evolve(case.dag, operators=turned, batch_axes={"x": 1})
+    for dag, order in ((attrs.evolve(case.dag, batch_axes={"x": 0}), 1), (turned_dag, -1)):
         profiles = {group: attrs.evolve(profile, dag_digest=digest(dag)) for group, profile in case.profiles.items()}
         plan = allocate(dag, case.cluster, profiles, attrs.evolve(case.sensitivity, dag_digest=digest(dag)))
+        assert plan.batch_axes == dag.batch_axes == {"x": order == -1}
         assert plan.weight_shapes == {operator.op_id.fqn: operator.weight_shape[::order] for operator in case.dag.adjustable}

@@ -1,4 +1,4 @@
-"""The verdict: hybrid against the training groups alone, from first principles."""
+"""The verdict: hybrid against the best groups alone, from first principles."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import random
 
 import attrs
 import pytest
-from planning_cases import Case, random_case, random_costs
+from planning_cases import Case, leanest, random_case, random_costs
 
 from qsync_core.ir.cluster import Link
 from qsync_core.ir.plan import Verdict
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.communication import ways_to_communicate
+from qsync_planner.allocator.verdict import WORTH_IT
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 
@@ -32,6 +33,12 @@ def slowed(profile: Profile, factor: int) -> Profile:
 def with_slow(case: Case, factors: dict[str, int]) -> Case:
     profiles = {name: slowed(profile, factors.get(name, 1)) for name, profile in case.profiles.items()}
     return attrs.evolve(case, profiles=profiles)
+
+
+def alone_ns(case: Case, name: str) -> int:
+    """The period of one group by itself, in full precision whatever its role is."""
+    cluster = attrs.evolve(case.cluster, groups=(case.cluster.group(name),), links=())
+    return Replayer(case.dag, cluster, {name: case.profiles[name]}).replay({}).iteration_ns
 
 
 def verdict_of(case: Case) -> Verdict:
@@ -58,13 +65,15 @@ def test_throughputs_are_samples_over_periods(seed: int) -> None:
     case = random_case(seed)
     plan = allocate(*case.arguments)
     assert plan.verdict is not None
-    train = case.cluster.group("train0")
-    alone = attrs.evolve(case.cluster, groups=(train,), links=())
-    period = Replayer(case.dag, alone, {"train0": case.profiles["train0"]}).replay({}).iteration_ns
+    periods = {name: alone_ns(case, name) for name in ("train0", "infer0")}
+    rates = {name: case.cluster.group(name).count / period for name, period in periods.items()}
+    best = max(rates, key=lambda name: rates[name])
     ranks = sum(group.count for group in case.cluster.groups)
-    assert plan.verdict.training_only_ns == period
+    assert plan.verdict.training_only_ns == periods["train0"]
     assert plan.verdict.hybrid_ns == plan.predicted_iteration_ns
-    assert plan.verdict.speedup == pytest.approx((ranks / plan.predicted_iteration_ns) / (train.count / period))
+    assert plan.verdict.speedup == pytest.approx((ranks / plan.predicted_iteration_ns) / rates[best])
+    assert plan.verdict.sentence.endswith(f"with {best} alone")
+    assert plan.recommended_groups == (("train0", "infer0") if plan.verdict.speedup >= WORTH_IT else (best,))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -91,28 +100,53 @@ def test_a_group_that_slows_the_job_down_is_left_out() -> None:
 
 
 def test_a_group_that_helps_is_used() -> None:
-    verdict = verdict_of(with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50}))
+    verdict = verdict_of(with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 3}))
     assert verdict.speedup > 1
     assert verdict.sentence.startswith("use infer0: ")
     assert f"{100 * (verdict.speedup - 1):.1f}% more throughput" in verdict.sentence
+
+
+def test_a_training_group_that_slows_the_job_down_is_left_out() -> None:
+    case = with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50})
+    plan = allocate(*case.arguments)
+    assert plan.verdict is not None
+    assert plan.verdict.sentence.startswith("leave train0 out: ")
+    assert plan.recommended_groups == ("infer0",)
+    ranks = sum(group.count for group in case.cluster.groups)
+    alone = case.cluster.group("infer0").count / alone_ns(case, "infer0")
+    assert plan.verdict.speedup == pytest.approx(ranks / plan.predicted_iteration_ns / alone)
+
+
+def test_a_group_without_the_memory_for_full_precision_is_alone_as_planned() -> None:
+    case = with_slow(random_case(1, kind=DeviceKind.CPU), {"train0": 50})
+    case = case.with_memory(leanest(case))
+    plan = allocate(*case.arguments)
+    assert plan.verdict is not None
+    variants = {op_id: entry.variant for op_id, entry in plan.group("infer0").assignments.items()}
+    cluster = attrs.evolve(case.cluster, groups=(case.cluster.group("infer0"),), links=())
+    period = Replayer(case.dag, cluster, {"infer0": case.profiles["infer0"]}).replay({"infer0": variants}).iteration_ns
+    assert period != alone_ns(case, "infer0")
+    ranks = sum(group.count for group in case.cluster.groups)
+    assert plan.verdict.speedup == pytest.approx(ranks / plan.predicted_iteration_ns * period / case.cluster.group("infer0").count)
 
 
 @pytest.mark.parametrize("groups", [2, 5])
 def test_only_the_group_that_hurts_is_left_out(groups: int) -> None:
     case = random_case(2, kind=DeviceKind.CPU, infer_groups=groups)
     case = with_slow(case, {"train0": 20, "infer0": 10, "infer1": 500, "infer2": 10, "infer3": 10, "infer4": 10})
-    sentence = verdict_of(case).sentence
-    assert sentence.startswith("leave infer1 out: without it ")
-    assert "with the training groups alone" in sentence
+    plan = allocate(*case.arguments)
+    assert plan.verdict is not None
+    assert plan.verdict.sentence.startswith("leave infer1 out: without it ")
+    assert plan.recommended_groups == tuple(group.name for group in case.cluster.groups if group.name != "infer1")
 
 
-def test_there_is_none_without_a_training_or_an_inference_group() -> None:
+def test_there_is_none_without_a_training_group_or_another_one() -> None:
     assert allocate(*random_case(0, train=0).arguments).verdict is None
     case = random_case(0)
     train = case.cluster.group("train0")
     cluster = attrs.evolve(case.cluster, groups=(train,), links=())
     plan = allocate(case.dag, cluster, {"train0": case.profiles["train0"]}, case.sensitivity)
-    assert plan.verdict is None
+    assert (plan.verdict, plan.recommended_groups) == (None, ())
     assert plan.objective == 0
 
 

@@ -18,8 +18,8 @@ from report_cases import job_of, measured_like, stored_run
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import OpCost
 from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_planner.reporting import page as pages
@@ -57,15 +57,27 @@ def test_ways_to_run_are_those_that_the_plan_was_compared_with(seed: int) -> Non
     job = job_of(random_case(seed, infer_groups=1 + seed % 2))
     alone, full, uniform, planned = ways_to_run(job)
     assert job.plan.verdict is not None
-    assert alone.iteration_ns == job.plan.verdict.training_only_ns
     assert (full.iteration_ns, uniform.iteration_ns) == (job.plan.baselines["full"], job.plan.baselines["uniform"])
     assert planned.iteration_ns == job.plan.predicted_iteration_ns
     assert planned.samples_per_second / alone.samples_per_second == pytest.approx(job.plan.verdict.speedup)
-    assert set(alone.parts) == {group.name for group in job.cluster.groups if group.role is Role.TRAIN}
+    assert job.plan.verdict.sentence.split(" with ")[-1] == alone.title == f"{' and '.join(alone.parts)} alone"
+    assert f"{job.plan.verdict.speedup:.2f} × {alone.title}" in texts(report_page(job, None, None))
     for way in (alone, full, uniform, planned):
         for name, parts in way.parts.items():
             assert parts.total == way.iteration_ns
             assert 0 <= way.waiting_ns[name] <= parts.communication
+
+
+def test_where_the_training_group_is_the_slow_one_the_page_compares_with_the_other() -> None:
+    case = random_case(1)
+    slow = attrs.evolve(case.profiles["train0"], costs=tuple(slower(cost, 50) for cost in case.profiles["train0"].costs))
+    alone, *_ = ways_to_run(job_of(attrs.evolve(case, profiles={**case.profiles, "train0": slow})))
+    assert alone.title == "infer0 alone"
+
+
+def slower(cost: OpCost, factor: int) -> OpCost:
+    times = {name: getattr(cost, name) * factor for name in ("forward_compute_ns", "backward_compute_ns")}
+    return attrs.evolve(cost, **times)
 
 
 def test_full_precision_that_does_not_fit_is_shown_all_the_same() -> None:
@@ -217,11 +229,11 @@ def test_the_command_says_where_it_wrote(run: RunFolder) -> None:
     assert json.loads(result.stdout) == {"output": str(run.report), "perfetto": str(run.trace)}
 
 
-@pytest.mark.parametrize(("train", "infer", "ways"), [(0, 1, 3), (1, 0, 1), (2, 0, 1), (2, 3, 4)])
+@pytest.mark.parametrize(("train", "infer", "ways"), [(0, 1, 3), (1, 0, 1), (2, 0, 2), (2, 3, 4)])
 def test_jobs_of_any_groups_have_a_page(train: int, infer: int, ways: int) -> None:
     job = job_of(random_case(2, train=train, infer_groups=infer))
     page = report_page(job, predicted_timeline(job), None)
-    assert page.verdict.startswith("A step is predicted to take") == (not (train and infer))
+    assert page.verdict.startswith("A step is predicted to take") == (not train or train + infer < 2)
     assert len(ways_to_run(job)) == ways
     assert render(page).startswith("<!doctype html>")
 

@@ -11,11 +11,9 @@ from qsync_core.errors import InfeasibleError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts, CommunicationSettings
 from qsync_core.ir.dag import OpClass, PrecisionDag
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.baselines import (
     MAX_TOLERANCE,
     UniformStart,
@@ -40,6 +38,8 @@ from qsync_planner.allocator.solution import Solution, group_plan, memory_notes,
 from qsync_planner.allocator.verdict import error_notes, judge
 from qsync_planner.estimating.marks import estimate_notes, estimated_groups
 from qsync_planner.matching import check_profiles, check_ranks, check_sensitivity, one_of_each, under_base
+from qsync_planner.replayer.chains import Variants
+from qsync_planner.replayer.replay import group_variants
 
 SOLVERS = ("auto", "exact", "greedy", "greedy-paper", "uniform", "full", "dynamic-batch")
 """The first four plan; the others are the baselines they are compared with."""
@@ -52,6 +52,9 @@ BATCHES = ("equal", "free")
 
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
+
+CHAIN_SOLVERS = ("auto", "greedy")
+"""Solvers that choose which chains are fused, for plans of least Σ Ω with equal local batches; all others fuse none."""
 
 
 def allocate(
@@ -113,7 +116,8 @@ def allocate(
         raise PlanError(NEEDS_COSTS)
     described = cluster
     cluster, cut_notes = under_base(cluster, dag)
-    problem = build_problem(dag, cluster, profiles, sensitivity)
+    with_chains = solver in CHAIN_SOLVERS and objective == "omega" and batch == "equal"
+    problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=with_chains)
     ways = Ways(dag, cluster, profiles, communication, settings or {})
     if communication is not None:
         check_ranks(communication, cluster)
@@ -184,7 +188,7 @@ def allocate(
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described)
 
 
-def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Mapping[OpId, Variant]]) -> Solution:
+def _under_the_best(solution: Solution, ways: Ways, variants: Mapping[str, Variants]) -> Solution:
     """A solution, predicted under the first way to communicate, under the one that is the fastest for it."""
     if len(ways.settings) == 1:
         way = ways.settings[0]
@@ -342,11 +346,12 @@ def _plan(
     dag, cluster = problem.dag, problem.cluster
     assert solution.way is not None
     groups = tuple(group_plan(problem, group, solution) for group in cluster.groups)
-    variants = {g.group: {op_id: a.variant for op_id, a in g.assignments.items()} for g in groups}
+    variants = {group.group: group_variants(group) for group in groups}
     period = solution.prediction.iteration_ns
     local_batches = dict(solution.local_batches) or {group.name: dag.batch_size for group in cluster.groups}
     training = [group.name for group in cluster.groups if group.role is Role.TRAIN]
     notes = (*notes, *error_notes(sensitivity, groups))
+    judged = judge(ways, solution.way, variants, period, local_batches)
     scaling = any(group.needs_loss_scaling for group in groups)
     if scaling:
         notes = (*notes, "float16 gradients: every rank needs the same loss scaling in step (qsync_torch.InStepGradScaler)")
@@ -372,7 +377,7 @@ def _plan(
         bound=solution.bound,
         groups=groups,
         rank0_group=(training or [cluster.groups[0].name])[0],
-        verdict=judge(ways, solution.way, variants, period, local_batches),
+        verdict=judged.verdict if judged else None,
         baselines=baselines,
         local_batches=local_batches,
         notes=notes,
@@ -387,4 +392,6 @@ def _plan(
         estimated=estimated,
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},
         communication=ways.planned(solution.way, solution.periods_ns),
+        batch_axes=dag.batch_axes,
+        recommended_groups=judged.recommended if judged else (),
     )

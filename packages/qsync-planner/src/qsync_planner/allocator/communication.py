@@ -25,7 +25,8 @@ from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.profile import Profile
 from qsync_core.units import format_ns
 from qsync_planner.matching import check_communication
-from qsync_planner.replayer.replay import Replayer, Variants
+from qsync_planner.replayer.chains import Variants
+from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 
 NEEDS_COSTS = "communication settings need measured costs: run 'qsync communicate' on all ranks, and pass them with --communication"

@@ -22,9 +22,10 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.communication import Ways, fastest
 from qsync_planner.allocator.problem import Problem, build_problem
 from qsync_planner.allocator.solution import Solution
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.memory import MemoryEstimate
 from qsync_planner.replayer.prediction import Prediction
-from qsync_planner.replayer.replay import Replayer, Variants
+from qsync_planner.replayer.replay import Replayer
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ import attrs
 
 from qsync_planner.allocator.baselines import UniformStart
 from qsync_planner.allocator.blocks import Block, classes, find_blocks
-from qsync_planner.allocator.problem import SearchState, Unit
+from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import (
     History,
     Step,
@@ -61,6 +61,12 @@ def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_
     starts = {"fastest": state.all_rungs(), "uniform": {name: entry.rungs for name, entry in uniform.items()}}
     if starts["fastest"] == starts["uniform"] or state.prediction.iteration_ns > limit_ns or not Solution.of(state).fits(problem):
         del starts["fastest"]
+    for start, rungs in [*starts.items()]:
+        if (saved := _with_inputs_in_8_bit(problem, rungs)) != rungs:
+            for name in saved:
+                state.move_to(name, saved[name])
+            if state.prediction.iteration_ns <= limit_ns and Solution.of(state).fits(problem):
+                starts[f"{start} (chains' inputs in 8 bit)"] = saved
     candidates = []
     for start, rungs in starts.items():
         for order, recover_in in (("gain", recover), ("density", recover_by_density)):
@@ -73,6 +79,14 @@ def solve_greedy(state: SearchState, uniform: Mapping[str, UniformStart], limit_
         state.move_to(name, found)
     raise_pairs(state, limit_ns, best.history)
     return _with_reasons(state, limit_ns, attrs.evolve(best, solution=Solution.of(state)))
+
+
+def _with_inputs_in_8_bit(problem: Problem, rungs: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same with every chain in its lowest rung: the memory that it leaves may be worth more elsewhere."""
+    return {
+        group.name: tuple(0 if unit.is_chain else rung for unit, rung in zip(group.units, rungs[group.name], strict=True))
+        for group in problem.groups
+    }
 
 
 def _with_reasons(state: SearchState, limit_ns: int, candidate: _Candidate) -> Solution:

@@ -194,7 +194,7 @@ class _Subgraph:
         self._model = model
         self._units = [group.units[index] for index in block.units]
         unit_of = {dag.index[op_id]: i for i, unit in enumerate(self._units) for op_id in unit.operators}
-        self._numbers = [[model.intern(variant) for variant in unit.rungs] for unit in self._units]
+        self._numbers = [[model.intern(variant) for variant in unit.variants] for unit in self._units]
         self._outside = outside
         # Per operator: its position, its unit (-1: it has none), and the positions of its producers.
         self._rows = [

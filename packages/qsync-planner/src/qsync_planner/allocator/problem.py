@@ -10,12 +10,13 @@ rejected without a trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import UNFUSED, ChainVariant
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -24,6 +25,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import as_profiled
+from qsync_planner.replayer.chains import Chains, Chosen
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
@@ -31,24 +33,35 @@ from qsync_planner.replayer.replay import Replayer
 
 @attrs.frozen
 class Unit:
-    """Operators that share one variant (calls of one module), and what the plan may pick for them on one device group.
+    """Operators that share one variant (calls of one module), and what the plan may pick for them on one device group; or a chain.
 
     Attributes:
-        name: the ``variant_group`` they have in common.
-        operators: their names, in order of execution.
-        rungs: variants of the group's ladder that were measured for all of them, lowest first.
+        name: the ``variant_group`` they have in common; of a chain its name.
+        operators: their names, in order of execution; of a chain its name.
+        rungs: variants of the group's ladder that were measured for all of them, lowest first; of a chain what was measured of it,
+            not fused last.
         omega: Σ Ω over the operators, one entry per rung, on one device.
     """
 
     name: str
     operators: tuple[OpId, ...]
-    rungs: tuple[Variant, ...]
+    rungs: tuple[Chosen, ...]
     omega: tuple[float, ...]
 
     @property
     def top(self) -> int:
         """Index of the highest rung, the base precision."""
         return len(self.rungs) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is a chain, which may be fused, and not operators with a variant."""
+        return self.rungs[self.top] == UNFUSED
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Its rungs; none of a chain."""
+        return tuple(rung for rung in self.rungs if isinstance(rung, Variant))
 
 
 @attrs.frozen
@@ -72,11 +85,11 @@ class GroupProblem:
         return sum(unit.omega[rung] for unit, rung in zip(self.units, rungs, strict=True))
 
     def uniform(self, ladder_index: int) -> tuple[int, ...]:
-        """Every unit at one rung of the ladder; where it was not measured, at the next higher one that was."""
-        wanted = self.group.ladder[ladder_index:]
+        """Every unit at one rung of the ladder; where it was not measured, at the next higher one that was.  Nothing is fused."""
+        wanted = (*self.group.ladder[ladder_index:], UNFUSED)
         return tuple(next(unit.rungs.index(variant) for variant in wanted if variant in unit.rungs) for unit in self.units)
 
-    def variants(self, rungs: Sequence[int]) -> dict[OpId, Variant]:
+    def variants(self, rungs: Sequence[int]) -> dict[OpId, Chosen]:
         """The assignment as the replayer takes it."""
         return {op_id: unit.rungs[rung] for unit, rung in zip(self.units, rungs, strict=True) for op_id in unit.operators}
 
@@ -110,16 +123,24 @@ class Problem:
         """Σ Ω over all inference devices: a group of n ranks counts n times (paper, eq. 1)."""
         return sum(group.group.count * group.omega(rungs[group.name]) for group in self.groups)
 
-    def variants(self, rungs: Mapping[str, Sequence[int]]) -> dict[str, dict[OpId, Variant]]:
+    def variants(self, rungs: Mapping[str, Sequence[int]]) -> dict[str, dict[OpId, Chosen]]:
         """The plan as the replayer takes it, by inference group."""
         return {group.name: group.variants(rungs[group.name]) for group in self.groups}
 
 
-def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Profile], sensitivity: Sensitivity | None) -> Problem:
+def build_problem(
+    dag: PrecisionDag,
+    cluster: Cluster,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity | None,
+    *,
+    with_chains: bool = False,
+) -> Problem:
     """Collect the decisions.
 
     Args:
         sensitivity: Ω; None where no solver needs it (all Ω are then 0).
+        with_chains: whether chains that were measured are decisions too; else none is fused.
 
     Raises:
         PlanError: when an operator's base precision or a whole rung was not measured, or an Ω is missing.
@@ -134,7 +155,7 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
         ),
     )
     groups = tuple(
-        GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity))
+        GroupProblem(group, _units(dag, group, profiles[group.name], sensitivity, with_chains))
         for group in cluster.groups
         if group.role is Role.INFER
     )
@@ -144,7 +165,9 @@ def build_problem(dag: PrecisionDag, cluster: Cluster, profiles: Mapping[str, Pr
     return Problem(dag, cluster, profiles, groups, budgets)
 
 
-def _units(dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity: Sensitivity | None) -> tuple[Unit, ...]:
+def _units(
+    dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity: Sensitivity | None, with_chains: bool
+) -> tuple[Unit, ...]:
     members: dict[str, list[OpId]] = {}
     for operator in dag.adjustable:
         members.setdefault(operator.variant_group or operator.op_id.fqn, []).append(operator.op_id)
@@ -155,7 +178,30 @@ def _units(dag: PrecisionDag, group: DeviceGroup, profile: Profile, sensitivity:
         omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
         units.append(Unit(name, tuple(op_ids), rungs, omega))
     _check_rungs_measured(group, profile, units)
+    if with_chains and profile.chains:
+        units += _chains(dag, profile, sensitivity, {op_id: unit.variants for unit in units for op_id in unit.operators})
     return tuple(units)
+
+
+def _chains(
+    dag: PrecisionDag, profile: Profile, sensitivity: Sensitivity | None, rungs: Mapping[OpId, Sequence[Variant]]
+) -> Iterator[Unit]:
+    """Chains that were measured whatever their neighbours run in; an 8-bit input only where its Ω is known."""
+    chains = Chains.of(dag)
+    for number, chain in enumerate(chains.all):
+        omega: dict[ChainVariant, float] = {}
+        for chosen in chains.measured(number, profile, rungs):
+            rated = 0.0 if chosen.saved is None else _omega_of_saved(sensitivity, chain.name, chosen)
+            if rated is not None:
+                omega[chosen] = rated
+        if omega:
+            name = chain.name.fqn if chain.name.call == 0 else str(chain.name)
+            ranked = sorted(omega.items(), key=lambda entry: -entry[1])
+            yield Unit(name, (chain.name,), (*(way for way, _ in ranked), UNFUSED), (*(rated for _, rated in ranked), 0.0))
+
+
+def _omega_of_saved(sensitivity: Sensitivity | None, name: OpId, chosen: ChainVariant) -> float | None:
+    return None if sensitivity is None else sensitivity.omega.get(name, {}).get(chosen.rated_as)
 
 
 def _check_rungs_measured(group: DeviceGroup, profile: Profile, units: Sequence[Unit]) -> None:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment, GroupPlan, Role
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
@@ -73,6 +75,8 @@ class Solution:
 def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> GroupPlan:
     """What the ranks of a group carry out."""
     profile = problem.profiles[group.name]
+    chosen: dict[OpId, tuple[Variant, str]] = {}
+    chains: dict[OpId, ChainAssignment] = {}
     if group.role is Role.TRAIN:
         base = Variant.plain(group.base)
         reason = f"{base.label}: a training group keeps its base precision"
@@ -80,7 +84,12 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
     else:
         units = problem.by_name[group.name].units
         rows = zip(units, solution.rungs[group.name], solution.reasons[group.name], strict=True)
-        chosen = {op_id: (unit.rungs[rung], reason) for unit, rung, reason in rows for op_id in unit.operators}
+        for unit, rung, reason in rows:
+            picked = unit.rungs[rung]
+            if isinstance(picked, ChainVariant):
+                chains[unit.operators[0]] = ChainAssignment(picked, _producer(profile, unit.operators[0], picked), "", reason)
+            else:
+                chosen |= dict.fromkeys(unit.operators, (picked, reason))
     assignments = {}
     for op_id in (operator.op_id for operator in problem.dag.adjustable):
         variant, reason = chosen[op_id]
@@ -98,10 +107,17 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
         predicted_peak_bytes=prediction.peak_bytes,
         predicted_busy_ns=prediction.busy_ns,
         needs_loss_scaling=any(_needs_loss_scaling(assignment.variant) for assignment in assignments.values()),
+        chains=chains,
     )
 
 
-def memory_parts(replayer: Replayer, variants: Mapping[str, Mapping[OpId, Variant]]) -> dict[str, Mapping[str, int]]:
+def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:
+    """Whose producer was measured for a chain; empty where it is not fused."""
+    rows = (entry.cost.backend for entry in profile.chains if name in entry.chains)
+    return next(rows, "") if chosen.fused else ""
+
+
+def memory_parts(replayer: Replayer, variants: Mapping[str, Variants]) -> dict[str, Mapping[str, int]]:
     """Per group what one of its processes takes of its device under a plan, by part."""
     return {name: replayer.memory(name, chosen).process_parts for name, chosen in variants.items()}
 

@@ -1,4 +1,4 @@
-"""The verdict on a whole plan: does the hybrid job beat the training groups alone, and what does the plan do to the gradients?
+"""The verdict on a whole plan: does the hybrid job beat the best groups alone, and what does the plan do to the gradients?
 
 See docs/design/allocator.md#the-verdict.
 
@@ -10,112 +10,176 @@ masks, their parts would add in squares too; if no two reached the same one, the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
+from qsync_core.ir.cluster import Cluster, Link
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import GroupPlan, Role, Verdict
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_core.units import format_ns
 from qsync_planner.allocator.communication import Ways
+from qsync_planner.allocator.communication import fastest as fastest_way
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.replayer.step_timing import Condensed
 
-MAX_SUBSET_GROUPS = 4
-"""Inference groups up to which every subset is replayed, under every way to communicate; beyond, only leaving out one or all."""
+MAX_SUBSET_GROUPS = 5
+"""Groups up to which every subset is replayed, under every way to communicate; beyond, only single groups and leaving out one."""
 WORTH_IT = 1.005
 """A gain below half a percent is within what a prediction can tell apart; it is called no gain."""
 FLIP_EXPONENT = 1.5
 """Between 1, no shared masks, and 2, all masks shared; checked on whole plans (docs/decisions/omega-of-whole-plans.md)."""
 
 
-@attrs.frozen
-class _Job:
-    """A choice of groups: their names, its period, and its samples per second."""
+@attrs.frozen(eq=False)
+class JobOfGroups:
+    """A job of some of the groups, with the same batch on every rank.
 
-    inference: tuple[str, ...]
+    Attributes:
+        groups: their names, in the cluster's order.
+        way: the fastest one to communicate; iteration_ns: the period under it.
+        samples_per_second: of the job.
+        variants: what its groups run, by name.
+    """
+
+    groups: tuple[str, ...]
+    way: CommunicationSettings
     iteration_ns: int
     samples_per_second: float
+    variants: Mapping[str, Variants] = {}
+
+
+@attrs.frozen
+class Judged:
+    """A verdict, and the groups that it says to train with."""
+
+    verdict: Verdict
+    recommended: tuple[str, ...]
 
 
 def judge(
     ways: Ways,
     chosen: CommunicationSettings,
-    variants: Mapping[str, Mapping[OpId, Variant]],
+    variants: Mapping[str, Variants],
     hybrid_ns: int,
     local_batches: Mapping[str, int],
-) -> Verdict | None:
-    """Compare the hybrid job with the training groups alone, at the same batch per rank, each under its best way to communicate.
+) -> Judged | None:
+    """Compare the whole job with jobs of some of its groups, at the same batch per rank, each under its best way to communicate.
 
     Args:
         ways: in which the jobs may communicate.
-        chosen: the one of the hybrid job.
+        chosen: the one of the whole job.
         variants: the plan, by group.
         hybrid_ns: the plan's predicted period.
         local_batches: by group, where they differ from the traced batch size.
 
     Returns:
-        None where there is no training group to compare with, or nothing but training groups.
+        None where there is no training group, or no other one.
     """
-    whole = ways.at(ways.settings[0])
-    dag, cluster = whole.dag, whole.cluster
-    training = [group for group in cluster.groups if group.role is Role.TRAIN]
-    inference = [group for group in cluster.groups if group.role is Role.INFER]
-    if not training or not inference:
+    jobs = Jobs(ways, variants)
+    if not jobs.training or len(jobs.names) < 2:
         return None
-    everyone = tuple(group.name for group in inference)
-    hybrid_samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
-    hybrid = _Job(everyone, hybrid_ns, _rate(hybrid_samples, hybrid_ns))
-    work = ways.condensed(variants)
-    few = len(everyone) <= MAX_SUBSET_GROUPS
-    others = [
-        _replay(ways, ways.settings if few or not subset else [chosen], work, training, subset) for subset in _subsets(everyone)
-    ]
-    alone = others[0]
+    dag, cluster, profiles = jobs.whole.dag, jobs.whole.cluster, jobs.whole.profiles
+    samples = sum(group.count * local_batches.get(group.name, dag.batch_size) for group in cluster.groups)
+    hybrid = JobOfGroups(jobs.names, chosen, hybrid_ns, _rate(samples, hybrid_ns))
+    alone = jobs.best_alone()
+    if len(jobs.names) <= MAX_SUBSET_GROUPS:
+        sizes = range(1, len(jobs.names))
+        others = [jobs.of(subset) for size in sizes for subset in itertools.combinations(jobs.names, size)]
+    else:
+        others = [alone, *(jobs.of(tuple(name for name in jobs.names if name != left_out), [chosen]) for left_out in jobs.names)]
     speedup = hybrid.samples_per_second / alone.samples_per_second if alone.samples_per_second else 1.0
-    estimated = "estimated: " if any(profile.estimated_from for profile in whole.profiles.values()) else ""
-    return Verdict(hybrid.iteration_ns, alone.iteration_ns, speedup, estimated + _sentence(hybrid, alone, others, speedup))
+    sentence, recommended = _sentence(hybrid, alone, others, jobs.training, speedup)
+    estimated = "estimated: " if any(profile.estimated_from for profile in profiles.values()) else ""
+    training_only_ns = jobs.of(jobs.training).iteration_ns
+    return Judged(Verdict(hybrid.iteration_ns, training_only_ns, speedup, estimated + sentence), recommended)
 
 
 def _rate(samples: int, period_ns: int) -> float:
     return samples * 1e9 / period_ns if period_ns else 0.0
 
 
-def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Choices of inference groups other than all of them, none first."""
-    if len(names) <= MAX_SUBSET_GROUPS:
-        return [subset for size in range(len(names)) for subset in itertools.combinations(names, size)]
-    return [(), *(tuple(name for name in names if name != left_out) for left_out in names)]
+@attrs.frozen(eq=False, slots=False)
+class Jobs:
+    """Jobs of some of a plan's groups.
 
-
-def _replay(
-    ways: Ways,
-    considered: Sequence[CommunicationSettings],
-    work: Mapping[str, Condensed],
-    training: Sequence[DeviceGroup],
-    inference: tuple[str, ...],
-) -> _Job:
-    """The job of the training groups and some inference groups, under the same plan and with the traced batch on every rank.
-
-    Its period is that under the best of the ways to communicate that are considered.
+    Attributes:
+        ways: in which they may communicate; variants: the plan, by group.
     """
-    whole = ways.at(ways.settings[0])
-    dag, cluster, profiles = whole.dag, whole.cluster, whole.profiles
-    kept = {group.name for group in training} | set(inference)
-    groups = tuple(group for group in cluster.groups if group.name in kept)
-    smaller = attrs.evolve(cluster, groups=groups, links=links_among(cluster, profiles, kept))
-    kept_profiles = {group.name: profiles[group.name] for group in groups}
-    period = min(
-        Replayer(dag, smaller, kept_profiles, communication=ways.costs, settings=way, like=ways.at(way)).period_ns(work)
-        for way in considered
-    )
-    return _Job(inference, period, _rate(dag.batch_size * sum(group.count for group in groups), period))
+
+    ways: Ways
+    variants: Mapping[str, Variants]
+    _known: dict[tuple[str, ...], JobOfGroups] = attrs.field(factory=dict)
+
+    @property
+    def whole(self) -> Replayer:
+        """Of all groups."""
+        return self.ways.at(self.ways.settings[0])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all groups."""
+        return tuple(group.name for group in self.whole.cluster.groups)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """Of the training groups."""
+        return tuple(group.name for group in self.whole.cluster.groups if group.role is Role.TRAIN)
+
+    def best_alone(self) -> JobOfGroups:
+        """What the whole is compared with: of its training groups together and each group by itself the job with most samples/s."""
+        candidates = [subset for subset in (self.training, *((name,) for name in self.names)) if subset and subset != self.names]
+        return max(map(self.of, candidates), key=lambda job: job.samples_per_second)  # of equal ones the first
+
+    def of(self, names: tuple[str, ...], considered: Sequence[CommunicationSettings] = ()) -> JobOfGroups:
+        """The job of some groups under the plan, and under the best of the ways that are considered, all by default.
+
+        Where no training group is among them, the one that is the fastest in its base precision has no faster one to keep up with,
+        and runs in it if it has the memory.
+        """
+        if names in self._known:
+            return self._known[names]
+        run = {name: self.variants.get(name) or self.whole.base_variants(name) for name in names}
+        work = {name: self._work[name] for name in names}
+        if not set(names).intersection(self.training):
+            fastest = min(names, key=lambda name: self.whole.alone(name, self.whole.base_variants(name)).period_ns)
+            base, budget = self.whole.base_variants(fastest), self.whole.cluster.group(fastest).memory_bytes
+            if not budget or self.whole.memory(fastest, base).process_bytes <= budget:
+                run[fastest], work[fastest] = base, self._base_work[fastest]
+        periods = {way: self._replayer(names, way).period_ns(work) for way in considered or self.ways.settings}
+        way = fastest_way(periods)
+        samples = self.whole.dag.batch_size * sum(self.whole.cluster.group(name).count for name in names)
+        found = JobOfGroups(names, way, periods[way], _rate(samples, periods[way]), run)
+        if not considered:
+            self._known[names] = found
+        return found
+
+    def timeline(self, job: JobOfGroups) -> Timeline:
+        """A step of one of them."""
+        return self._replayer(job.groups, job.way).timeline(job.variants)
+
+    @functools.cached_property
+    def _work(self) -> dict[str, Condensed]:
+        return self.ways.condensed(self.variants)
+
+    @functools.cached_property
+    def _base_work(self) -> dict[str, Condensed]:
+        return self.ways.condensed({})
+
+    def _replayer(self, names: tuple[str, ...], way: CommunicationSettings) -> Replayer:
+        cluster, profiles = self.whole.cluster, self.whole.profiles
+        groups = tuple(group for group in cluster.groups if group.name in names)
+        smaller = attrs.evolve(cluster, groups=groups, links=links_among(cluster, profiles, set(names)))
+        kept = {name: profiles[name] for name in names}
+        return Replayer(self.whole.dag, smaller, kept, communication=self.ways.costs, settings=way, like=self.ways.at(way))
 
 
 def links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str]) -> tuple[Link, ...]:
@@ -131,23 +195,28 @@ def links_among(cluster: Cluster, profiles: Mapping[str, Profile], kept: set[str
     return tuple({name: attrs.evolve(link, between=(name, name)) for link, name in touching}.values())
 
 
-def _sentence(hybrid: _Job, alone: _Job, others: Sequence[_Job], speedup: float) -> str:
+def _sentence(
+    hybrid: JobOfGroups, alone: JobOfGroups, others: Sequence[JobOfGroups], training: tuple[str, ...], speedup: float
+) -> tuple[str, tuple[str, ...]]:
+    """In words, and the groups to train with."""
     rates = (
         f"{hybrid.samples_per_second:,.1f} samples/s ({format_ns(hybrid.iteration_ns)} a step) against "
-        f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with the training groups alone"
+        f"{alone.samples_per_second:,.1f} ({format_ns(alone.iteration_ns)}) with {' and '.join(alone.groups)} alone"
     )
-    best = max(others, key=lambda job: (job.samples_per_second, len(job.inference)))
-    who = " and ".join(hybrid.inference)
-    if best.samples_per_second > hybrid.samples_per_second and best.inference:
-        left_out = " and ".join(name for name in hybrid.inference if name not in best.inference)
+    best = max(others, key=lambda job: (job.samples_per_second, len(job.groups)))
+    if best.samples_per_second > hybrid.samples_per_second and best.groups != alone.groups:
+        left_out = " and ".join(name for name in hybrid.groups if name not in best.groups)
         return (
             f"leave {left_out} out: without it {best.samples_per_second:,.1f} samples/s ({format_ns(best.iteration_ns)} a step); "
-            f"the whole hybrid job makes {rates}"
+            f"the whole hybrid job makes {rates}",
+            best.groups,
         )
+    who = " and ".join(name for name in hybrid.groups if name not in alone.groups)
     if speedup >= WORTH_IT:
-        return f"use {who}: {100 * (speedup - 1):.1f}% more throughput, {rates}"
+        used = who if alone.groups == training else "all groups"
+        return f"use {used}: {100 * (speedup - 1):.1f}% more throughput, {rates}", hybrid.groups
     loss = f"{100 * (1 - speedup):.1f}% less throughput" if speedup < 1 else "no more throughput"
-    return f"leave {who} out: {loss}, {rates}"
+    return f"leave {who} out: {loss}, {rates}", alone.groups
 
 
 def plan_error(sensitivity: Sensitivity, variants: Mapping[OpId, Variant]) -> float:

@@ -205,6 +205,7 @@ def _render_plan(console: Console, plan: PrecisionPlan, output: Path | None) -> 
         parts = plan.memory.get(group.group)
         memory = format_bytes(sum(parts.values()) if parts else group.predicted_peak_bytes)
         memory += f" of {format_bytes(group.memory_budget_bytes)}" if group.memory_budget_bytes else ""
+        counts += Counter(f"chains {entry.variant.label}" for entry in group.chains.values())
         operators = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
         batch = str(plan.local_batches.get(group.group, ""))
         estimated = ", estimated" if group.group in plan.estimated else ""

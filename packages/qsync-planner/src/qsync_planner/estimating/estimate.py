@@ -101,6 +101,7 @@ class _Scaling:
             device = attrs.evolve(device, name=sheet.name, memory_cap_bytes=0, compute_capability=capability)
         scaled = attrs.evolve(
             profile,
+            chains=(),  # kernels of another chip say nothing of fused ones here
             device=device,
             costs=costs,
             cost_index=cost_index,

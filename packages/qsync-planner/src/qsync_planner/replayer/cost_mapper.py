@@ -7,21 +7,26 @@ or the format of one of its inputs changed, and passes the change on only where 
 that several consumers share are charged to the first of them, forward and backward: it is the first to need the copy, and the last
 to hand its gradient back.
 
+A fused chain (:mod:`qsync_planner.replayer.chains`) runs at its last operator.  What it writes follows from its readers' variants,
+so that a change of one of these visits it as well; a cast that it writes costs its readers nothing.
+
 Updates are transactions: :meth:`CostMapper.update` keeps what it overwrote until ``commit`` or ``rollback``.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import UNFUSED, ChainVariant
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastSite
 from qsync_core.ir.variant import Variant
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.cost_model import CostModel, Evaluation, PricedCast
 from qsync_planner.replayer.max_plus import Work, sequence
 
@@ -137,12 +142,19 @@ class CostMapper:
         wiring: which operator reads which.
     """
 
-    def __init__(self, dag: PrecisionDag, model: CostModel, variants: Mapping[OpId, Variant]) -> None:
+    def __init__(self, dag: PrecisionDag, model: CostModel, variants: Variants) -> None:
         self.dag = dag
         self.model = model
         self.wiring = model.wiring
         self._adjustable = {operator.op_id: i for i, operator in enumerate(dag.operators) if operator.is_adjustable}
-        self._variant = self._initial_variants(variants)
+        self._variant = self._initial_variants({op_id: v for op_id, v in variants.items() if isinstance(v, Variant)})
+        self._chosen: dict[int, ChainVariant] = {}
+        """What fused chains run as, by their number."""
+        for number, chosen in self._chains_in(variants).items():
+            if chosen.fused:
+                self._chosen[number] = chosen
+                for position, run in self._runs(number):
+                    self._variant[position] = run
         self._known: list[dict[int, OpState]] = [{} for _ in dag.operators]
         self._equal: dict[tuple[int, tuple[int, ...]], OpState] = {}
         self.states: list[OpState] = []
@@ -158,6 +170,12 @@ class CostMapper:
     def is_synchronous(self) -> bool:
         """Whether the CPU runs the kernels."""
         return self.model.synchronous
+
+    def serves(self, producer: int, reader: int) -> bool:
+        """Whether an operator reads the whole result of the chain that ends with a producer, so that its copy serves it."""
+        chains = self.model.chains
+        number = chains.read_by.get(reader)
+        return number is not None and chains.members[number][-1] == producer
 
     def _initial_variants(self, variants: Mapping[OpId, Variant]) -> list[int]:
         numbers = []
@@ -180,8 +198,24 @@ class CostMapper:
         reason = operator.not_applicable or f"a {operator.kind} is {operator.op_class}, it follows its inputs"
         return PlanError(f"the variant of operator {op_id} cannot be chosen: {reason}")
 
-    def update(self, variants: Mapping[OpId, Variant]) -> Change:
-        """Give some adjustable operators other variants; ends with :meth:`commit` or :meth:`rollback`.
+    def _chains_in(self, variants: Variants) -> dict[int, ChainVariant]:
+        """What is said of chains, by their number."""
+        said = {name: chosen for name, chosen in variants.items() if isinstance(chosen, ChainVariant)}
+        return {self.model.chains.number(name, self.model.profile): chosen for name, chosen in said.items()}
+
+    def _runs(self, number: int) -> Iterator[tuple[int, int]]:
+        """Position of each operator of a chain, and the number of how it runs."""
+        chains, model = self.model.chains, self.model
+        chosen = self._chosen.get(number, UNFUSED)
+        if not chosen.fused:
+            yield from ((position, model.follows_inputs) for position in chains.members[number])
+            return
+        yield from ((position, model.intern(run)) for position, run in chains.absorbed(number, chosen))
+        end = chains.end(number, chosen, lambda reader: model.variant(self._variant[reader]))
+        yield chains.members[number][-1], model.intern(end)
+
+    def update(self, variants: Variants) -> Change:
+        """Give some adjustable operators other variants, or run chains otherwise; ends with :meth:`commit` or :meth:`rollback`.
 
         Raises:
             PlanError: when an operator is unknown or not adjustable, or a cost is missing; the state is then as before.
@@ -195,17 +229,19 @@ class CostMapper:
             self.rollback()
             raise
 
-    def _update(self, variants: Mapping[OpId, Variant], undo: _Undo) -> Change:
-        changed = []
+    def _update(self, variants: Variants, undo: _Undo) -> Change:
+        changed: list[int] = []
+        of_chains = bool(self._chosen)
         for op_id, variant in variants.items():
+            if isinstance(variant, ChainVariant):
+                of_chains = True
+                continue
             position = self._adjustable.get(op_id)
             if position is None:
                 raise self._not_adjustable(op_id)
-            number = self.model.intern(variant)
-            if number != self._variant[position]:
-                undo.variant.append((position, self._variant[position]))
-                self._variant[position] = number
-                changed.append(position)
+            self._run_as(position, self.model.intern(variant), changed, undo)
+        if of_chains:
+            self._update_chains(variants, changed, undo)
         heapq.heapify(changed)
         evaluated = self._sweep(changed, undo)
         producers, recosted = set(evaluated), set(evaluated)
@@ -213,7 +249,35 @@ class CostMapper:
             producers.update(self.wiring.inputs[position])
             for slot, _ in before.shared.keys() ^ self.states[position].shared.keys():
                 recosted.update(self.wiring.readers[self.wiring.inputs[position][slot]])
+            if before.evaluation.written != self.states[position].evaluation.written:
+                recosted.update(self.wiring.readers[position])
         return Change(evaluated, self._recost(recosted, undo), list(producers))
+
+    def _run_as(self, position: int, number: int, changed: list[int], undo: _Undo) -> None:
+        if number != self._variant[position]:
+            undo.variant.append((position, self._variant[position]))
+            self._variant[position] = number
+            changed.append(position)
+
+    def _update_chains(self, variants: Variants, changed: list[int], undo: _Undo) -> None:
+        """Run chains as they are now to be run, and those that are read by operators that changed."""
+        touched = self._chains_in(variants)
+        for number, chosen in touched.items():
+            undo.chosen.append((number, self._chosen.get(number, UNFUSED)))
+            self._choose(number, chosen)
+        read_by = self.model.chains.read_by
+        for position in changed:
+            if read_by.get(position) in self._chosen:
+                touched.setdefault(read_by[position], UNFUSED)
+        for number in touched:
+            for position, run in self._runs(number):
+                self._run_as(position, run, changed, undo)
+
+    def _choose(self, number: int, chosen: ChainVariant) -> None:
+        if chosen.fused:
+            self._chosen[number] = chosen
+        else:
+            self._chosen.pop(number, None)
 
     def _sweep(self, heap: list[int], undo: _Undo) -> list[int]:
         """Evaluate the closure of the positions on the heap, in order of execution."""
@@ -257,8 +321,10 @@ class CostMapper:
         undo, self._undo = self._undo, None
         if undo is None:
             return
-        for position, number in undo.variant:
+        for position, number in reversed(undo.variant):
             self._variant[position] = number
+        for chain, chosen in reversed(undo.chosen):
+            self._choose(chain, chosen)
         for position, state in undo.state:
             self.states[position] = state
         for position, cost in undo.cost:
@@ -282,14 +348,19 @@ class CostMapper:
         return found
 
     def _charge(self, position: int) -> ChargedCost:
-        """What an operator takes, without the casts that an earlier reader of the same tensor already makes."""
+        """What an operator takes, without the casts that an earlier reader of the same tensor, or its producer, already makes."""
         state = self.states[position]
         elsewhere = 0
         for (slot, share), bit in state.shared.items():
-            for reader, its_slot in self.wiring.reads[self.wiring.inputs[position][slot]]:
+            producer = self.wiring.inputs[position][slot]
+            written = self.states[producer].evaluation.written == share
+            if written and self.serves(producer, position):
+                elsewhere |= bit
+                continue
+            for reader, its_slot in self.wiring.reads[producer]:
                 if reader >= position:
                     break
-                if (its_slot, share) in self.states[reader].shared:
+                if (its_slot, share) in self.states[reader].shared and not (written and self.serves(producer, reader)):
                     elsewhere |= bit
                     break
         return state.charge(elsewhere)
@@ -300,5 +371,6 @@ class _Undo:
 
     def __init__(self) -> None:
         self.variant: list[tuple[int, int]] = []
+        self.chosen: list[tuple[int, ChainVariant]] = []
         self.state: list[tuple[int, OpState]] = []
         self.cost: list[tuple[int, ChargedCost]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import attrs
@@ -19,6 +20,7 @@ from qsync_core.ir.profile import CastKey, CastModel, OpCost, Profile
 from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.ablation import NOTHING, Ablation
+from qsync_planner.replayer.chains import Absorbed, ChainEnd, Chains
 from qsync_planner.replayer.max_plus import Work, kernel
 
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
@@ -82,6 +84,13 @@ class Evaluation(NamedTuple):
     gradient_copy_bytes: int
     """The incoming gradient's copies in the gradient formats, alive during this operator's backward."""
     memory_correction_bytes: int
+    gradient_bytes: int
+    """The output's gradient; the output itself may take nothing (a fused chain without a float result)."""
+    delay: int = 0
+    """How many operators later it runs: an operator of a fused chain runs with the last of them."""
+    written: int = -1
+    """The share number of the copy of its output that it writes by itself; -1: none."""
+    written_bytes: int = 0
 
     @property
     def forward(self) -> Work:
@@ -240,8 +249,8 @@ class CostModel:
         self.calibration = attrs.evolve(calibration, optimizer_dispatch_ns=0) if self._without_dispatch else calibration
         self.wiring = Wiring.of(dag)
         self._cast_models: dict[CastKey, CastModel] = {model.key: model for model in profile.casts}
-        self._variants: dict[Variant, int] = {}
-        self._variant_of: list[Variant] = []
+        self._variants: dict[Variant | Absorbed | ChainEnd, int] = {}
+        self._variant_of: list[Variant | Absorbed | ChainEnd] = []
         self._autocast = Autocast.of(dag.base, profile.device.kind)
         self._fixed_formats = self._base_formats() if Ablation.FORMATS in without else ()
         self.follows_inputs = self.intern(_PLAIN[dag.base])
@@ -250,8 +259,13 @@ class CostModel:
         self._shape_of: dict[int, int] = {}
         self._equal: dict[tuple[object, ...], Evaluation] = {}
 
-    def intern(self, variant: Variant) -> int:
-        """A small number for a variant; equal variants have equal numbers."""
+    @cached_property
+    def chains(self) -> Chains:
+        """The chains of the model."""
+        return Chains.of(self.dag)
+
+    def intern(self, variant: Variant | Absorbed | ChainEnd) -> int:
+        """A small number for a variant, or for how an operator of a fused chain runs; equal ones have equal numbers."""
         number = self._variants.setdefault(variant, len(self._variants))
         if number == len(self._variant_of):
             self._variant_of.append(variant)
@@ -271,7 +285,57 @@ class CostModel:
         key = (position, variant, inputs)
         found = self._evaluated.get(key)
         if found is None:
-            found = self._evaluated[key] = self._evaluate(position, self._variant_of[variant], inputs)
+            run = self._variant_of[variant]
+            if isinstance(run, Variant):
+                found = self._evaluate(position, run, inputs)
+            else:
+                found = self._evaluate_fused(position, run, inputs)
+            self._evaluated[key] = found
+        return found
+
+    def variant(self, number: int) -> Variant:
+        """The variant of a number that stands for one."""
+        found = self._variant_of[number]
+        assert isinstance(found, Variant)
+        return found
+
+    def _evaluate_fused(self, position: int, run: Absorbed | ChainEnd, inputs: tuple[Precision, ...]) -> Evaluation:
+        operator, fixed = self.dag.operators[position], self._fixed_formats
+        if fixed:
+            inputs = tuple(fixed[producer] for producer in self.wiring.inputs[position])
+        output = fixed[position] if fixed else run_precision(operator, inputs, self._autocast)
+        key: tuple[object, ...] = (self._shape(position), run, inputs, output)
+        cost, written, written_bytes = _FREE, -1, 0
+        if isinstance(run, ChainEnd):
+            way = self.chains.run(run, output)
+            cost = self.chains.cost(run, way, self.profile)
+            copy = run.result.copy
+            if copy is not None and (cast := copy.from_(output)) is not None:
+                written, written_bytes = _SHARE[CastSite.INPUT, cast], operator.output_numel * copy.precision.nbytes
+            key = (self._shape(position), way, run.keeps, inputs, output, cost)
+        found = self._equal.get(key)
+        if found is None:
+            nbytes = operator.output_numel * output.nbytes
+            ends = isinstance(run, ChainEnd)
+            times = self._scaled(cost) if ends else PhaseTimes(0, 0, 0, 0)
+            found = self._equal[key] = Evaluation(
+                _PLAIN[output],
+                output,
+                (),
+                *times,
+                output_bytes=nbytes if isinstance(run, ChainEnd) and run.result.float_result else 0,
+                saved_inputs=tuple(self._saved_input(operator, index, None, inputs) for index in run.keeps),
+                saves_output=False,
+                saved_own_bytes=cost.saved_own_bytes,
+                workspace_bytes=cost.workspaces[0],
+                backward_workspace_bytes=cost.workspaces[1],
+                gradient_copy_bytes=0,
+                memory_correction_bytes=0,
+                gradient_bytes=nbytes if ends else 0,
+                delay=0 if isinstance(run, ChainEnd) else run.delay,
+                written=written,
+                written_bytes=written_bytes,
+            )
         return found
 
     def _evaluate(self, position: int, variant: Variant, inputs: tuple[Precision, ...]) -> Evaluation:
@@ -307,6 +371,7 @@ class CostModel:
             backward_workspace_bytes=cost.workspaces[1],
             gradient_copy_bytes=sum(p.nbytes for p in priced if p.cast.site is CastSite.GRAD_OUTPUT),
             memory_correction_bytes=memory_correction,
+            gradient_bytes=operator.output_numel * output.nbytes,
         )
         return found
 
@@ -373,13 +438,20 @@ class CostModel:
             return PricedCast(cast, 0, model.dispatch_ns + compute, share)
         return PricedCast(cast, 0 if self._without_dispatch else model.dispatch_ns, compute, share)
 
-    def _calibrate(self, position: int, run: Variant, cost: OpCost) -> PhaseTimes:
+    def _scaled(self, cost: OpCost) -> PhaseTimes:
+        """A measured cost as it is at the base precision of a whole step."""
         forward, backward = cost.forward_dispatch_ns, cost.backward_dispatch_ns
         if self.synchronous:
             measured = (0, forward + cost.forward_compute_ns, 0, backward + cost.backward_compute_ns)
         else:
             measured = (forward, cost.forward_compute_ns, backward, cost.backward_compute_ns)
         times = [scale(time) for scale, time in zip(self.calibration.scales, measured, strict=True)]
+        if self._without_dispatch:
+            times[0] = times[2] = 0
+        return PhaseTimes(*times)
+
+    def _calibrate(self, position: int, run: Variant, cost: OpCost) -> PhaseTimes:
+        times = list(self._scaled(cost))
         correction = self.calibration.corrections.get((position, run))
         added = [self.calibration.everywhere[position]] if self.calibration.everywhere else []
         for more in [*added, correction.times] if correction else added:

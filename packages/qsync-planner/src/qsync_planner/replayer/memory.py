@@ -184,25 +184,48 @@ class MemoryLedger:
         """(first moment, moment after the last, bytes) of an operator's output, of its cast copies, and of its gradient."""
         mapper = self._mapper
         evaluation = mapper.states[position].evaluation
-        readers = mapper.wiring.readers[position]
+        if evaluation.delay:  # inside a fused chain: what it delivers is never a tensor
+            return []
         intervals: Intervals = []
-        kept_until = self._backward_of[position] if evaluation.saves_output else -1
+        read_until, kept_until = position, self._backward_of[position] if evaluation.saves_output else -1
         copies: dict[int, tuple[int, int, int]] = {}
+        if evaluation.written >= 0:
+            copies[evaluation.written] = (position, position, evaluation.written_bytes)
+        delayed = False
         for reader, slot in mapper.wiring.reads[position]:
-            for share, nbytes, keeps in mapper.states[reader].readings.get(slot, ()):
-                end = self._backward_of[reader] if keeps else reader
+            state = mapper.states[reader]
+            delay = state.evaluation.delay
+            delayed |= delay > 0
+            served = False
+            for share, nbytes, keeps in state.readings.get(slot, ()):
+                end = self._backward_of[reader + delay] if keeps else reader + delay
                 if share < 0:
                     kept_until = max(kept_until, end)
                 else:
+                    served = share == evaluation.written and mapper.serves(position, reader)
                     first, last, _ = copies.get(share, (reader, 0, 0))
                     copies[share] = (first, max(last, end), nbytes)
+            if not served:
+                read_until = max(read_until, reader + delay)
         if mapper.dag.operators[position].kind != "input":
-            intervals.append((position, max(readers[-1] if readers else position, kept_until) + 1, evaluation.output_bytes))
-            gradient_start = self._mapper.wiring.first_gradient[position]
+            intervals.append((position, max(read_until, kept_until) + 1, evaluation.output_bytes))
+            gradient_start = self._first_gradient(position) if delayed else mapper.wiring.first_gradient[position]
             if gradient_start is not None:
-                intervals.append((gradient_start, self._backward_of[position] + 1, evaluation.output_bytes))
+                intervals.append((gradient_start, self._backward_of[position] + 1, evaluation.gradient_bytes))
         intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
         return intervals
+
+    def _first_gradient(self, position: int) -> int | None:
+        """As :attr:`Wiring.first_gradient`, where some readers run later than they stand in the graph."""
+        mapper = self._mapper
+        moments = []
+        for reader in mapper.wiring.readers[position]:
+            operator = mapper.dag.operators[reader]
+            if any(
+                source == position and i not in operator.no_grad_inputs for i, source in enumerate(mapper.wiring.inputs[reader])
+            ):
+                moments.append(self._backward_of[reader + mapper.states[reader].evaluation.delay])
+        return min(moments, default=None)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: what their moments add, and the highest sum during them, forward and backward.

@@ -17,13 +17,14 @@ from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, Commu
 from qsync_core.ir.dag import Bucket, PrecisionDag
 from qsync_core.ir.dfg import GlobalDfg, LocalDfg
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.plan import GroupPlan, PrecisionPlan
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
 from qsync_planner.matching import as_profiled, check_communication
 from qsync_planner.replayer.ablation import NOTHING, Ablation
 from qsync_planner.replayer.calibration import calibrated_model
+from qsync_planner.replayer.chains import Chosen, Variants
 from qsync_planner.replayer.contention import JointStep, joint_step
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
@@ -34,16 +35,14 @@ from qsync_planner.replayer.memory import MemoryBefore, MemoryEstimate, MemoryLe
 from qsync_planner.replayer.prediction import GroupPrediction, GroupPredictions, Prediction
 from qsync_planner.replayer.step_timing import Condensed, StepShape, StepTimes, StepTiming, bucket_positions
 
-Variants = Mapping[OpId, Variant]
-
 
 def base_rung(group: DeviceGroup) -> Variant:
     """The variant of the group's base precision: the last rung of its ladder."""
     return group.ladder[-1] if group.ladder else Variant.of(group.base)
 
 
-def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId, Variant]]:
-    """The variants of a plan, per group of the cluster.
+def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId, Chosen]]:
+    """What a plan says of operators and chains, per group of the cluster.
 
     Raises:
         PlanError: when the plan and the cluster have different groups.
@@ -54,7 +53,13 @@ def plan_variants(plan: PrecisionPlan, cluster: Cluster) -> dict[str, dict[OpId,
             f"the plan is for groups {', '.join(sorted(planned))}, but cluster {cluster.name!r} has "
             f"{', '.join(sorted(described))}; replay it with the cluster file it was made from"
         )
-    return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
+    return {group.group: group_variants(group) for group in plan.groups}
+
+
+def group_variants(group: GroupPlan) -> dict[OpId, Chosen]:
+    """What a plan says of a group's operators and chains."""
+    variants: dict[OpId, Chosen] = {op_id: assignment.variant for op_id, assignment in group.assignments.items()}
+    return variants | {name: assignment.variant for name, assignment in group.chains.items()}
 
 
 class GroupState:

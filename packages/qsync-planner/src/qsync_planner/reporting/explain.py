@@ -94,6 +94,10 @@ def _group(plan: PrecisionPlan, group: GroupPlan, chosen: tuple[OpId, ...]) -> d
         "memory_parts_bytes": dict(plan.memory.get(group.group, {})),
         "needs_loss_scaling": group.needs_loss_scaling,
         "variants": dict(Counter(assignment.variant.label for assignment in group.assignments.values()).most_common()),
+        "chains": {
+            str(name): {"label": entry.variant.label, "backend": entry.backend, "reason": entry.reason}
+            for name, entry in group.chains.items()
+        },
         "operators": [
             {
                 "operator": str(op_id),

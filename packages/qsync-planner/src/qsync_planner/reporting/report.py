@@ -164,7 +164,7 @@ def _facts(job: Job, ways: Sequence[WayToRun], measured: Timeline | None) -> lis
         error = plan.predicted_iteration_ns / measured.iteration_ns - 1
         beside = f"predicted; measured {format_ns(measured.iteration_ns)} ({error:+.1%})"
     facts = [Fact("Step", format_ns(plan.predicted_iteration_ns), beside)]
-    speedup = f", {plan.verdict.speedup:.2f} × the training groups alone" if plan.verdict else ""
+    speedup = f", {plan.verdict.speedup:.2f} × {ways[0].title}" if plan.verdict else ""
     facts.append(Fact("Throughput", f"{planned.samples_per_second:,.1f}", f"samples/s{speedup}"))
     for group in plan.groups:
         lowered = sum(assignment.variant.compute is not group.base for assignment in group.assignments.values())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from qsync_core.errors import InfeasibleError
-from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -15,12 +15,12 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
-from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.allocate import allocate
-from qsync_planner.allocator.communication import Ways, fastest
-from qsync_planner.allocator.verdict import links_among
+from qsync_planner.allocator.communication import Ways
+from qsync_planner.allocator.verdict import Jobs
 from qsync_planner.matching import under_base
-from qsync_planner.replayer.replay import Replayer
+from qsync_planner.replayer.chains import Chosen
+from qsync_planner.replayer.replay import Replayer, group_variants
 from qsync_planner.step_parts import StepParts, exposed_waiting, group_parts
 
 
@@ -78,13 +78,13 @@ class WayToRun:
 
 
 def ways_to_run(job: Job, measured: Timeline | None = None) -> list[WayToRun]:
-    """The training groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured.
+    """The best groups alone, full precision everywhere, uniform precision and the plan; and the plan as it was measured.
 
-    Without an inference group there is nothing but the plan to show.
+    Without an inference group nothing is lowered in any way.
     """
-    found = []
+    found = _alone(job)
     if any(group.role is Role.INFER for group in job.cluster.groups):
-        found = [*_alone(job), *_baseline(job, "full", "full precision everywhere")]
+        found += [*_baseline(job, "full", "full precision everywhere")]
         found += _baseline(job, "uniform", "uniform low precision")
     samples = sum(group.count * job.batch(group.name) for group in job.cluster.groups)
     found.append(_planned(job, samples))
@@ -124,22 +124,14 @@ def _baseline(job: Job, solver: str, title: str) -> list[WayToRun]:
 
 
 def _alone(job: Job) -> list[WayToRun]:
-    """As the plan's verdict has it: under the best way to communicate of their own (:mod:`qsync_planner.allocator.verdict`)."""
+    """The best groups alone, as the plan's verdict has them (:mod:`qsync_planner.allocator.verdict`)."""
     cluster, _ = under_base(job.cluster, job.dag)
-    training: list[DeviceGroup] = [group for group in cluster.groups if group.role is Role.TRAIN]
-    if not training:
+    jobs = Jobs(Ways(job.dag, cluster, job.profiles, job.costs, {}), _variants(job.plan))
+    if not jobs.training or len(jobs.names) < 2:
         return []
-    kept = {group.name for group in training}
-    smaller = attrs.evolve(cluster, groups=tuple(training), links=links_among(cluster, job.profiles, kept))
-    profiles = {name: job.profiles[name] for name in kept}
-    whole = Ways(job.dag, cluster, job.profiles, job.costs, {})
-    jobs = {
-        way: Replayer(job.dag, smaller, profiles, communication=job.costs, settings=way, like=whole.at(way))
-        for way in whole.settings
-    }
-    best = jobs[fastest({way: replayer.replay({}).iteration_ns for way, replayer in jobs.items()})]
-    samples = job.dag.batch_size * sum(group.count for group in training)
-    return [_of(best.timeline({}), f"{' and '.join(group.name for group in training)} alone", samples)]
+    best = jobs.best_alone()
+    samples = job.dag.batch_size * sum(cluster.group(name).count for name in best.groups)
+    return [_of(jobs.timeline(best), f"{' and '.join(best.groups)} alone", samples)]
 
 
 def _replayer(job: Job, plan: PrecisionPlan) -> Replayer:
@@ -148,8 +140,8 @@ def _replayer(job: Job, plan: PrecisionPlan) -> Replayer:
     return Replayer(job.dag, cluster, job.profiles, communication=job.costs, settings=settings)
 
 
-def _variants(plan: PrecisionPlan) -> dict[str, dict[OpId, Variant]]:
-    return {group.group: {op_id: a.variant for op_id, a in group.assignments.items()} for group in plan.groups}
+def _variants(plan: PrecisionPlan) -> dict[str, dict[OpId, Chosen]]:
+    return {group.group: group_variants(group) for group in plan.groups}
 
 
 def _of(timeline: Timeline, title: str, samples: int, note: str = "", omega: float = 0.0) -> WayToRun:

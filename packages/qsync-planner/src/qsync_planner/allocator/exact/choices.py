@@ -29,6 +29,10 @@ class TooManyCombinations(PlanError):
     """An operator reads so many tensors of free formats that their combinations are not listed."""
 
 
+class ChainsAreNoColumns(TooManyCombinations):
+    """Chains that may be fused are not among the choices of a program."""
+
+
 class Choice(NamedTuple):
     """What an operator costs in one combination, and the indicator of that combination."""
 
@@ -56,17 +60,21 @@ class Choices:
         wiring: which operator reads which.
 
     Raises:
-        TooManyCombinations: naming the operator.
+        TooManyCombinations: naming the operator, or a chain.
     """
 
     def __init__(self, group: GroupProblem, model: CostModel, program: Program) -> None:
+        if chain := next((unit for unit in group.units if unit.is_chain), None):
+            raise ChainsAreNoColumns(
+                f"group {group.name!r} may fuse chains ({chain.name} and so on), which no program chooses; use the solver greedy"
+            )
         dag = model.dag
         self._model, self._program = model, program
         self.columns = [tuple(program.column(integer=True) for _ in unit.rungs) for unit in group.units]
         for row in self.columns:
             program.row(dict.fromkeys(row, 1), lower=1, upper=1)
         self._unit_of = {dag.index[op_id]: index for index, unit in enumerate(group.units) for op_id in unit.operators}
-        self._variants = [tuple(model.intern(variant) for variant in unit.rungs) for unit in group.units]
+        self._variants = [tuple(model.intern(variant) for variant in unit.variants) for unit in group.units]
         self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}
         self._joint: dict[tuple[int, ...], dict[tuple[int, ...], Indicator]] = {}
         self._known: dict[tuple[object, ...], _Formats] = {}

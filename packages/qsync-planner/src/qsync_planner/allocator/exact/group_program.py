@@ -13,14 +13,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from qsync_core.ir.op_id import OpId
-from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.exact.choices import Choice, Choices
 from qsync_planner.allocator.exact.joint_rows import JointRows, Rest, relaxed, segments_of
 from qsync_planner.allocator.exact.memory_rows import MemoryRows
 from qsync_planner.allocator.exact.program import Limits, OnImproved, Program, Solved
 from qsync_planner.allocator.exact.time_rows import StepExpressions, TimeRows, charged_casts, time_after, unit_ns
 from qsync_planner.allocator.problem import GroupProblem
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.contention import joint_step
 from qsync_planner.replayer.memory import MemoryLayout
 from qsync_planner.replayer.prediction import GroupPrediction
@@ -231,9 +230,7 @@ class Programs:
             self._built[kind] = GroupProgram(group, self._replayer)
         return self._built[kind]
 
-    def joint(
-        self, group: GroupProblem, variants: Mapping[str, Mapping[OpId, Variant]], alike: Set[str], limit_ns: int
-    ) -> GroupProgram:
+    def joint(self, group: GroupProblem, variants: Mapping[str, Variants], alike: Set[str], limit_ns: int) -> GroupProgram:
         """A program of the whole job's time: the groups ``alike`` share one plan, all others run as in ``variants``."""
         ranks = []
         for other in self._replayer.cluster.groups:

@@ -17,11 +17,9 @@ import attrs
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
-from qsync_core.ir.variant import Variant
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.baselines import MAX_TOLERANCE, check_training_memory, move_to_uniform, time_limit_ns
@@ -34,6 +32,7 @@ from qsync_planner.allocator.recovery import move_to_least_memory
 from qsync_planner.allocator.solution import Solution, rounded_up
 from qsync_planner.estimating.marks import estimated_groups
 from qsync_planner.matching import check_profiles, check_sensitivity, one_of_each, under_base
+from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.process_memory import ProcessMemory
 from qsync_planner.replayer.replay import Replayer
 
@@ -68,7 +67,7 @@ class TradeoffPoint:
     bound: float
     iteration_ns: int
     peak_bytes: Mapping[str, int]
-    variants: Mapping[str, Mapping[OpId, Variant]]
+    variants: Mapping[str, Variants]
     arguments: tuple[str, ...] = ()
     memory: Mapping[str, str] = attrs.field(factory=dict)
 

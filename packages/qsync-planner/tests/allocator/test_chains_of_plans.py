@@ -1,0 +1,152 @@
+"""Chains as choices of a plan: fused where that is faster, their inputs in 8 bit where memory is short, and never silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import pytest
+from chained_models import IMAGE, ChainBuilder, block, ways, with_chains
+from hand_models import BF16, FP32, I8, profile, single_group
+from synthetic import INT8
+
+from qsync_core.artifacts.files import digest
+from qsync_core.errors import PlanError
+from qsync_core.ir.chain import UNFUSED, ChainForm, ChainVariant, chains_of
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.ir.profile import OpCost, Profile
+from qsync_core.ir.sensitivity import Sensitivity
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator import allocate
+from qsync_planner.replayer.replay import Replayer, plan_variants
+
+LADDER = (I8, BF16, FP32)
+FUSED, SAVED = ChainVariant(), ChainVariant(saved=INT8)
+SLOW = OpId("b1.norm")
+"""The chain that is slower fused."""
+
+
+def model() -> PrecisionDag:
+    """Five blocks, the third with a residual, and a head."""
+    g = ChainBuilder("m")
+    x = block("b0", g, g.input("x", IMAGE))
+    x = block("b2", g, block("b1", g, x), x)
+    x = block("b4", g, block("b3", g, x))
+    g.loss(g.conv2d("head", x, 3, 1))
+    return g.build()
+
+
+def measured(dag: PrecisionDag) -> Profile:
+    """Unfused, norms take 40 + 40 ns and ReLUs 10 + 10; fused, a chain takes 30 + 30, and twice 5 more with its input in 8 bit."""
+    keeps = OpCost(0, 100, 0, 200, saves_inputs=(0,))
+    faster = {
+        v: attrs.evolve(keeps, forward_compute_ns=ns, backward_compute_ns=2 * ns)
+        for v, ns in zip(LADDER, (300, 60, 85), strict=True)
+    }
+    costs: dict[str, OpCost | Mapping[Variant, OpCost]] = {o.op_id.fqn: faster for o in dag.adjustable}
+    for chain in chains_of(dag):
+        costs[chain.name.fqn] = OpCost(0, 40, 0, 40, saves_inputs=(0,), saved_own_bytes=24)
+        costs[chain.last.fqn] = OpCost(0, 10, 0, 10, saves_output=True)
+
+    def cost(name: OpId, way: tuple[ChainForm, Variant]) -> OpCost:
+        eight_bit = way[1].saved.needs_scale
+        ns = (70 if name == SLOW else 30) + 5 * eight_bit
+        return OpCost(0, ns, 0, ns, saved_own_bytes=24 + 27 * eight_bit, backend="hand")
+
+    tables = {chain.name: {way: cost(chain.name, way) for way in ways(chain, LADDER)} for chain in chains_of(dag)}
+    return attrs.evolve(with_chains(profile(dag, costs), dag, tables), dag_digest=digest(dag))
+
+
+def rated(dag: PrecisionDag, *, chains: bool = True) -> Sensitivity:
+    omega: dict[OpId, dict[Variant, float]] = {o.op_id: {I8: 4.0, BF16: 1.0, FP32: 0.0} for o in dag.adjustable}
+    if chains:
+        omega |= {chain.name: {SAVED.rated_as: 0.5} for chain in chains_of(dag)}
+    return Sensitivity("m", digest(dag), "", "hand", omega)
+
+
+def plan(solver: str = "greedy", *, memory_bytes: int = 0, chains: bool = True, **options: object) -> PrecisionPlan:
+    dag = model()
+    cluster = single_group(memory_bytes=memory_bytes)
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    found = allocate(dag, cluster, {"g": measured(dag)}, rated(dag, chains=chains), solver=solver, **options)  # type: ignore[arg-type]
+    replayed = Replayer(dag, cluster, {"g": measured(dag)}).replay(plan_variants(found, cluster))
+    assert replayed.iteration_ns == found.predicted_iteration_ns
+    assert replayed.groups["g"].peak_bytes == found.groups[0].predicted_peak_bytes
+    return found
+
+
+def said(found: PrecisionPlan) -> dict[str, ChainVariant]:
+    return {name.fqn: entry.variant for name, entry in found.groups[0].chains.items()}
+
+
+def test_with_memory_to_spare_a_chain_is_fused_where_that_is_faster() -> None:
+    found = plan()
+    assert said(found) == {f"b{i}.norm": UNFUSED if i == 1 else FUSED for i in range(5)}
+    assert found.objective < plan("uniform").objective
+    assert [entry.backend for entry in found.groups[0].chains.values()] == ["hand", "", "hand", "hand", "hand"]
+    assert all(
+        entry.reason.startswith(entry.variant.label) or entry.variant.label in entry.reason
+        for entry in found.groups[0].chains.values()
+    )
+
+
+def test_time_that_fusing_saves_goes_into_precision() -> None:
+    # 4 × (50 + 50 - 60) ns saved are enough for some convolutions in float32 (255 ns) instead of bfloat16 (180 and casts).
+    without = attrs.evolve(measured(model()), chains=())
+    cluster = single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    unfused = allocate(model(), cluster, {"g": without}, rated(model()), solver="greedy")
+    assert unfused.groups[0].chains == {}
+    assert unfused.time_limit_ns == plan().time_limit_ns
+    assert plan().objective < unfused.objective
+    assert plan().predicted_iteration_ns <= plan().time_limit_ns
+
+
+def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> None:
+    free = plan()
+    peaks = {}
+    for budget in range(free.groups[0].predicted_peak_bytes, 0, -40):
+        try:
+            found = plan(memory_bytes=budget)
+        except PlanError:
+            break
+        peaks[budget] = found
+        assert found.groups[0].predicted_peak_bytes <= budget
+    tightest = peaks[min(peaks)]
+    saved = [how for how in said(tightest).values() if how == SAVED]
+    assert saved
+    operators = sum({I8: 4.0, BF16: 1.0, FP32: 0.0}[entry.variant] for entry in tightest.groups[0].assignments.values())
+    assert tightest.objective == pytest.approx(operators + 0.5 * len(saved))
+    # Without chains no plan is that small.
+    cluster = single_group(memory_bytes=min(peaks))
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    with pytest.raises(PlanError, match="no precision plan fits"):
+        allocate(model(), cluster, {"g": attrs.evolve(measured(model()), chains=())}, rated(model()), solver="greedy")
+
+
+def test_an_input_in_8_bit_is_no_choice_where_nothing_rates_it() -> None:
+    found = plan(memory_bytes=plan().groups[0].predicted_peak_bytes, chains=False)
+    assert set(said(found).values()) <= {FUSED, UNFUSED}
+
+
+def test_a_chain_that_was_not_measured_for_all_its_neighbours_is_no_choice() -> None:
+    dag = model()
+    whole = measured(dag)
+    rows = tuple(entry for entry in whole.chains if OpId("b0.norm") not in entry.chains or entry.form.float_result)
+    cluster = single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    found = allocate(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag), solver="greedy")
+    assert "b0.norm" in said(found)  # two readers: one of them is the addition, which reads floats
+    rows = tuple(entry for entry in whole.chains if OpId("b0.norm") not in entry.chains or not entry.form.float_result)
+    found = allocate(dag, cluster, {"g": attrs.evolve(whole, chains=rows)}, rated(dag), solver="greedy")
+    assert "b0.norm" not in said(found)
+
+
+def test_solvers_that_do_not_choose_chains() -> None:
+    assert said(plan("auto")) == said(plan())
+    assert any("without a proof: group 'g' may fuse chains (b0.norm and so on)" in note for note in plan("auto").notes)
+    for solver in ("uniform", "full", "exact", "greedy-paper"):
+        assert said(plan(solver)) == {}
+    assert said(plan("auto", objective="memory")) == {}
