@@ -17,9 +17,17 @@ from qsync_kernels_triton.quantize.many import partials_of_many, round_many, row
 from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
 
-POINTERS = {"x_like": "*fp32", "q_like": "*i8", "table_ptr": "*i64", "q_ptr": "*i8", "transposed_ptr": "*i8", "w_ptr": "*i8"}
+POINTERS = {
+    "x_like": "*fp32",
+    "q_like": "*i8",
+    "table_ptr": "*i64",
+    "stream_ptr": "*i64",
+    "q_ptr": "*i8",
+    "transposed_ptr": "*i8",
+    "w_ptr": "*i8",
+}
 WIDE = {"units": "i64"}
-QUANTIZE = {"FORMAT": 0, "ROUNDING": 1}
+QUANTIZE = {"FORMAT": 0, "ROUNDING": 1, "LIVE": True}
 SPLIT = {"UNIT": 8, "BLOCK": 4096, "TAIL": True, "MULTIPLIER": 0}
 PRODUCT = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
 FILTER = {"KERNEL_H": 3, "KERNEL_W": 3, "GROUPS": 1, "X_SCALE": True, "W_SCALES": 2, "WIDEN": False}

@@ -13,8 +13,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from qsync_core.geometry import Geometry
+from qsync_core.ir.chain import Activation
 from qsync_core.ir.precision import Granularity, Rounding
-from qsync_kernels_triton.config import ProductConfig, QuantizeConfig
+from qsync_kernels_triton.config import ProducerConfig, ProductConfig, QuantizeConfig
+from qsync_kernels_triton.producers.batch_norm_plans import build_batch_norm_grad_input, build_batch_norm_output
+from qsync_kernels_triton.producers.row_plans import (
+    build_activation_grad_input,
+    build_activation_output,
+    build_layer_norm_grad_input,
+    build_layer_norm_output,
+)
 from qsync_kernels_triton.products.conv2d import build_conv2d_output
 from qsync_kernels_triton.products.linear import build_linear_grad_weight, build_linear_output
 from qsync_kernels_triton.quantize.many import QuantizeMany
@@ -80,6 +88,9 @@ def cases():
         yield build_quantize(granularity, Rounding.NEAREST, QuantizeConfig()), short
         many = ([short[0], x], [short[1], q], [scale, scale.clone()], [3, 1 << 50], 5)
         yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), many
+        stream = torch.tensor([1 << 33])
+        yield build_quantize(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (x, q, scale, 1 << 40, stream)
+        yield QuantizeMany(granularity, Rounding.STOCHASTIC, QuantizeConfig()), (*many[:-1], stream)
     extras = (torch.ones(40_960), torch.empty(40_960, 96, dtype=torch.int8))
     yield build_quantize(Granularity.PER_TENSOR, Rounding.FLOOR, QuantizeConfig()), (x, q, torch.empty(1), 1, 2, *extras)
     a, b, one = torch.zeros(256, 512, dtype=torch.int8), torch.zeros(128, 512, dtype=torch.int8), torch.ones(1)
@@ -92,6 +103,29 @@ def cases():
     )
     convolution = build_conv2d_output(ProductConfig(), Geometry())
     yield convolution, (image.to(torch.int8), one, filters.to(torch.int8), torch.ones(32), None, out)
+
+    yield from producers()
+
+
+def producers():
+    half, config = torch.zeros(2, 64, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last), ProducerConfig()
+    of, per, one = torch.ones(64), torch.empty(64), torch.ones(1)
+    eight = half.to(torch.int8)
+    normalize = build_batch_norm_output(Activation.RELU, Rounding.STOCHASTIC, config)
+    words = (1 << 40, 2, 3)
+    yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, eight, per, None, *words)
+    yield (
+        build_batch_norm_grad_input(Activation.RELU, config),
+        (half, half, None, per, per, of, of, 1e-5, None, half, None, per, per),
+    )
+    rows, eight_rows = torch.zeros(64, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.int8)
+    for granularity, scale in ((Granularity.PER_ROW, per), (Granularity.PER_TENSOR, one)):
+        norm = build_layer_norm_output(granularity, Rounding.STOCHASTIC, config)
+        yield norm, (rows, of, None, 1e-5, rows, rows, per, per, None, eight_rows, scale, None, None, *words)
+        activate = build_activation_output(Activation.GELU, granularity, Rounding.NEAREST, config)
+        yield activate, (rows, rows, eight_rows, scale, eight_rows, per, *words)
+    yield build_layer_norm_grad_input(config), (rows, eight_rows, per, per, per, of, rows, per, per)
+    yield build_activation_grad_input(Activation.SILU, config), (rows, rows, None, rows)
 
 
 if __name__ == "__main__":

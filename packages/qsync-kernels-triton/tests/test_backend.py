@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import pytest
 
 from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
+from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_kernels_triton.backend import TritonBackend
-from qsync_kernels_triton.config import SHARED_BYTES, ProductConfig, QuantizeConfig, ranked
+from qsync_kernels_triton.config import SHARED_BYTES, ProducerConfig, ProductConfig, QuantizeConfig, ranked
 
 INT8 = Variant.of(Precision.INT8)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
@@ -24,6 +27,12 @@ CONVOLUTION = attrs.evolve(
 GRAD_INPUT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_INPUT, shapes=((4608, 3072), (3072, 768)))
 GRAD_WEIGHT = attrs.evolve(OUTPUT, op=Op.LINEAR_GRAD_WEIGHT, shapes=((4608, 3072), (4608, 768)))
 CONV_GRAD_INPUT = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_INPUT)
+NORM = attrs.evolve(QUANTIZE, op=Op.BATCH_NORM_OUTPUT, shapes=((8, 64, 56, 56),), chain=ChainForm(Activation.RELU, residual=True))
+LAYER_NORM = attrs.evolve(QUANTIZE, op=Op.LAYER_NORM_OUTPUT, shapes=((4608, 768),), chain=ChainForm(residual=True))
+GELU = attrs.evolve(QUANTIZE, op=Op.ACTIVATION_OUTPUT, shapes=((4608, 3072),), chain=ChainForm(Activation.GELU))
+PRODUCERS = [
+    attrs.evolve(r, op=f"{r.op.partition('.')[0]}.{part}") for r in (NORM, LAYER_NORM, GELU) for part in ("output", "grad_input")
+]
 SUPPORTED = [QUANTIZE, OUTPUT, CONVOLUTION, GRAD_INPUT, GRAD_WEIGHT, CONV_GRAD_INPUT]
 
 
@@ -47,6 +56,38 @@ def test_what_it_offers_on_a_recent_gpu(request_, variant):
     assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant)) == []
 
 
+@pytest.mark.parametrize("request_", PRODUCERS, ids=lambda r: r.op)
+@pytest.mark.parametrize("variant", [INT8, FLOAT8, Variant.of(Precision.FLOAT16), attrs.evolve(INT8, saved=Precision.FLOAT16)])
+def test_producers_write_copies_in_8_bit_or_none(request_, variant):
+    assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant)) == []
+    assert TritonBackend().unsupported_reasons(attrs.evolve(request_, variant=variant, shapes=())) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "change", "reason"),
+    [
+        (NORM, {"chain": ChainForm(Activation.GELU)}, "batch_norm is fused with the activations none, relu, not with gelu"),
+        (NORM, {"variant": attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)}, "the result of a batch norm has one scale"),
+        (NORM, {"contiguous": False}, "it needs dense operands"),
+        (NORM, {"compute_capability": "7.5"}, "Triton.* need compute capability 8.0, and this device's is 7.5"),
+        (NORM, {"shapes": ((8, 64),)}, "batch_norm.output takes one operand of 4 dimensions"),
+        (LAYER_NORM, {"chain": ChainForm(Activation.RELU)}, "layer_norm is fused with the activations none, not with relu"),
+        (GELU, {"chain": ChainForm(Activation.RELU)}, "the sign of ReLU's input does not survive rounding to 8 bit"),
+        (GELU, {"variant": INT8_GRADIENTS}, "gradients are in a float format, not in int8"),
+        (
+            attrs.evolve(GELU, op=Op.ACTIVATION_GRAD_INPUT),
+            {"variant": FLOAT8, "compute_capability": "8.6"},
+            "kernels that read float8_e4m3fn need compute capability 8.9, and this device's is 8.6",
+        ),
+    ],
+)
+def test_other_chains_are_refused_with_their_one_reason(request_, change, reason):
+    (said,) = TritonBackend().unsupported_reasons(attrs.evolve(request_, **change))
+    assert re.search(reason, said)
+    with pytest.raises(BackendError, match="backend triton cannot run"):
+        TritonBackend().build(attrs.evolve(request_, **change), KernelConfig())
+
+
 def test_many_tensors_at_once_and_large_ones_are_supported():
     many = attrs.evolve(QUANTIZE, op=Op.QUANTIZE_MANY, shapes=((64, 64), (5,)))
     assert TritonBackend().unsupported_reasons(many) == []
@@ -56,7 +97,7 @@ def test_many_tensors_at_once_and_large_ones_are_supported():
 @pytest.mark.parametrize(
     ("request_", "change", "reason"),
     [
-        (CONVOLUTION, {"op": "conv3d.output"}, "linear.output, .*conv2d.grad_weight, not conv3d.output"),
+        (CONVOLUTION, {"op": "conv3d.output"}, "linear.output, .*activation.grad_input, not conv3d.output"),
         (QUANTIZE, {"variant": Variant.of(Precision.FLOAT16)}, "it runs quantize in int8, float8_e4m3fn, .*, not in float16"),
         (OUTPUT, {"variant": Variant.of(Precision.BFLOAT16)}, "it multiplies int8, float8_e4m3fn, .*, not bfloat16"),
         (QUANTIZE, {"variant": attrs.evolve(INT8, symmetric=False)}, "zero points are in the reference alone"),
@@ -112,8 +153,6 @@ def test_many_tensors_at_once_and_large_ones_are_supported():
     ],
 )
 def test_everything_else_is_refused_with_its_one_reason(request_, change, reason):
-    import re
-
     reasons = TritonBackend().unsupported_reasons(attrs.evolve(request_, **change))
     assert len(reasons) == 1
     assert re.search(reason, reasons[0])
@@ -135,8 +174,6 @@ def test_everything_else_is_refused_with_its_one_reason(request_, change, reason
     ],
 )
 def test_requests_that_are_no_products_are_refused_with_a_sentence(request_, change, reason):
-    import re
-
     request = attrs.evolve(request_, **change)
     (said,) = TritonBackend().unsupported_reasons(request)
     assert re.search(reason, said)
@@ -167,10 +204,10 @@ def test_building_what_is_refused_raises_with_the_reason():
         TritonBackend().build(request, KernelConfig())
 
 
-@pytest.mark.parametrize("request_", SUPPORTED, ids=lambda r: r.op)
+@pytest.mark.parametrize("request_", [*SUPPORTED, *PRODUCERS], ids=lambda r: r.op)
 def test_every_candidate_configuration_can_be_read_back(request_):
     candidates = TritonBackend().candidate_configs(request_)
-    read = QuantizeConfig if request_.op == Op.QUANTIZE else ProductConfig
+    read = QuantizeConfig if request_.op == Op.QUANTIZE else ProducerConfig if request_.op in Op.PRODUCERS else ProductConfig
     assert [str(read.parse(candidate.text)) for candidate in candidates] == [c.text for c in candidates]
     assert len({candidate.text for candidate in candidates}) == len(candidates)
     assert read.parse("") == read()
@@ -192,13 +229,15 @@ BAD_QUANTIZE = (
     "keep=-1",
     "warps=4;warps=4",
 )
+BAD_PRODUCER = ("block=100", "warps=4", "lane=0", "strip=2048", "reduce=0", "apply=-1")
 BAD_PRODUCT = ("m=100", "block=64", "warps=3", "stages=9", "group=0", "tma=2")
 
 
 @pytest.mark.parametrize(
     ("request_", "text", "example"),
     [(QUANTIZE, text, "block=4096;warps=8") for text in BAD_QUANTIZE]
-    + [(OUTPUT, text, "m=128;n=128;k=64") for text in BAD_PRODUCT],
+    + [(OUTPUT, text, "m=128;n=128;k=64") for text in BAD_PRODUCT]
+    + [(NORM, text, "block=2048;lane=8;strip=256") for text in BAD_PRODUCER],
 )
 def test_a_configuration_that_can_not_be_read_is_quoted(request_, text, example):
     with pytest.raises(BackendError) as caught:

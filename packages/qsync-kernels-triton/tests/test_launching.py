@@ -16,7 +16,11 @@ pytest.importorskip("triton")
 
 from qsync_kernels_triton.launching import signed_words
 
-TABLES_AND_PARTIALS = {"partial_absmax", "quantize_from_partials", "quantize_twice_from_partials"}
+TABLES_AND_PARTIALS = {
+    "partial_absmax", "quantize_from_partials", "quantize_twice_from_partials", "channel_statistics", "channel_coefficients",
+    "normalize_positions", "reduce_gradient", "apply_gradient", "finish_sums", "normalize_rows", "round_normalized",
+    "activate_rows", "round_activated", "layer_norm_gradient",
+}  # fmt: skip
 """Kernels with scratch memory, whose address changes from call to call."""
 
 
@@ -27,7 +31,17 @@ def test_the_second_launch_passes_on_what_the_first_one_did(tmp_path):
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout.splitlines()[-1])
     names = {call[0] for first, _ in cases for call in first}
-    assert {"quantize_rows", "round_many", "rows_of_many", "gemm", "described_gemm", "mixed_gemm", "implicit_gemm"} <= names
+    assert {
+        "quantize_rows",
+        "round_many",
+        "rows_of_many",
+        "gemm",
+        "described_gemm",
+        "mixed_gemm",
+        "implicit_gemm",
+        "activation_gradient",
+    } <= names
+    assert {"normalize_positions", "round_normalized", "round_activated", "layer_norm_gradient", "apply_gradient"} <= names
     for first, second in cases:
         assert len(first) == len(second) > 0
         for one, other in zip(first, second, strict=True):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
-from qsync_core.kernels.support import LINEAR, QUANTIZATIONS, product_format
-from qsync_kernels_triton.config import ProductConfig, QuantizeConfig, UnknownConfigError, ranked
+from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, QUANTIZATIONS, product_format
+from qsync_kernels_triton.config import ProducerConfig, ProductConfig, QuantizeConfig, UnknownConfigError, ranked
 from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
@@ -25,13 +25,25 @@ QUANTIZE_CANDIDATES = (
     QuantizeConfig(block=2048, warps=4, programs=1056, sweep=2112),
     QuantizeConfig(block=8192, warps=8, keep=64 << 20, sweep=0, hold=0),
 )
+PRODUCER_CANDIDATES = (
+    ProducerConfig(),
+    ProducerConfig(apply=0),
+    ProducerConfig(block=4096, lane=16),
+    ProducerConfig(block=4096, lane=8),
+    ProducerConfig(block=1024, lane=8, reduce=8, apply=16),
+    ProducerConfig(strip=64),
+    ProducerConfig(strip=64, apply=0),
+    ProducerConfig(reduce=2, apply=4),
+    ProducerConfig(reduce=8),
+)
 
 
 class TritonBackend:
-    """Quantization, and 8-bit products with dequantization fused, written in Triton."""
+    """Quantization, 8-bit products with dequantization fused, and producers of activations, written in Triton."""
 
     name = "triton"
     api_version = BACKEND_API_VERSION
+    offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """What it offers, as data only."""
@@ -39,10 +51,10 @@ class TritonBackend:
         return tuple(
             KernelSpec(
                 op,
-                EIGHT_BIT,
+                (*EIGHT_BIT, *FLOATS) if op in Op.PRODUCERS else EIGHT_BIT,
                 ("cuda",),
                 min_compute_capability=capability,
-                layouts=("contiguous", "channels_last") if op not in LINEAR else ("contiguous",),
+                layouts=_layouts(op),
             )
             for op in Op.ALL
         )
@@ -55,6 +67,8 @@ class TritonBackend:
         """Configurations worth trying, best guess first."""
         if request.op in QUANTIZATIONS:
             return tuple(KernelConfig(str(config)) for config in QUANTIZE_CANDIDATES)
+        if request.op in Op.PRODUCERS:
+            return tuple(KernelConfig(str(config)) for config in PRODUCER_CANDIDATES)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             return (KernelConfig(),)
         m, n, k = _product_shape(request)
@@ -84,6 +98,8 @@ class TritonBackend:
             from qsync_kernels_triton.quantize.many import QuantizeMany
 
             return QuantizeMany(variant.x_granularity, variant.rounding, knobs)
+        if request.op in Op.PRODUCERS:
+            return _producer(request, ProducerConfig.parse(config.text))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
             if config.text:
                 raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
@@ -105,6 +121,32 @@ class TritonBackend:
         if request.op == Op.CONV2D_GRAD_INPUT:
             return conv2d.build_conv2d_grad_input(cut, request.geometry, eight_bit)
         return conv2d.build_conv2d_output(cut, request.geometry)
+
+
+def _layouts(op: str) -> tuple[str, ...]:
+    if op in BATCH_NORMS:
+        return ("channels_last",)
+    matrices = op in LINEAR or op in Op.PRODUCERS
+    return ("contiguous",) if matrices else ("contiguous", "channels_last")
+
+
+def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
+    variant, activation = request.variant, request.chain.activation
+    if request.op in BATCH_NORMS:
+        from qsync_kernels_triton.producers import batch_norm_plans
+
+        if request.op == Op.BATCH_NORM_OUTPUT:
+            return batch_norm_plans.build_batch_norm_output(activation, variant.rounding, config)
+        return batch_norm_plans.build_batch_norm_grad_input(activation, config)
+    from qsync_kernels_triton.producers import row_plans
+
+    if request.op == Op.LAYER_NORM_OUTPUT:
+        return row_plans.build_layer_norm_output(variant.x_granularity, variant.rounding, config)
+    if request.op == Op.LAYER_NORM_GRAD_INPUT:
+        return row_plans.build_layer_norm_grad_input(config)
+    if request.op == Op.ACTIVATION_OUTPUT:
+        return row_plans.build_activation_output(activation, variant.x_granularity, variant.rounding, config)
+    return row_plans.build_activation_grad_input(activation, config)
 
 
 def _product_shape(request: KernelRequest) -> tuple[int, int, int]:

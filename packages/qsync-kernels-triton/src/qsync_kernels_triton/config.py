@@ -76,6 +76,51 @@ class QuantizeConfig:
 
 
 @attrs.frozen
+class ProducerConfig:
+    """How normalizations and activations are cut into programs.
+
+    Attributes:
+        block: elements of a program's tile where tiles are cut freely; a row that is longer and fits is one tile.
+        lane: elements of a tile that each thread has.
+        strip: channels of a tile of the kernels that write images, at most; those that sum over positions take ``SUM_STRIP``.
+        reduce: programs to a multiprocessor of kernels that leave partial sums.
+        apply: programs to a multiprocessor of kernels that write, each of many tiles.  0: as many programs as tiles.
+    """
+
+    block: int = 2048
+    lane: int = 8
+    strip: int = 256
+    reduce: int = 4
+    apply: int = 8
+
+    def __attrs_post_init__(self) -> None:
+        for name, least, most in (("block", 64, MAX_BLOCK), ("lane", 1, 64), ("strip", 8, 1024)):
+            value = getattr(self, name)
+            if not least <= value <= most or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two in {least}..{most}, got {value}")
+        if not 1 <= self.reduce <= 32:
+            raise ValueError(f"reduce must be in 1..32, got {self.reduce}")
+        if not 0 <= self.apply <= 64:
+            raise ValueError(f"apply must be in 0..64, got {self.apply}")
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def warps_of(self, tile: int) -> int:
+        """Warps of a program with a tile of that many elements."""
+        return max(1, min(16, tile // (32 * self.lane)))
+
+    @classmethod
+    def parse(cls, text: str) -> ProducerConfig:
+        """Read ``block=2048;lane=8;strip=256;reduce=4;apply=8``; knobs that are left out have their default.
+
+        Raises:
+            BackendError: when the text is not of that form.
+        """
+        return _parsed(cls, text)
+
+
+@attrs.frozen
 class ProductConfig:
     """How a product is cut into programs.
 

@@ -31,14 +31,14 @@ class Launch:
 
     Args:
         function: the ``triton.jit`` function: tensors first, then numbers, then constants.
-        constants: values of its ``tl.constexpr`` parameters, in the order of the signature.
+        constants: values of its ``tl.constexpr`` parameters.
         options: ``num_warps`` and other options of Triton's launch.
     """
 
     def __init__(self, function: Any, constants: dict[str, Any], **options: Any) -> None:
         # Contraction to fused multiply-adds would make bits depend on the compiler.
         self._function, self._constants, self._options = function, constants, {"enable_fp_fusion": False} | options
-        self._trailing = tuple(constants.values())
+        self._trailing = tuple(constants[name] for name in function.arg_names if name in constants)
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, grid: Grid, key: Any, tensors: Sequence[torch.Tensor], numbers: tuple[Any, ...]) -> None:
@@ -77,7 +77,7 @@ class Planned:
         self._plan = plan
         self._plans: dict[Any, Callable[..., None]] = {}
 
-    def __call__(self, first: torch.Tensor, *others: torch.Tensor | int | None) -> None:
+    def __call__(self, first: torch.Tensor, *others: torch.Tensor | float | None) -> None:
         """Run on the device of the first operand."""
         key = tuple(
             [(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, torch.Tensor) else type(x) for x in (first, *others)]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from qsync_core.ir.precision import Precision
 from qsync_core.kernels import support
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.support import CONVOLUTIONS, FLOATS, QUANTIZATIONS
+from qsync_core.kernels.support import CONVOLUTIONS, FIRST_TENSOR_CORES, FLOATS, QUANTIZATIONS
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """Triton's own lower bound: it does not support the T4 (7.5)."""
 EIGHT_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+_COPIES = (Precision.INT8, Precision.FLOAT8_E4M3FN)
 
 
 def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
@@ -24,8 +26,10 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
         yield "Triton's kernels need compute capability 8.0, and this device's is unknown"
     if request.op in QUANTIZATIONS:
         yield from _quantization_reasons(request)
-    elif request.op in Op.ALL:
+    elif request.op in Op.UNFUSED:
         yield from _product_reasons(request)
+    elif request.op in Op.PRODUCERS:
+        yield from _producer_reasons(request)
     if missing := [module for module in ("torch", "triton") if importlib.util.find_spec(module) is None]:
         yield f"{' and '.join(missing)} cannot be found; install qsync-kernels-triton[triton]"
 
@@ -36,6 +40,18 @@ def _quantization_reasons(request: KernelRequest) -> Iterator[str]:
     yield from support.quantization_reasons(request)
     if request.multiplied and any(len(shape) not in (2, 4) for shape in request.shapes):
         yield f"channels to multiply are those of 2-d and 4-d tensors, and this one has the shape {request.shapes[0]}"
+
+
+def _producer_reasons(request: KernelRequest) -> Iterator[str]:
+    saved = request.variant.saved
+    yield from support.layout_reasons(request)
+    yield from support.chain_reasons(request)
+    yield from support.producer_format_reasons(request, _COPIES, _COPIES)
+    yield from support.producer_scale_reasons(request)
+    yield from support.producer_shape_reasons(request)
+    if request.op.endswith(".grad_input") and saved.needs_scale and not saved.is_fixed_point:
+        least = FIRST_TENSOR_CORES[saved]
+        yield from support.capability_reasons(request, f"kernels that read {saved}", least)
 
 
 def _product_reasons(request: KernelRequest) -> Iterator[str]:

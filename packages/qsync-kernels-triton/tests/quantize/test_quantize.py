@@ -238,6 +238,33 @@ def test_a_value_that_is_not_finite_makes_the_scale_infinite_instead_of_vanishin
     assert torch.isinf(scales).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_an_offset_in_a_tensor_is_read_when_the_kernel_runs(granularity, way):
+    """The same launch takes other random numbers when the tensor holds another number: what a replayed graph does."""
+    x, offset = tensor(6, 72), torch.tensor([(1 << 62) + 12345])
+    scale, q, transposed = (
+        torch.empty(scale_count(tuple(x.shape), granularity)),
+        *(torch.empty(s, dtype=torch.int8) for s in ((6, 72), (72, 6))),
+    )
+    kernel = build_quantize(granularity, Rounding.STOCHASTIC, SMALL)
+    found = []
+    for value in ((1 << 62) + 12345, (1 << 32) * 7, 0):
+        offset.fill_(value)
+        kernel(x, q, scale, 9, offset)
+        assert torch.equal(q, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0])
+        kernel(x, q, scale, 9, offset, None, transposed)
+        assert torch.equal(transposed, run(x, granularity, Rounding.STOCHASTIC, seed=9, offset=value)[0].t())
+        found.append(q.clone())
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("offset", [torch.tensor([1.0]), torch.tensor([1, 2]), torch.empty(1, dtype=torch.int64, device="meta")])
+def test_an_offset_that_kernels_cannot_read_is_refused(offset):
+    with pytest.raises(BackendError, match="offset must be a number or one int64 on cpu, got torch"):
+        run(tensor(3, 5), Granularity.PER_TENSOR, Rounding.STOCHASTIC, offset=offset)
+
+
 @pytest.mark.parametrize("channels", [3, 8, 40])
 @pytest.mark.parametrize("granularity", list(Granularity))
 def test_a_multiplier_is_applied_first_in_float32(channels, granularity, way):

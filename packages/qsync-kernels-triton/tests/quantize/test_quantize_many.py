@@ -73,6 +73,20 @@ def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch):
         assert len(launched) == launches
 
 
+@pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_CHANNEL])
+def test_an_offset_in_a_tensor_gives_the_bits_of_the_number(granularity):
+    kernel, offset = QuantizeMany(granularity, Rounding.STOCHASTIC, CONFIG), torch.zeros(1, dtype=torch.int64)
+    found = []
+    for value in (3 << 32, (1 << 62) + 1):
+        for given in (value, offset.fill_(value)):
+            xs, qs, scales = tensors(granularity=granularity)
+            kernel(xs, qs, scales, list(range(len(xs))), given)
+            found.append(torch.cat([q.flatten() for q in qs]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_lists_of_different_lengths_are_refused():
     xs, qs, scales = tensors()
     with pytest.raises(BackendError, match="lists have different lengths: 8 xs, 8 qs, 8 scales, 1 seeds"):

@@ -23,9 +23,9 @@ import triton.language as tl
 from qsync_core.ir.precision import Granularity, Rounding
 from qsync_kernels_triton.config import QuantizeConfig
 from qsync_kernels_triton.launching import Launch, as_bytes, refuse, signed_words
-from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
+from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE, stream_words
 from qsync_kernels_triton.quantize.rows import quantize_row_block
-from qsync_kernels_triton.quantize.single import FORMAT_CODE, build_quantize, operand_problems, scale_count
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, build_quantize, operand_problems, scale_count, stream_problems
 from qsync_kernels_triton.quantize.split import absmax_of_chunks, round_chunks
 
 FIELDS = 8
@@ -55,12 +55,13 @@ def _pointer(table_ptr, field: tl.constexpr, tensor, tensors, like_ptr):
 
 @triton.jit(do_not_specialize=["tensors", "walk", "stream_low", "stream_high"])
 def rows_of_many(
-    table_ptr, x_like, q_like, scale_like, tensors: tl.int32, walk: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    SINGLE: tl.constexpr, TENSORS: tl.constexpr,
+    table_ptr, x_like, q_like, scale_like, stream_ptr, tensors: tl.int32, walk: tl.int32, stream_low: tl.int32,
+    stream_high: tl.int32, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, SINGLE: tl.constexpr, TENSORS: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize ``walk`` groups of ROWS rows of one tensor; grid (the sum over tensors of groups / walk,)."""
     program = tl.program_id(0)
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     tensor = _tensor_of(table_ptr, FIRST, program, tensors, TENSORS)
     length = (tl.load(table_ptr + LENGTH * tensors + tensor) // UNIT).to(tl.int32) * UNIT
     rows = tl.load(table_ptr + ROW_COUNT * tensors + tensor).to(tl.int32)
@@ -97,11 +98,13 @@ def partials_of_many(
 
 @triton.jit(do_not_specialize=["tensors", "stream_low", "stream_high"])
 def round_many(
-    table_ptr, x_like, q_like, scale_like, partial_ptr, tensors: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    table_ptr, x_like, q_like, scale_like, partial_ptr, stream_ptr, tensors: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, TENSORS: tl.constexpr,
+    LIVE: tl.constexpr,
 ):  # fmt: skip
     """Round a chunk of one tensor; grid (the sum over tensors of length / BLOCK,)."""
     program = tl.program_id(0)
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     tensor = _tensor_of(table_ptr, SECOND, program, tensors, TENSORS)
     length = tl.load(table_ptr + LENGTH * tensors + tensor)
     partials = tl.minimum((length + BLOCK - 1) // BLOCK, MOST).to(tl.int32)
@@ -139,6 +142,7 @@ class _Batch:
         block: int,
         cut: dict[str, Any],
         rounding: dict[str, int],
+        live: dict[str, bool],
         places: Sequence[int],
         lengths: Sequence[int],
         rows: Sequence[int],
@@ -153,25 +157,36 @@ class _Batch:
             second = first = [triton.cdiv(count, walk) for count in groups]
             self._numbers = (len(places), walk)
             self._absmax = None
-            self._round = Launch(rows_of_many, {**rounding, "ROWS": at_a_time, "BLOCK": block, **cut, **tensors}, num_warps=warps)
+            self._round = Launch(
+                rows_of_many, {**rounding, "ROWS": at_a_time, "BLOCK": block, **cut, **tensors, **live}, num_warps=warps
+            )
         else:
             second = [triton.cdiv(length, SPLIT_BLOCK) for length in lengths]
             first = [min(count, MAX_PARTIALS) for count in second]
             split = {"BLOCK": SPLIT_BLOCK, "MOST": MAX_PARTIALS, **tensors}
             self._absmax = Launch(partials_of_many, split, num_warps=4)
-            self._round = Launch(round_many, rounding | split, num_warps=4)
+            self._round = Launch(round_many, rounding | split | live, num_warps=4)
         self.fixed = [*lengths, *rows, *_begins(first), *_begins(second)]
         self._programs = (sum(first), sum(second))
 
-    def run(self, table: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, stream: tuple[int, int]) -> None:
-        """Launch; ``x``, ``q`` and ``scale`` are one tensor's, for their types."""
+    def run(
+        self,
+        table: torch.Tensor,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        scale: torch.Tensor,
+        stream: torch.Tensor,
+        words: tuple[int, int],
+    ) -> None:
+        """Launch; ``x``, ``q`` and ``scale`` are one tensor's, for their types; ``words`` those of a stream that is a number."""
         first, second = self._programs
         tensors = [table, x, as_bytes(q), scale]
         if self._absmax is not None:
             partial = torch.empty(first, dtype=torch.float32, device=x.device)
             self._absmax((first, 1, 1), None, (table, x, partial), self._numbers)
             tensors.append(partial)
-        self._round((second, 1, 1), None, tensors, (*self._numbers, *stream))
+        tensors.append(stream)
+        self._round((second, 1, 1), None, tensors, (*self._numbers, *words))
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
@@ -184,7 +199,7 @@ class QuantizeMany:
 
     Bit for bit the result of ``quantize`` for each with its seed, with the same operands.  A call captured into a CUDA graph keeps
     a table in page-locked memory for as long as this object lives, and replays write to the addresses and round with the seeds of
-    the captured call.
+    the captured call, and with the offset that is in its tensor by then.
 
     Raises:
         BackendError: from the call, when lists differ in length or an operand does not have the agreed type or size.
@@ -202,7 +217,7 @@ class QuantizeMany:
         qs: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor],
         seeds: Sequence[int],
-        offset: int,
+        offset: int | torch.Tensor,
     ) -> None:
         """Write every tensor of ``qs`` and ``scales``."""
         counts = {"xs": len(xs), "qs": len(qs), "scales": len(scales), "seeds": len(seeds)}
@@ -213,30 +228,38 @@ class QuantizeMany:
         aligned = tuple([(a | b) % 16 == 0 for a, b in zip(addresses[0], addresses[1], strict=True)])
         sources = tuple([(x.dtype, x.shape, x.stride(), x.device) for x in xs])
         results = tuple([(q.dtype, q.shape, q.stride(), s.dtype, s.shape) for q, s in zip(qs, scales, strict=True)])
-        key = (aligned, sources, results)
+        stream = offset if isinstance(offset, torch.Tensor) else None
+        key = (aligned, sources, results, None if stream is None else (stream.dtype, stream.shape, stream.device))
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = self._lay_out(xs, qs, scales, aligned)
+            layout = self._layouts[key] = self._lay_out(xs, qs, scales, aligned, stream)
         batches, alone = layout
-        stream = signed_words(offset)
+        words = (0, 0) if isinstance(offset, torch.Tensor) else signed_words(offset)
         for batch in batches:
             head = batch.places[0]
             device = xs[head].device
             values = [*[column[i] for column in (*addresses, seeds) for i in batch.places], *batch.fixed]
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                batch.run(self._table(values, device), xs[head], qs[head], scales[head], stream)
+                table = self._table(values, device)
+                batch.run(table, xs[head], qs[head], scales[head], table if stream is None else stream, words)
         for i in alone:
             self._single(xs[i], qs[i], scales[i], seeds[i], offset)
 
     def _lay_out(
-        self, xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], aligned: Sequence[bool]
+        self,
+        xs: Sequence[torch.Tensor],
+        qs: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        aligned: Sequence[bool],
+        stream: torch.Tensor | None,
     ) -> tuple[list[_Batch], list[int]]:
         """Which tensors go together, and which are left to a launch of their own."""
         alone: list[int] = []
         groups: dict[Any, list[tuple[int, int, int]]] = {}
         for i, (x, q, scale) in enumerate(zip(xs, qs, scales, strict=True)):
             rows = scale_count(tuple(x.shape), self._granularity)
-            refuse("quantize_many", operand_problems(x, q, scale, self._granularity, rows))
+            problems = (*operand_problems(x, q, scale, self._granularity, rows), *stream_problems(stream, x.device))
+            refuse("quantize_many", problems)
             numel = x.numel()
             if numel == 0 or numel > MAX_LENGTH or not aligned[i]:
                 alone.append(i)
@@ -249,8 +272,9 @@ class QuantizeMany:
         batches = []
         for (block, unit, single, form, *_), entries in groups.items():
             cut, rounding = {"UNIT": unit, "SINGLE": single}, {"FORMAT": FORMAT_CODE[form], "ROUNDING": self._rounding}
+            live = {"LIVE": stream is not None}
             for begin in range(0, len(entries), MAX_TENSORS):
-                batches.append(_Batch(block, cut, rounding, *zip(*entries[begin : begin + MAX_TENSORS], strict=True)))
+                batches.append(_Batch(block, cut, rounding, live, *zip(*entries[begin : begin + MAX_TENSORS], strict=True)))
         return batches, alone
 
     def _table(self, values: list[int], device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ Random numbers.  ``seed`` is the key of a counter-based generator (Philox 4x32-1
 stream under it: a sequence of 16-bit numbers, of which element ``i`` in memory order takes number ``i``.  One call of the
 generator gives eight of them: number ``i`` is half ``i mod 2`` (low first) of word ``(i mod 8) div 2`` of the call with the counter
 ``(i div 8, offset)``.  So neither launch configuration nor device changes a result.
+``offset`` is a number, or a tensor that kernels read when they run: a replayed CUDA graph draws what the tensor says by then.
 
 A number ``h`` becomes the threshold ``(h + 1/2) / 65536``.  Its mean is exactly 1/2, and the probability of rounding up differs
 from the residual by at most 2**-17: that is the largest bias, in units of the spacing between two values.
@@ -87,6 +88,16 @@ def random_words(call, seed_low, seed_high, stream_low, stream_high):
         seed_low.to(tl.uint32),
         seed_high.to(tl.uint32),
     )
+
+
+@triton.jit
+def stream_words(stream_ptr, stream_low, stream_high, LIVE: tl.constexpr):
+    """Low and high word of the stream; LIVE: as ``stream_ptr`` (int64) has it when the kernel runs."""
+    if LIVE:
+        stream = tl.load(stream_ptr)
+        stream_low = stream.to(tl.int32)
+        stream_high = (stream >> 32).to(tl.int32)
+    return stream_low, stream_high
 
 
 @triton.jit

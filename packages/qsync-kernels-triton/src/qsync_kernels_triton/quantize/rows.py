@@ -23,6 +23,7 @@ from qsync_kernels_triton.quantize.rounding import (
     random_bits_of,
     rounded,
     scale_of,
+    stream_words,
 )
 
 
@@ -42,11 +43,14 @@ def loaded_rows(
 
 
 @triton.jit
-def rounded_rows(
-    x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+def bits_of_rows(
+    first, begin, seed_low, seed_high, stream_low, stream_high,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on, a scale for each row."""
+    """Random bits of a (ROWS, BLOCK) tile: rows that begin at ``first``, columns from ``begin`` on; unused where none are drawn.
+
+    ALIGNED: rows and tiles begin at multiples of 8, so that eight neighbours share a call of the generator.
+    """
     bits = tl.arange(0, BLOCK)[None, :]
     if ROUNDING == STOCHASTIC:
         if ALIGNED:
@@ -56,6 +60,16 @@ def rounded_rows(
             bits = random_bits_of(
                 (first + begin)[:, None] + tl.arange(0, BLOCK)[None, :], seed_low, seed_high, stream_low, stream_high
             )
+    return bits
+
+
+@triton.jit
+def rounded_rows(
+    x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on, a scale for each row."""
+    bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
     return rounded(x, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
 
 
@@ -125,15 +139,16 @@ _UNSPECIALISED = ["rows", "units", "inner", "channels", "seed_low", "seed_high",
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def quantize_rows(
-    x_ptr, q_ptr, scale_ptr, multiplier_ptr, rows: tl.int32, units: tl.int32, inner: tl.int32, channels: tl.int32,
+    x_ptr, q_ptr, scale_ptr, multiplier_ptr, stream_ptr, rows: tl.int32, units: tl.int32, inner: tl.int32, channels: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, SINGLE: tl.constexpr, MULTIPLIER: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): each takes every programs-th group of ROWS rows, so that what the random generator needs is made once.
 
     A row has units * UNIT elements: a constant factor lets loads be wide.
     """
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         quantize_row_block(
             x_ptr, q_ptr, scale_ptr, multiplier_ptr, block, rows, units * UNIT, inner, channels,
@@ -143,14 +158,15 @@ def quantize_rows(
 
 @triton.jit(do_not_specialize=["partials", "row_units", "units", "channels", "seed_low", "seed_high", "stream_low", "stream_high"])
 def quantize_twice_from_partials(
-    x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, partials: tl.int32, row_units: tl.int32, units: tl.int32,
-    channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    x_ptr, q_ptr, transposed_ptr, scale_ptr, partial_ptr, multiplier_ptr, stream_ptr, partials: tl.int32, row_units: tl.int32,
+    units: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, MULTIPLIER: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
     """Round tiles of (ROWS, BLOCK), the last ones first; grid (programs,): each takes every programs-th tile."""
     rows, row_length = row_units * ROW_UNIT, units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     if OVERLAP:
         gdc_wait()
     index = tl.arange(0, PARTIALS)

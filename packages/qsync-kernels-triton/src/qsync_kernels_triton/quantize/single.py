@@ -39,7 +39,8 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
 
     ``x`` is a float32, float16 or bfloat16 tensor that fills its memory without gaps (channels-last does) and whose rows lie one
     after another; ``q_out`` int8, float8_e4m3fn or float8_e5m2 of the same shape and strides; ``scale_out`` float32 with
-    :func:`scale_count` elements; ``seed`` and ``offset`` integers in 0..2**63-1.
+    :func:`scale_count` elements; ``seed`` and ``offset`` integers in 0..2**63-1, ``offset`` also as one int64 on the device of
+    ``x``, which is read when the kernel runs.
 
     ``multiplier`` (float32, one element per channel: the last dimension of a matrix, dimension 1 of a 4-d tensor) is multiplied
     into ``x`` in float32 first.  ``transposed_out`` receives the transpose of a matrix's result, contiguous.
@@ -49,22 +50,31 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
     code = ROUNDING_CODE[rounding]
 
     def plan(
-        x: Tensor, q_out: Tensor, scale_out: Tensor, multiplier: Tensor | None, transposed_out: Tensor | None, *_: int
+        x: Tensor,
+        q_out: Tensor,
+        scale_out: Tensor,
+        multiplier: Tensor | None,
+        transposed_out: Tensor | None,
+        stream: Tensor | None,
+        *_: int,
     ) -> Callable[..., None]:
         rows = scale_count(tuple(x.shape), granularity)
         problems = operand_problems(x, q_out, scale_out, granularity, rows)
-        refuse("quantize", (*problems, *_extra_problems(x, q_out, multiplier, transposed_out)))
+        extra = _extra_problems(x, q_out, multiplier, transposed_out)
+        refuse("quantize", (*problems, *extra, *stream_problems(stream, x.device)))
         if x.numel() == 0:
             return lambda x, q, scale, *_: scale.fill_(1.0)
-        problem = Problem(x, rows, q_out.dtype, code, multiplier)
+        problem = Problem(x, rows, q_out.dtype, code, multiplier, stream)
         if transposed_out is not None and rows == 1:
             return TwicePlan(problem, config, (x.shape[0], x.shape[1]))
         once: Callable[..., None] = (RowsPlan if problem.length <= ONE_READ else SplitPlan)(problem, config)
         if transposed_out is None:
             return once
 
-        def quantize_then_transpose(x: Tensor, q: Tensor, scale: Tensor, multiplier: Any, transposed: Tensor, *words: int) -> None:
-            once(x, q, scale, multiplier, None, *words)
+        def quantize_then_transpose(
+            x: Tensor, q: Tensor, scale: Tensor, multiplier: Any, transposed: Tensor, stream: Any, *words: int
+        ) -> None:
+            once(x, q, scale, multiplier, None, stream, *words)
             transpose_bytes(q, transposed)
 
         return quantize_then_transpose
@@ -76,11 +86,14 @@ def build_quantize(granularity: Granularity, rounding: Rounding, config: Quantiz
         q_out: Tensor,
         scale_out: Tensor,
         seed: int,
-        offset: int,
+        offset: int | Tensor,
         multiplier: Tensor | None = None,
         transposed_out: Tensor | None = None,
     ) -> None:
-        planned(x, q_out, scale_out, multiplier, transposed_out, *signed_words(seed), *signed_words(offset))
+        if isinstance(offset, Tensor):
+            planned(x, q_out, scale_out, multiplier, transposed_out, offset, *signed_words(seed), 0, 0)
+        else:
+            planned(x, q_out, scale_out, multiplier, transposed_out, None, *signed_words(seed), *signed_words(offset))
 
     return quantize
 
@@ -137,6 +150,12 @@ def _extra_problems(x: Tensor, q_out: Tensor, multiplier: Tensor | None, transpo
         yield f"transposed_out must be {q_out.dtype} of shape {wanted}, contiguous, got {found}"
 
 
+def stream_problems(stream: Tensor | None, device: torch.device) -> Iterator[str]:
+    """What is wrong with an offset that is a tensor."""
+    if stream is not None and (stream.dtype is not torch.int64 or stream.numel() != 1 or stream.device != device):
+        yield f"offset must be a number or one int64 on {device}, got {stream.dtype} {tuple(stream.shape)} on {stream.device}"
+
+
 class Problem:
     """What a plan has to know of a tensor, alike for all tensors of its shape, layout and type.
 
@@ -145,14 +164,18 @@ class Problem:
         unit: 8 where a row's length is a multiple of 8, so that loads are wide and calls of the generator shared; else 1.
         inner, channels, by_channel: elements in memory between two channels, how many channels, and which of the kernels' ways to
             multiply by them applies.
+        live: the stream of random numbers is read from memory.
         overlap: whether the second kernel starts before the first one ends (``griddepcontrol``, from compute capability 9.0 on).
     """
 
-    def __init__(self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None) -> None:
+    def __init__(
+        self, x: Tensor, rows: int, form: torch.dtype, rounding: int, multiplier: Tensor | None, stream: Tensor | None
+    ) -> None:
         self.device, self.bytes = x.device, x.element_size()
         self.rows, self.length = rows, x.numel() // rows
         self.unit = 8 if self.length % 8 == 0 else 1
         self.rounding = {"FORMAT": FORMAT_CODE[form], "ROUNDING": rounding}
+        self.live = {"LIVE": stream is not None}
         self.inner, self.channels, self.by_channel = 1, 1, 0
         if multiplier is not None:
             self.channels = multiplier.numel()
@@ -176,6 +199,7 @@ class RowsPlan:
             "FULL": p.length == block and p.rows % per_program == 0,
             "SINGLE": True,
             "MULTIPLIER": p.by_channel,
+            **p.live,
         }
         warps = max(1, min(16, per_program * block // 512))
         self._launch = Launch(quantize_rows, constants, num_warps=warps)
@@ -184,9 +208,11 @@ class RowsPlan:
         self._grid = (groups if config.sweep == 0 else min(groups, max(1, config.sweep * 8 // warps)), 1, 1)
         self._numbers = (p.rows, p.length // p.unit, p.inner, p.channels)
 
-    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, *words: int) -> None:
-        """Write ``q`` and ``scale``; ``words`` are the low and high words of the seed and of the stream."""
-        tensors = (x, as_bytes(q), scale, scale if multiplier is None else multiplier)
+    def __call__(
+        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, stream: Tensor | None, *words: int
+    ) -> None:
+        """Write ``q`` and ``scale``; ``words`` are the low and high words of the seed and of a stream that is not a tensor."""
+        tensors = (x, as_bytes(q), scale, scale if multiplier is None else multiplier, scale if stream is None else stream)
         self._launch(self._grid, None, tensors, (*self._numbers, *words))
 
 
@@ -207,7 +233,9 @@ class SplitPlan:
         self._first_numbers = (programs, p.length // p.unit, full, keep_from, p.inner, p.channels)
         partials = {"PARTIALS": max(32, triton.next_power_of_2(programs)), "ALIGNED": p.rows == 1 or p.unit == 8}
         options = {"launch_pdl": True} if p.overlap else {}
-        self._round = Launch(quantize_from_partials, p.rounding | cut | partials | flags, num_warps=config.warps, **options)
+        self._round = Launch(
+            quantize_from_partials, p.rounding | cut | partials | flags | p.live, num_warps=config.warps, **options
+        )
         sweep = full + tail if config.sweep == 0 else min(full + tail, max(1, config.sweep // p.rows))
         self._second_grid = (sweep * p.rows, 1, 1)
         self._second_numbers = (sweep, p.length // p.unit, full, programs, p.inner, p.channels)
@@ -220,11 +248,13 @@ class SplitPlan:
         self._absmax(self._first_grid, None, (x, partial, partial if multiplier is None else multiplier), self._first_numbers)
         return partial
 
-    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, *words: int) -> None:
+    def __call__(
+        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, _: None, stream: Tensor | None, *words: int
+    ) -> None:
         """Write ``q`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
         partial = self.partials(x, multiplier)
-        tensors = (x, as_bytes(q), scale, partial, partial if multiplier is None else multiplier)
-        self._round(self._second_grid, None, tensors, (*self._second_numbers, *words))
+        optional = (partial if multiplier is None else multiplier, partial if stream is None else stream)
+        self._round(self._second_grid, None, (x, as_bytes(q), scale, partial, *optional), (*self._second_numbers, *words))
 
 
 class TwicePlan:
@@ -245,6 +275,7 @@ class TwicePlan:
             "FULL": rows % TILE_ROWS == 0 and length % TILE_COLUMNS == 0,
             "MULTIPLIER": p.by_channel,
             "OVERLAP": p.overlap,
+            **p.live,
         }
         options = {"launch_pdl": True} if p.overlap else {}
         self._round = Launch(quantize_twice_from_partials, constants, num_warps=8, **options)
@@ -252,10 +283,11 @@ class TwicePlan:
         self._grid = (tiles if config.sweep == 0 else min(tiles, config.sweep), 1, 1)
         self._numbers = (count, rows // row_unit, length // unit, p.channels)
 
-    def __call__(self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, transposed: Tensor, *words: int) -> None:
+    def __call__(
+        self, x: Tensor, q: Tensor, scale: Tensor, multiplier: Tensor | None, transposed: Tensor, stream: Tensor | None, *words: int
+    ) -> None:
         """Write ``q``, ``transposed`` and ``scale``; ``words`` as for :class:`RowsPlan`."""
         partial = self._split.partials(x, multiplier)
         copies = as_bytes(q), as_bytes(transposed)
-        self._round(
-            self._grid, None, (x, *copies, scale, partial, partial if multiplier is None else multiplier), (*self._numbers, *words)
-        )
+        optional = (partial if multiplier is None else multiplier, partial if stream is None else stream)
+        self._round(self._grid, None, (x, *copies, scale, partial, *optional), (*self._numbers, *words))

@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qsync_kernels_triton.quantize.rounding import eights, infinite_if_nan, inverse_of, larger, multiplied, round_tile, scale_of
+from qsync_kernels_triton.quantize.rounding import (
+    eights,
+    infinite_if_nan,
+    inverse_of,
+    larger,
+    multiplied,
+    round_tile,
+    scale_of,
+    stream_words,
+)
 
 
 @triton.jit
@@ -171,6 +180,7 @@ def quantize_from_partials(
     scale_ptr,
     partial_ptr,
     multiplier_ptr,
+    stream_ptr,
     programs: tl.int32,
     units: tl.int64,
     full_chunks: tl.int32,
@@ -190,11 +200,13 @@ def quantize_from_partials(
     TAIL: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LIVE: tl.constexpr,
 ):
     """Round rows by chunks, the last ones first, with ``programs`` programs for each; grid (programs * rows,)."""
     program = tl.program_id(0) % programs
     row = ((tl.num_programs(0) - 1 - tl.program_id(0)) // programs).to(tl.int64)
     row_length = units.to(tl.int64) * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     scale = round_chunks(
         x_ptr, q_ptr, partial_ptr + row * partials, partials, multiplier_ptr, row * row_length, row_length, program,
         programs, full_chunks, inner, channels, seed_low, seed_high, stream_low, stream_high,

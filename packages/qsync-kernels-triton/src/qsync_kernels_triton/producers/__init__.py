@@ -1,0 +1,1 @@
+"""Producers: normalizations and activations that write the 8-bit copy of their result (docs/design/fused-chains.md)."""

@@ -1,0 +1,129 @@
+"""GELU, SiLU, ReLU (or nothing) that writes 8-bit copies of its result and of its input, and their derivatives.
+
+Rows in the registers of one program, one launch, one read; longer rows, and one scale for the whole tensor, take a second read
+and f(x) once more.  Memory limits SiLU and GELU's tanh form on an H200 (2 bytes read, 1 to 4 written an element); the error
+function takes some 25 instructions of its own, and with the int8 copy alone about as long as the bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_kernels_triton.producers.functions import activated, slope
+from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, common_scale
+from qsync_kernels_triton.quantize.rounding import infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
+from qsync_kernels_triton.quantize.rows import bits_of_rows
+
+
+@triton.jit
+def _loaded(x_ptr, first, column, row, rows, length):
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    return tl.load(x_ptr + first[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
+def activate_rows(
+    x_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr, stream_ptr, rows: tl.int32, units: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
+    stream_low: tl.int32, stream_high: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr, FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs,): each takes every programs-th group of ROWS rows; arguments as those of ``normalize_rows``."""
+    length = units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
+    columns = tl.arange(0, BLOCK)
+    greatest = tl.zeros((ROWS,), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        first = row.to(tl.int64) * length
+        largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        # f(0) = 0: what is outside of the matrix has no part in the maxima.
+        if SINGLE:
+            x, inside = _loaded(x_ptr, first, columns, row, rows, length)
+            r = activated(x, ACTIVATION)
+            largest, x_largest = larger(largest, r), larger(x_largest, x)
+        else:
+            for begin in range(0, length, BLOCK):
+                x, inside = _loaded(x_ptr, first, begin + columns, row, rows, length)
+                largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
+        absmax, x_absmax = tl.max(infinite_if_nan(largest), 1), tl.max(infinite_if_nan(x_largest), 1)
+        if SCALES == PER_ROW:
+            scale = scale_of(absmax, FORMAT)
+            inverse = inverse_of(absmax, scale, FORMAT)
+            tl.store(scale_ptr + row, scale, mask=row < rows)
+        if SCALES == ONE_SCALE:
+            greatest = tl.maximum(greatest, absmax)
+        if WRITE_X:
+            x_scale = scale_of(x_absmax, X_FORMAT)
+            x_inverse = inverse_of(x_absmax, x_scale, X_FORMAT)
+            tl.store(x_scale_ptr + row, x_scale, mask=row < rows)
+        for begin in range(0, 1 if SINGLE else length, BLOCK):
+            column = begin + columns
+            if not SINGLE:
+                x, inside = _loaded(x_ptr, first, column, row, rows, length)
+                r = activated(x, ACTIVATION)
+            where = first[:, None] + column[None, :]
+            if WRITE_OUT:
+                tl.store(out_ptr + where, r.to(out_ptr.dtype.element_ty), mask=inside)
+            if WRITE_X:
+                bits = bits_of_rows(
+                    first, begin, x_seed_low, x_seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED
+                )  # fmt: skip
+                x_q = rounded(x, x_scale[:, None], x_inverse[:, None], bits, X_FORMAT, ROUNDING)
+                tl.store(x_q_ptr + where, x_q, mask=inside)
+            if SCALES == PER_ROW:
+                bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+                q = rounded(r, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
+                tl.store(q_ptr + where, q, mask=inside)
+    if SCALES == ONE_SCALE:
+        tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
+
+
+@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "stream_low", "stream_high"])
+def round_activated(
+    x_ptr, partial_ptr, q_ptr, scale_ptr, stream_ptr, rows: tl.int32, units: tl.int32, partials: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PARTIALS: tl.constexpr,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """f(x) again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first."""
+    length = units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
+    absmax, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
+    across = tl.cdiv(length, BLOCK)
+    tiles = tl.cdiv(rows, ROWS) * across
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - number
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        begin = (tile % across) * BLOCK
+        column = begin + tl.arange(0, BLOCK)
+        first = row.to(tl.int64) * length
+        x, inside = _loaded(x_ptr, first, column, row, rows, length)
+        r = tl.minimum(tl.maximum(activated(x, ACTIVATION), -absmax), absmax)
+        bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+        tl.store(q_ptr + first[:, None] + column[None, :], rounded(r, scale, inverse, bits, FORMAT, ROUNDING), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def activation_gradient(
+    grad_ptr, x_ptr, x_scale_ptr, grad_input_ptr, rows: tl.int32, units: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, EIGHT_BIT: tl.constexpr,
+):  # fmt: skip
+    """f′(x)·g; grid (programs,): each takes every programs-th tile."""
+    length = units * UNIT
+    across = tl.cdiv(length, BLOCK)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        column = (tile % across) * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < length)[None, :]
+        where = row.to(tl.int64)[:, None] * length + column[None, :]
+        x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+        if EIGHT_BIT:
+            x = x * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+        gradient = tl.load(grad_ptr + where, mask=inside, other=0.0).to(tl.float32) * slope(x, ACTIVATION)
+        tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)

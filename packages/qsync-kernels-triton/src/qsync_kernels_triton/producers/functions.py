@@ -1,0 +1,79 @@
+"""Device functions: activations, their derivatives, and one bit for each element of a tile."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_core.ir.chain import Activation
+
+ACTIVATION_CODE = {
+    Activation.NONE: 0,
+    Activation.RELU: 1,
+    Activation.GELU: 2,
+    Activation.GELU_TANH: 3,
+    Activation.SILU: 4,
+}
+RELU: tl.constexpr = tl.constexpr(1)
+GELU: tl.constexpr = tl.constexpr(2)
+GELU_TANH: tl.constexpr = tl.constexpr(3)
+SILU: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _twice_tanh_argument(x):
+    """2·√(2/π)·(x + 0.044715·x³): tanh(u) is 2·sigmoid(2u) − 1, and Triton has no tanh."""
+    return 1.5957691216057308 * (x + 0.044715 * x * x * x)
+
+
+@triton.jit
+def activated(z, ACTIVATION: tl.constexpr):
+    """f(z) in float32; NaN stays NaN."""
+    if ACTIVATION == RELU:
+        return tl.where(z <= 0, 0.0, z)
+    elif ACTIVATION == GELU:
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == GELU_TANH:
+        return z * _sigmoid(_twice_tanh_argument(z))
+    elif ACTIVATION == SILU:
+        return z * _sigmoid(z)
+    else:
+        return z
+
+
+@triton.jit
+def slope(z, ACTIVATION: tl.constexpr):
+    """f′(z) in float32; of ReLU at 0 it is 0, as in PyTorch."""
+    if ACTIVATION == RELU:
+        return tl.where(z > 0, 1.0, 0.0)
+    elif ACTIVATION == GELU:
+        return 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACTIVATION == GELU_TANH:
+        s = _sigmoid(_twice_tanh_argument(z))
+        return s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+    elif ACTIVATION == SILU:
+        s = _sigmoid(z)
+        return s * (1.0 + z * (1.0 - s))
+    else:
+        return z * 0 + 1.0
+
+
+@triton.jit
+def packed_bits(condition, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A (ROWS, BLOCK) condition as (ROWS, BLOCK / 8) bytes: bit c mod 8 of byte c div 8 is column c."""
+    bits = tl.reshape(condition.to(tl.int32), (ROWS, BLOCK // 8, 8)) << tl.arange(0, 8)[None, None, :]
+    return tl.sum(bits, 2).to(tl.uint8)
+
+
+@triton.jit
+def unpacked_bits(packed, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The condition that :func:`packed_bits` packed."""
+    wide = tl.broadcast_to(packed.to(tl.int32)[:, :, None], (ROWS, BLOCK // 8, 8)) >> tl.arange(0, 8)[None, None, :]
+    return (tl.reshape(wide, (ROWS, BLOCK)) & 1) > 0

@@ -1,0 +1,211 @@
+"""Layer normalization of x (+ residual) that writes its 8-bit copies: rows in the registers of one program, one launch, one read.
+
+Rows longer than a tile are walked through chunk by chunk, three times, from the cache after the first.  One scale for the whole
+tensor takes a second launch, ``round_normalized``, which reads the rows once more.
+
+What limits is memory: for 2 bytes read (4 with a residual) and 1 to 5 written an element there are some 30 instructions, of which
+the reductions over a row wait for each other; so several rows are a program's, and several programs a multiprocessor's.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_kernels_triton.producers.batch_norm import inverse_deviation
+from qsync_kernels_triton.quantize.rounding import infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
+from qsync_kernels_triton.quantize.rows import bits_of_rows
+
+PER_ROW: tl.constexpr = tl.constexpr(1)
+ONE_SCALE: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr):
+    """s = x (+ residual) of a tile in float32; where it is kept, as it is kept, so that backward normalizes the same numbers."""
+    s = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        s += tl.load(residual_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    if WRITE_SUM:
+        s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)
+    return s
+
+
+@triton.jit
+def vector_of(pointer, column, wanted, otherwise, PRESENT: tl.constexpr):
+    """γ or β of columns, as one row of a tile."""
+    if PRESENT:
+        return tl.load(pointer + column, mask=wanted, other=0.0)[None, :]
+    else:
+        return tl.zeros((1, column.shape[0]), dtype=tl.float32) + otherwise
+
+
+@triton.jit
+def _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """x̂ and z of a tile."""
+    wanted = column < length
+    x = (s - mean[:, None]) * rstd[:, None]
+    return x, x * vector_of(weight_ptr, column, wanted, 1.0, WEIGHT) + vector_of(bias_ptr, column, wanted, 0.0, BIAS)
+
+
+@triton.jit
+def _row_statistics(s, inside, length):
+    """Mean and variance of rows: sums about a first estimate of the mean, which rounding may have moved where the mean is large."""
+    n = length.to(tl.float32)
+    estimate = tl.sum(tl.where(inside, s, 0.0), 1) / n
+    apart = tl.where(inside, s - estimate[:, None], 0.0)
+    moved = tl.sum(apart, 1) / n
+    var = tl.sum(apart * apart, 1) / n - moved * moved
+    return estimate + moved, tl.where(var < 0, 0.0, var)
+
+
+@triton.jit
+def _long_row_statistics(
+    x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for rows of several chunks: sums about the mean of the first chunk."""
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < length)[None, :]
+    s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
+    shift = tl.sum(s, 1) / tl.minimum(length, BLOCK).to(tl.float32)
+    total, squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for begin in range(0, length, BLOCK):
+        inside = (row < rows)[:, None] & (begin + column < length)[None, :]
+        s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + (begin + column)[None, :], inside, RESIDUAL, WRITE_SUM)
+        apart = tl.where(inside, s - shift[:, None], 0.0)
+        total += apart
+        squares = tl.fma(apart, apart, squares)
+    n = length.to(tl.float32)
+    moved = tl.sum(total, 1) / n
+    var = tl.sum(squares, 1) / n - moved * moved
+    return shift + moved, tl.where(var < 0, 0.0, var)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "seed_low", "seed_high", "x_seed_low", "x_seed_high", "stream_low", "stream_high"])
+def normalize_rows(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, sum_ptr, mean_ptr, rstd_ptr, out_ptr, q_ptr, scale_ptr, x_q_ptr, x_scale_ptr,
+    stream_ptr, rows: tl.int32, units: tl.int32, eps: tl.float32,
+    seed_low: tl.int32, seed_high: tl.int32, x_seed_low: tl.int32, x_seed_high: tl.int32,
+    stream_low: tl.int32, stream_high: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, WRITE_SUM: tl.constexpr, WRITE_OUT: tl.constexpr, SCALES: tl.constexpr, WRITE_X: tl.constexpr,
+    FORMAT: tl.constexpr, X_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs,): each takes every programs-th group of ROWS rows; SINGLE says that a row is no longer than BLOCK.
+
+    SCALES: 0 where no copy is wanted, PER_ROW, or ONE_SCALE: then ``scale_ptr`` receives a partial maximum of each program.
+    A row has units * UNIT elements: a constant factor lets loads be wide.
+    """
+    length = units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
+    columns = tl.arange(0, BLOCK)
+    greatest = tl.zeros((ROWS,), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        first = row.to(tl.int64) * length
+        inside = (row < rows)[:, None] & (columns < length)[None, :]
+        if SINGLE:
+            s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + columns[None, :], inside, RESIDUAL, WRITE_SUM)
+            mean, var = _row_statistics(s, inside, length)
+        else:
+            mean, var = _long_row_statistics(
+                x_ptr, residual_ptr, sum_ptr, first, row, rows, length, RESIDUAL, WRITE_SUM, ROWS, BLOCK
+            )  # fmt: skip
+        rstd = inverse_deviation(var, eps)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+        largest, x_largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        if SINGLE:
+            x, z = _normalized(s, mean, rstd, columns, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
+            largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
+        else:
+            for begin in range(0, length, BLOCK):
+                column = begin + columns
+                inside = (row < rows)[:, None] & (column < length)[None, :]
+                s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
+                x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
+                largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
+        absmax, x_absmax = tl.max(infinite_if_nan(largest), 1), tl.max(infinite_if_nan(x_largest), 1)
+        if SCALES == PER_ROW:
+            scale = scale_of(absmax, FORMAT)
+            inverse = inverse_of(absmax, scale, FORMAT)
+            tl.store(scale_ptr + row, scale, mask=row < rows)
+        if SCALES == ONE_SCALE:
+            greatest = tl.maximum(greatest, absmax)
+        if WRITE_X:
+            x_scale = scale_of(x_absmax, X_FORMAT)
+            x_inverse = inverse_of(x_absmax, x_scale, X_FORMAT)
+            tl.store(x_scale_ptr + row, x_scale, mask=row < rows)
+
+        for begin in range(0, 1 if SINGLE else length, BLOCK):
+            column = begin + columns
+            inside = (row < rows)[:, None] & (column < length)[None, :]
+            where = first[:, None] + column[None, :]
+            if not SINGLE:
+                s = summed(x_ptr, residual_ptr, sum_ptr, where, inside, RESIDUAL, WRITE_SUM)
+                x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
+            if WRITE_SUM:
+                tl.store(sum_ptr + where, s.to(sum_ptr.dtype.element_ty), mask=inside)
+            if WRITE_OUT:
+                tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=inside)
+            if WRITE_X:
+                bits = bits_of_rows(
+                    first, begin, x_seed_low, x_seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED
+                )  # fmt: skip
+                x_q = rounded(x, x_scale[:, None], x_inverse[:, None], bits, X_FORMAT, ROUNDING)
+                tl.store(x_q_ptr + where, x_q, mask=inside)
+            if SCALES == PER_ROW:
+                bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+                q = rounded(z, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
+                tl.store(q_ptr + where, q, mask=inside)
+    if SCALES == ONE_SCALE:
+        tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
+
+
+@triton.jit
+def common_scale(partial_ptr, scale_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr):
+    """Largest magnitude, scale and inverse of partial maxima; the first program writes the scale."""
+    index = tl.arange(0, PARTIALS)
+    absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
+    scale = scale_of(absmax, FORMAT)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr, scale)
+    return absmax, scale, inverse_of(absmax, scale, FORMAT)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "stream_low", "stream_high"])
+def round_normalized(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, mean_ptr, rstd_ptr, partial_ptr, q_ptr, scale_ptr, stream_ptr,
+    rows: tl.int32, units: tl.int32, partials: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, PARTIALS: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr,
+    LIVE: tl.constexpr,
+):  # fmt: skip
+    """z again, under one scale; grid (programs,): each takes every programs-th tile, the last ones first.
+
+    Where the sum was kept, it is x here, and there is no residual.
+    """
+    length = units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
+    absmax, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
+    across = tl.cdiv(length, BLOCK)
+    tiles = tl.cdiv(rows, ROWS) * across
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - number
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        begin = (tile % across) * BLOCK
+        column = begin + tl.arange(0, BLOCK)
+        first = row.to(tl.int64) * length
+        inside = (row < rows)[:, None] & (column < length)[None, :]
+        s = summed(x_ptr, residual_ptr, x_ptr, first[:, None] + column[None, :], inside, RESIDUAL, False)
+        mean, rstd = tl.load(mean_ptr + row, mask=row < rows, other=0.0), tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        _, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
+        # What two kernels work out is the same number; if a compiler thought otherwise, int8 would wrap around.
+        z = tl.minimum(tl.maximum(z, -absmax), absmax)
+        bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+        tl.store(q_ptr + first[:, None] + column[None, :], rounded(z, scale, inverse, bits, FORMAT, ROUNDING), mask=inside)

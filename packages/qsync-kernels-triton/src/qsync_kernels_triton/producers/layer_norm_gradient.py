@@ -1,0 +1,89 @@
+"""Gradients of a layer normalization in one pass over rows, and a tiny kernel that finishes the sums of γ's and β's.
+
+With w = γ·g: ∂s = σ⁻¹·(w − mean(w) − x̂·mean(w·x̂)), ∂γ = Σ g·x̂, ∂β = Σ g.  Each program adds up ∂γ and ∂β of its rows in registers
+and leaves one partial sum a column: no atomics, so that the same operands give the same bits.  Memory is what limits: 4 bytes read
+(3 with x̂ in 8 bit) and 2 written an element.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters of kernels have no Python types: Triton traces them.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsync_kernels_triton.producers.layer_norm import vector_of
+
+
+@triton.jit
+def _tile(
+    grad_ptr, x_ptr, weight_ptr, first, column, row, rows, length, mean, factor, WEIGHT: tl.constexpr, EIGHT_BIT: tl.constexpr
+):  # fmt: skip
+    """g, γ·g and x̂ of a tile, all 0 outside of the matrix; ``factor`` is σ⁻¹, or the scale of x̂ in 8 bit."""
+    wanted = column < length
+    inside = (row < rows)[:, None] & wanted[None, :]
+    where = first[:, None] + column[None, :]
+    g = tl.load(grad_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    if not EIGHT_BIT:
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    return g, g * vector_of(weight_ptr, column, wanted, 1.0, WEIGHT), x * factor[:, None]
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def layer_norm_gradient(
+    grad_ptr, x_ptr, x_scale_ptr, mean_ptr, rstd_ptr, weight_ptr, grad_input_ptr, partial_ptr,
+    rows: tl.int32, units: tl.int32,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, WEIGHT: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_SUMS: tl.constexpr,
+):  # fmt: skip
+    """∂s, and partial sums (2, programs, length) of g·x̂ and g; grid (programs,): each takes every programs-th group of ROWS rows.
+
+    SINGLE says that a row is no longer than BLOCK.  Otherwise a program's sums are in memory, which starts as zeros.
+    """
+    length, programs = units * UNIT, tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    at = partial_ptr + tl.program_id(0).to(tl.int64) * length
+    kind = programs.to(tl.int64) * length
+    if SINGLE:
+        products, totals = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    n = length.to(tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
+        row = block * ROWS + tl.arange(0, ROWS)
+        present = row < rows
+        first = row.to(tl.int64) * length
+        mean, rstd = tl.load(mean_ptr + row, mask=present, other=0.0), tl.load(rstd_ptr + row, mask=present, other=0.0)
+        factor = tl.load(x_scale_ptr + row, mask=present, other=0.0) if EIGHT_BIT else rstd
+        if SINGLE:
+            g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, columns, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
+            mean_w, mean_product = tl.sum(w, 1) / n, tl.sum(w * x, 1) / n
+            totals += g
+            products += g * x
+        else:
+            sum_w, sum_product = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+            for begin in range(0, length, BLOCK):
+                column = begin + columns
+                g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, column, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
+                sum_w += w
+                sum_product += w * x
+                if WRITE_SUMS:
+                    wanted = column < length
+                    product = tl.load(at + column, mask=wanted, other=0.0) + tl.sum(g * x, 0)
+                    total = tl.load(at + kind + column, mask=wanted, other=0.0) + tl.sum(g, 0)
+                    tl.store(at + column, product, mask=wanted)
+                    tl.store(at + kind + column, total, mask=wanted)
+            mean_w, mean_product = tl.sum(sum_w, 1) / n, tl.sum(sum_product, 1) / n
+            # The next rows' loads see what other threads of this program stored.
+            tl.debug_barrier()
+        if WRITE_INPUT:
+            for begin in range(0, 1 if SINGLE else length, BLOCK):
+                column = begin + columns
+                if not SINGLE:
+                    g, w, x = _tile(grad_ptr, x_ptr, weight_ptr, first, column, row, rows, length, mean, factor, WEIGHT, EIGHT_BIT)
+                gradient = (w - mean_w[:, None] - x * mean_product[:, None]) * rstd[:, None]
+                inside = present[:, None] & (column < length)[None, :]
+                where = first[:, None] + column[None, :]
+                tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+    if SINGLE and WRITE_SUMS:
+        tl.store(at + columns, tl.sum(products, 0), mask=columns < length)
+        tl.store(at + kind + columns, tl.sum(totals, 0), mask=columns < length)

@@ -1,0 +1,299 @@
+"""The kernels of layer normalizations and activations: operands checked and launches worked out once for each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from qsync_core.ir.chain import Activation
+from qsync_core.ir.precision import Granularity, Rounding
+from qsync_kernels_triton.config import ProducerConfig
+from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse
+from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
+from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
+from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
+from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
+from qsync_kernels_triton.producers.operands import (
+    MOST_PARTIALS,
+    copy_problems,
+    cut_by_rows,
+    cut_freely,
+    layout_problems,
+    matrix_problems,
+    programs_for,
+    random_streams,
+    saved_problems,
+    vector_problems,
+)
+from qsync_kernels_triton.producers.sums import finish_sums
+from qsync_kernels_triton.quantize.rounding import ROUNDING_CODE
+from qsync_kernels_triton.quantize.single import FORMAT_CODE, stream_problems
+
+ONE_READ = 8192
+"""Rows up to this many elements stay in the registers of one program; a backward has three tiles at a time, and two sums."""
+_WIDEST = 1024
+_DENSE = torch.contiguous_format
+
+
+def build_layer_norm_output(granularity: Granularity, rounding: Rounding, config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``layer_norm.output`` of docs/design/fused-chains.md: one launch, two for one scale of the whole tensor.
+
+    Inputs are (M, K) with any strides, outputs contiguous.  It runs on the current stream, and raises ``BackendError`` for operands
+    of another type, size or layout.
+    """
+
+    def plan(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
+        mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None,
+        x_scale: Tensor | None, stream: Tensor | None, *_: int,
+    ) -> Callable[..., None]:  # fmt: skip
+        refuse("layer_norm.output", _output_problems(granularity, x, residual, sum_, out, q, scale, x_q, x_scale))
+        refuse("layer_norm.output", vector_problems("weight bias", (weight, bias), x.shape[1]))
+        refuse("layer_norm.output", vector_problems("mean_out rstd_out", (mean, rstd), x.shape[0]))
+        refuse("layer_norm.output", stream_problems(stream, x.device))
+        if x.numel() == 0:
+            return lambda *operands: _fill(operands[10], operands[12])
+        given = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RESIDUAL": residual is not None}
+        # The second launch reads the sum that the first has kept, where it has.
+        again = {name: value and (name != "RESIDUAL" or sum_ is None) for name, value in given.items()}
+        first = normalize_rows, given | {"WRITE_SUM": sum_ is not None}
+        launches = _Rows(x, out, q, x_q, stream, granularity, rounding, config, first, (round_normalized, again))
+
+        def run(
+            x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_: Tensor | None,
+            mean: Tensor, rstd: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None,
+            x_scale: Tensor | None, stream: Tensor | None, *words: int,
+        ) -> None:  # fmt: skip
+            x = x.contiguous()
+            vectors = [mean if vector is None else vector.contiguous() for vector in (weight, bias)]
+            tensors = (x, *vectors, x if residual is None else residual.contiguous())
+            kept = x if sum_ is None else sum_
+            again = (kept, *vectors, tensors[3], mean, rstd)
+            launches((*tensors, kept, mean, rstd), again, (out, q, scale, x_q, x_scale, stream), (eps,), words)
+
+        return run
+
+    planned = Planned(plan)
+
+    def layer_norm_output(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, sum_out: Tensor | None,
+        mean_out: Tensor, rstd_out: Tensor, out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None,
+        x_q_out: Tensor | None, x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
+    ) -> None:  # fmt: skip
+        planned(x, weight, bias, eps, residual, sum_out, mean_out, rstd_out, out, q_out, scale_out, x_q_out, x_scale_out,
+                *random_streams(seed, x_seed, offset))  # fmt: skip
+
+    return layer_norm_output
+
+
+def build_activation_output(
+    activation: Activation, granularity: Granularity, rounding: Rounding, config: ProducerConfig
+) -> Callable[..., None]:
+    """The kernel ``activation.output`` of docs/design/fused-chains.md; otherwise as :func:`build_layer_norm_output`."""
+
+    def plan(
+        x: Tensor,
+        out: Tensor | None,
+        q: Tensor | None,
+        scale: Tensor | None,
+        x_q: Tensor | None,
+        x_scale: Tensor | None,
+        stream: Tensor | None,
+        *_: int,
+    ) -> Callable[..., None]:
+        refuse("activation.output", _output_problems(granularity, x, None, None, out, q, scale, x_q, x_scale))
+        refuse("activation.output", stream_problems(stream, x.device))
+        if x.numel() == 0:
+            return lambda *operands: _fill(operands[3], operands[5])
+        given = {"ACTIVATION": ACTIVATION_CODE[activation]}
+        launches = _Rows(x, out, q, x_q, stream, granularity, rounding, config, (activate_rows, given), (round_activated, given))
+
+        def run(
+            x: Tensor, out: Tensor | None, q: Tensor | None, scale: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None,
+            stream: Tensor | None, *words: int,
+        ) -> None:  # fmt: skip
+            x = x.contiguous()
+            launches((x,), (x,), (out, q, scale, x_q, x_scale, stream), (), words)
+
+        return run
+
+    planned = Planned(plan)
+
+    def activation_output(
+        x: Tensor, out: Tensor | None, q_out: Tensor | None, scale_out: Tensor | None, x_q_out: Tensor | None,
+        x_scale_out: Tensor | None, seed: int, x_seed: int, offset: int | Tensor,
+    ) -> None:  # fmt: skip
+        planned(x, out, q_out, scale_out, x_q_out, x_scale_out,
+                *random_streams(seed, x_seed, offset))  # fmt: skip
+
+    return activation_output
+
+
+def _output_problems(
+    granularity: Granularity, x: Tensor, residual: Tensor | None, sum_: Tensor | None, out: Tensor | None, q: Tensor | None,
+    scale: Tensor | None, x_q: Tensor | None, x_scale: Tensor | None,
+) -> Iterator[str]:  # fmt: skip
+    if x.ndim != 2:
+        yield f"x must be a matrix, got shape {tuple(x.shape)}"
+        return
+    shape = tuple(x.shape)
+    yield from matrix_problems("x residual sum_out out", (x, residual, sum_, out), shape)
+    yield from vector_problems("scale_out", (scale,), 1 if granularity is Granularity.PER_TENSOR else shape[0])
+    yield from vector_problems("x_scale_out", (x_scale,), shape[0])
+    yield from copy_problems("q_out", q, scale, shape, "scale_out")
+    yield from copy_problems("x_q_out", x_q, x_scale, shape, "x_scale_out")
+    outputs = (sum_, out, q, scale, x_q, x_scale)
+    yield from layout_problems("sum_out out q_out scale_out x_q_out x_scale_out", outputs, _DENSE)
+
+
+def _fill(*scales: Tensor | None) -> None:
+    for scale in scales:
+        if scale is not None:
+            scale.fill_(1.0)
+
+
+class _Rows:
+    """One launch over rows that writes everything, and one more for the copy where the whole tensor has one scale.
+
+    Both kernels take their own tensors, then results, sizes, numbers and words of random streams.
+
+    Args:
+        first, second: the kernels, each with its own constants.
+    """
+
+    def __init__(
+        self, x: Tensor, out: Tensor | None, q: Tensor | None, x_q: Tensor | None, stream: Tensor | None, granularity: Granularity,
+        rounding: Rounding, config: ProducerConfig, first: tuple[object, dict[str, Any]], second: tuple[object, dict[str, Any]],
+    ) -> None:  # fmt: skip
+        rows, length = x.shape
+        cut = cut_by_rows(rows, length, ONE_READ, config)
+        self._one_scale = q is not None and granularity is Granularity.PER_TENSOR
+        scales = 0 if q is None else 2 if self._one_scale else 1
+        form = {"FORMAT": 0 if q is None else FORMAT_CODE[q.dtype], "ROUNDING": ROUNDING_CODE[rounding]}
+        form |= {"LIVE": stream is not None}
+        x_form = {"WRITE_X": x_q is not None, "X_FORMAT": 0 if x_q is None else FORMAT_CODE[x_q.dtype]}
+        written = {"SINGLE": cut.strips == 1, "WRITE_OUT": out is not None, "SCALES": scales}
+        self._first = Launch(first[0], cut.constants | first[1] | written | x_form | form | cut.aligned, num_warps=cut.warps)
+        self._programs = programs_for(cut, config.apply, x.device, strips=1)
+        if self._one_scale:
+            self._programs = min(self._programs, MOST_PARTIALS)
+            free = cut_freely(rows, length, _WIDEST, config)
+            merged = {"PARTIALS": max(16, triton.next_power_of_2(self._programs))}
+            self._second = Launch(second[0], free.constants | second[1] | merged | form | free.aligned, num_warps=free.warps)
+            tiles = free.tiles * free.strips
+            self._tiles = min(tiles, programs_for(free, config.apply, x.device, strips=1) * free.strips) if config.apply else tiles
+        self._sizes = (rows, length // cut.unit)
+
+    def __call__(
+        self, own: tuple[Tensor, ...], again: tuple[Tensor, ...], results: tuple[Tensor | None, ...], numbers: tuple[float, ...],
+        words: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Write all results that are not None; ``words`` are the low and high words of seed, x_seed and offset."""
+        out, q, scale, x_q, x_scale, stream = results
+        x = own[0]
+        partial = torch.empty(self._programs, dtype=torch.float32, device=x.device) if self._one_scale else scale
+        copies = [x if copy is None else as_bytes(copy) for copy in (q, x_q)]
+        scales = [x if vector is None else vector for vector in (partial, x_scale)]
+        live = x if stream is None else stream
+        tensors = (*own, x if out is None else out, copies[0], scales[0], copies[1], scales[1], live)
+        self._first((self._programs, 1, 1), None, tensors, (*self._sizes, *numbers, *words))
+        if self._one_scale:
+            rounded = (*again, scales[0], copies[0], x if scale is None else scale, live)
+            self._second((self._tiles, 1, 1), None, rounded, (*self._sizes, self._programs, *words[:2], *words[4:]))
+
+
+def build_layer_norm_grad_input(config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``layer_norm.grad_input`` of docs/design/fused-chains.md.
+
+    Inputs are (M, K) with any strides, outputs contiguous, or None where they are not wanted.  It runs on the current stream, and
+    raises ``BackendError`` for operands of another type, size or layout.
+    """
+
+    def plan(
+        grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+        grad_input: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    ) -> Callable[..., None]:  # fmt: skip
+        refuse("layer_norm.grad_input", _gradient_problems(grad, x, x_scale, grad_input))
+        refuse("layer_norm.grad_input", vector_problems("mean rstd", (mean, rstd), x.shape[0]))
+        vectors = (weight, grad_weight, grad_bias)
+        refuse("layer_norm.grad_input", vector_problems("weight grad_weight_out grad_bias_out", vectors, x.shape[1]))
+        refuse("layer_norm.grad_input", layout_problems("grad_weight_out grad_bias_out", (grad_weight, grad_bias), _DENSE))
+        if x.numel() == 0:
+            return lambda *operands: _zero(*operands[7:])
+        rows, length = x.shape
+        cut = cut_by_rows(rows, length, ONE_READ, config)
+        single, sums = cut.strips == 1, grad_weight is not None or grad_bias is not None
+        constants = {
+            "SINGLE": single,
+            "WEIGHT": weight is not None,
+            "EIGHT_BIT": x_scale is not None,
+            "WRITE_INPUT": grad_input is not None,
+            "WRITE_SUMS": sums,
+        }
+        launch = Launch(layer_norm_gradient, cut.constants | constants, num_warps=cut.warps)
+        finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
+        programs = programs_for(cut, config.reduce, x.device, strips=1)
+        sizes, unit = (rows, length // cut.unit), torch.empty if single else torch.zeros
+
+        def run(
+            grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+            grad_input: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+        ) -> None:  # fmt: skip
+            grad, x = grad.contiguous(), x.contiguous()
+            mean, rstd = mean.contiguous(), rstd.contiguous()
+            partial = unit(2 * (programs + 1) * length if sums else 1, dtype=torch.float32, device=x.device)
+            vectors = [mean if v is None else v.contiguous() for v in (x_scale, weight)]
+            tensors = (grad, x, vectors[0], mean, rstd, vectors[1], grad if grad_input is None else grad_input, partial)
+            launch((programs, 1, 1), None, tensors, sizes)
+            if sums:
+                _, spare, other = partial.split([2 * programs * length, length, length])
+                totals = (spare if grad_weight is None else grad_weight, other if grad_bias is None else grad_bias)
+                finish((triton.cdiv(length, 16), 2, 1), None, (partial, *totals), (programs, length))
+
+        return run
+
+    return Planned(plan)
+
+
+def build_activation_grad_input(activation: Activation, config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``activation.grad_input`` of docs/design/fused-chains.md; otherwise as :func:`build_layer_norm_grad_input`."""
+
+    def plan(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor) -> Callable[..., None]:
+        refuse("activation.grad_input", _gradient_problems(grad, x, x_scale, grad_input))
+        if x.numel() == 0:
+            return lambda *_: None
+        rows, length = x.shape
+        cut = cut_freely(rows, length, _WIDEST, config)
+        constants = {"ACTIVATION": ACTIVATION_CODE[activation], "EIGHT_BIT": x_scale is not None}
+        launch = Launch(activation_gradient, cut.constants | constants, num_warps=cut.warps)
+        tiles = cut.tiles * cut.strips
+        wanted = programs_for(cut, config.apply, x.device, strips=1) * cut.strips
+        programs, sizes = min(tiles, wanted), (rows, length // cut.unit)
+
+        def run(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor) -> None:
+            x = x.contiguous()
+            scales = x if x_scale is None else x_scale.contiguous()
+            launch((programs, 1, 1), None, (grad.contiguous(), x, scales, grad_input), sizes)
+
+        return run
+
+    return Planned(plan)
+
+
+def _gradient_problems(grad: Tensor, x: Tensor, x_scale: Tensor | None, grad_input: Tensor | None) -> Iterator[str]:
+    if x.ndim != 2:
+        yield f"x must be a matrix, got shape {tuple(x.shape)}"
+        return
+    yield from matrix_problems("grad grad_input_out", (grad, grad_input), tuple(x.shape))
+    yield from saved_problems(x, x_scale, x.shape[0])
+    yield from layout_problems("grad_input_out", (grad_input,), _DENSE)
+
+
+def _zero(*gradients: Tensor | None) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.fill_(0.0)

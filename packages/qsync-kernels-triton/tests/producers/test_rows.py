@@ -1,0 +1,342 @@
+"""Layer normalizations and activations that write 8-bit copies, run by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from qsync_core.errors import BackendError  # noqa: E402
+from qsync_core.ir.chain import Activation  # noqa: E402
+from qsync_core.ir.precision import Granularity, Rounding  # noqa: E402
+from qsync_kernels_triton.config import ProducerConfig  # noqa: E402
+from qsync_kernels_triton.producers import row_plans  # noqa: E402
+from qsync_kernels_triton.producers.row_plans import (  # noqa: E402
+    build_activation_grad_input,
+    build_activation_output,
+    build_layer_norm_grad_input,
+    build_layer_norm_output,
+)
+
+_spec = importlib.util.spec_from_file_location("triton_producer_checking", Path(__file__).with_name("checking.py"))
+checking = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(checking)
+EPS, random, assert_close = checking.EPS, checking.random, checking.assert_close
+
+SMALL = ProducerConfig(block=64, reduce=2, apply=2)
+"""Small, so that a few rows already take several programs, and a row of 65 elements two chunks where rows are not one tile."""
+SEED, X_SEED, OFFSET = 5 + (1 << 40), 6, (1 << 33) + 7
+ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
+FUNCTIONS = {
+    Activation.RELU: functional.relu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: lambda z: functional.gelu(z, approximate="tanh"),
+    Activation.SILU: functional.silu,
+}
+
+
+@pytest.fixture
+def outputs():
+    found = checking.Outputs()
+    yield found
+    found.check()
+
+
+@pytest.fixture(params=["rows in registers", "long rows"])
+def way(request, monkeypatch):
+    """Both ways to walk through rows, whatever their length."""
+    if request.param == "long rows":
+        monkeypatch.setattr(row_plans, "ONE_READ", 0)
+    return request.param
+
+
+def scales_of(q, scale):
+    return scale.double().view(-1, 1).expand(q.shape)
+
+
+def check_copy(q, scale, value, granularity, seed=SEED):
+    """Of float32 values, bit for bit; the scale is exact."""
+    groups = 1 if granularity is TENSOR else value.shape[0]
+    checking.assert_is_quantized(q, scale, value, seed=seed, offset=OFFSET, groups=groups)
+
+
+class Norm:
+    """One layer norm: its operands, what the kernel wrote, and the same in float64 of the sum that it kept."""
+
+    def __init__(self, shape, residual=False, dtype=torch.float32, seed=0, affine=True, **how):
+        self.shape, self.dtype = shape, dtype
+        self.x = random(*shape, dtype=dtype, seed=seed, **how)
+        self.weight, self.bias = (random(shape[1], seed=seed + i) if affine else None for i in (1, 2))
+        self.residual = random(*shape, dtype=dtype, seed=seed + 3) if residual else None
+
+    def run(self, outputs, granularity=ROW, config=SMALL, copies=True, keep=True, out=None, offset=OFFSET):
+        rows = self.shape[0]
+        self.sum = outputs.empty(self.shape, self.dtype) if self.residual is not None and keep else None
+        self.mean_out, self.rstd_out = outputs.empty((rows,)), outputs.empty((rows,))
+        self.out = outputs.empty(self.shape, out or torch.float32)
+        self.q = outputs.empty(self.shape, torch.int8) if copies else None
+        self.scale = outputs.empty((1 if granularity is TENSOR else rows,)) if copies else None
+        self.x_q, self.x_scale = (outputs.empty(self.shape, torch.int8), outputs.empty((rows,))) if copies else (None, None)
+        build_layer_norm_output(granularity, Rounding.STOCHASTIC, config)(
+            self.x, self.weight, self.bias, EPS, self.residual, self.sum, self.mean_out, self.rstd_out, self.out, self.q,
+            self.scale, self.x_q, self.x_scale, SEED, X_SEED, offset,
+        )  # fmt: skip
+        s = self.x.double() + (0 if self.residual is None else self.residual.double())
+        self.s = s if self.sum is None else self.sum.double()
+        self.mean, var = self.s.mean(1, keepdim=True), self.s.var(1, unbiased=False, keepdim=True)
+        self.rstd = (var + EPS).rsqrt()
+        self.xhat = (self.s - self.mean) * self.rstd
+        self.z = self.xhat if self.weight is None else self.xhat * self.weight.double() + self.bias.double()
+        return self
+
+    def check(self, granularity=ROW):
+        size = self.s.abs() + self.s.abs().mean(1, keepdim=True)
+        assert_close(self.mean_out, self.mean[:, 0], size.amax(1), "mean")
+        assert_close(self.rstd_out, self.rstd[:, 0], (size * self.rstd).amax(1) * self.rstd[:, 0], "1/σ")
+        weight = 1.0 if self.weight is None else 1 + self.weight.double().abs()
+        assert_close(self.out, self.z, (size * self.rstd + self.xhat.abs()) * weight + 1, "result")
+        if self.sum is not None:
+            added = self.x.double() + self.residual.double()
+            assert_close(self.sum, added, added.abs(), "sum")
+        if self.q is not None and self.out.dtype is torch.float32:
+            check_copy(self.q, self.scale, self.out, granularity)
+            largest = self.xhat.abs().amax(1)
+            assert torch.allclose(self.x_scale.double(), torch.where(largest == 0, 1.0, largest / 127), rtol=1e-4)
+            checking.assert_is_rounded(self.x_q, scales_of(self.x_q, self.x_scale), self.xhat, X_SEED, OFFSET)
+
+
+SHAPES = [(5, 37), (3, 136), (1, 8)]
+
+
+@pytest.mark.parametrize("granularity", [ROW, TENSOR])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_everything_a_layer_norm_writes(outputs, way, shape, residual, granularity):
+    Norm(shape, residual, mean=0.5, deviation=2.0).run(outputs, granularity).check(granularity)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_statistics_are_those_of_the_sum_as_it_is_kept(outputs, way, dtype, keep):
+    for granularity in (ROW, TENSOR):
+        Norm((5, 72), True, dtype).run(outputs, granularity, keep=keep).check(granularity)
+    Norm((5, 72), False, dtype, affine=False).run(outputs, copies=False, out=dtype).check()
+
+
+def test_a_mean_that_is_large_beside_the_deviation_costs_no_digits(outputs, way):
+    case = Norm((4, 150), mean=4096.0, affine=False).run(outputs)
+    assert ((case.rstd_out - case.rstd[:, 0]).abs() / case.rstd[:, 0]).max() < 1e-6
+    assert (case.mean_out - case.mean[:, 0]).abs().max() <= 4096 * 2.0**-24 * 1.1
+
+
+@pytest.mark.parametrize("granularity", [ROW, TENSOR])
+def test_an_offset_in_a_tensor_is_read_when_the_kernel_runs(outputs, granularity):
+    live = torch.zeros(1, dtype=torch.int64)
+    for case in (Norm((5, 37)), Act((5, 40), Activation.SILU)):
+        case.run(outputs, granularity, offset=live)
+        live.fill_(OFFSET)
+        case.run(outputs, granularity, offset=live).check(granularity)
+        with pytest.raises(BackendError, match=r"offset must be a number or one int64 on cpu, got torch.int64 \(2,\)"):
+            case.run(outputs, granularity, offset=live.repeat(2))
+
+
+def test_rows_that_do_not_vary(outputs, way):
+    case = Norm((3, 70), mean=0.1, deviation=0.0).run(outputs)
+    assert torch.equal(case.out, case.bias.expand(3, 70))
+    assert not case.x_q.any()
+
+
+def norm_gradients(case, grad, outputs, kept, scale, config=SMALL, dtype=torch.float32):
+    found = [outputs.empty(case.shape, dtype), outputs.empty(case.shape[1:]), outputs.empty(case.shape[1:])]
+    build_layer_norm_grad_input(config)(grad, kept, scale, case.mean_out, case.rstd_out, case.weight, *found)
+    return found
+
+
+def check_norm_gradients(case, grad, found, xhat):
+    g, n = grad.double(), case.shape[1]
+    w = g if case.weight is None else g * case.weight.double()
+    product = (w * xhat).sum(1, keepdim=True)
+    expected = case.rstd * (w - w.mean(1, keepdim=True) - xhat * product / n)
+    shifted = 1 + case.s.abs() * case.rstd
+    sizes = (w.abs() * (shifted + xhat.abs())).sum(1, keepdim=True)
+    assert_close(found[0], expected, case.rstd * (w.abs() + sizes * (shifted + xhat.abs()) / n), "gradient of the input")
+    assert_close(found[1], (g * xhat).sum(0), (g.abs() * (shifted + xhat.abs())).sum(0), "gradient of the weight")
+    assert_close(found[2], g.sum(0), g.abs().sum(0), "gradient of the bias")
+
+
+@pytest.mark.parametrize("shape", [(7, 37), (3, 136)])
+def test_layer_norm_gradients_from_x_and_from_its_8_bit_copy(outputs, way, shape):
+    case = Norm(shape, mean=0.5).run(outputs)
+    grad = random(*shape, seed=9)
+    check_norm_gradients(case, grad, norm_gradients(case, grad, outputs, case.x, None), case.xhat)
+    found = norm_gradients(case, grad, outputs, case.x_q, case.x_scale)
+    check_norm_gradients(case, grad, found, case.x_q.double() * scales_of(case.x_q, case.x_scale))
+
+
+def test_layer_norm_gradients_in_16_bit_without_weights_and_one_by_one(outputs, way):
+    case = Norm((6, 40), True, torch.float16, affine=False).run(outputs, copies=False)
+    grad = random(6, 40, seed=9, dtype=torch.float16)
+    together = norm_gradients(case, grad, outputs, case.sum, None, dtype=torch.float16)
+    check_norm_gradients(case, grad, together, case.xhat)
+    kernel = build_layer_norm_grad_input(SMALL)
+    for place, expected in enumerate(together):
+        alone = [outputs.empty(e.shape, e.dtype) if i == place else None for i, e in enumerate(together)]
+        kernel(grad, case.sum, None, case.mean_out, case.rstd_out, None, *alone)
+        assert torch.equal(alone[place], expected)
+
+
+class Act:
+    """One activation: its operand and what the kernel wrote."""
+
+    def __init__(self, shape, activation, dtype=torch.float32, seed=0):
+        self.activation, self.shape = activation, shape
+        self.x = random(*shape, dtype=dtype, seed=seed, deviation=3.0)
+        self.r = FUNCTIONS[activation](self.x.double())
+
+    def run(self, outputs, granularity=ROW, config=SMALL, out=torch.float32, offset=OFFSET):
+        rows = self.shape[0]
+        self.out, self.q = outputs.empty(self.shape, out), outputs.empty(self.shape, torch.int8)
+        self.scale = outputs.empty((1 if granularity is TENSOR else rows,))
+        self.x_q, self.x_scale = outputs.empty(self.shape, torch.int8), outputs.empty((rows,))
+        build_activation_output(self.activation, granularity, Rounding.STOCHASTIC, config)(
+            self.x, self.out, self.q, self.scale, self.x_q, self.x_scale, SEED, X_SEED, offset
+        )
+        return self
+
+    def check(self, granularity=ROW):
+        assert_close(self.out, self.r, self.x.double().abs() + 1, "result")
+        if self.out.dtype is torch.float32:
+            check_copy(self.q, self.scale, self.out, granularity)
+        check_copy(self.x_q, self.x_scale, self.x.float(), ROW, X_SEED)
+
+    def check_gradient(self, outputs, kept, scale, config=SMALL):
+        grad = random(*self.shape, seed=8, dtype=self.x.dtype)
+        found = outputs.empty(self.shape, self.x.dtype)
+        build_activation_grad_input(self.activation, config)(grad, kept, scale, found)
+        x = kept.double() if scale is None else kept.double() * scales_of(kept, scale)
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(FUNCTIONS[self.activation](x).sum(), x)
+        assert_close(found, slope * grad.double(), 8 * grad.double().abs() * (1 + x.detach().abs()), "gradient")
+
+
+@pytest.mark.parametrize("granularity", [ROW, TENSOR])
+@pytest.mark.parametrize("activation", list(FUNCTIONS))
+def test_everything_an_activation_writes_and_its_gradient(outputs, way, activation, granularity):
+    for shape in ((5, 37), (2, 136)):
+        case = Act(shape, activation).run(outputs, granularity)
+        case.check(granularity)
+        case.check_gradient(outputs, case.x, None)
+        case.check_gradient(outputs, case.x_q, case.x_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_activations_of_16_bit(outputs, dtype):
+    case = Act((5, 48), Activation.SILU, dtype).run(outputs, out=dtype)
+    case.check()
+    case.check_gradient(outputs, case.x, None)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("activation", list(FUNCTIONS))
+def test_activations_far_from_zero(outputs, activation):
+    """Where exponentials overflow and the error function is ±1."""
+    case = Act((1, 8), activation)
+    case.x = torch.tensor([[-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4]])
+    case.r = FUNCTIONS[activation](case.x.double())
+    case.run(outputs).check()
+    case.check_gradient(outputs, case.x, None)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 150), granularity=st.sampled_from([ROW, TENSOR]), residual=st.booleans(),
+    activation=st.sampled_from([Activation.RELU, Activation.SILU]), one_read=st.sampled_from([0, 8192]),
+    block=st.sampled_from([64, 256]), lane=st.sampled_from([1, 8]), programs=st.integers(1, 4), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_a_random_sweep(rows, columns, granularity, residual, activation, one_read, block, lane, programs, seed):
+    outputs, config = checking.Outputs(), ProducerConfig(block=block, lane=lane, reduce=programs, apply=programs - 1)
+    before, row_plans.ONE_READ = row_plans.ONE_READ, one_read
+    try:
+        case = Norm((rows, columns), residual, seed=seed, mean=0.5).run(outputs, granularity, config)
+        case.check(granularity)
+        grad = random(rows, columns, seed=seed + 7)
+        found = norm_gradients(case, grad, outputs, case.x_q, case.x_scale, config)
+        check_norm_gradients(case, grad, found, case.x_q.double() * scales_of(case.x_q, case.x_scale))
+        act = Act((rows, columns), activation, seed=seed).run(outputs, granularity, config)
+        act.check(granularity)
+        act.check_gradient(outputs, act.x, None, config)
+    finally:
+        row_plans.ONE_READ = before
+    outputs.check()
+
+
+def test_the_launch_configuration_does_not_change_an_activations_bits(outputs, monkeypatch):
+    case = Act((6, 104), Activation.GELU).run(outputs)
+    expected = case.q.clone(), case.x_q.clone(), case.scale.clone()
+    for one_read, config in ((0, SMALL), (8192, ProducerConfig()), (8192, ProducerConfig(block=128, apply=0))):
+        monkeypatch.setattr(row_plans, "ONE_READ", one_read)
+        case.run(outputs, config=config)
+        found = case.q, case.x_q, case.scale
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_makes_its_scale_infinite(outputs, way, bad):
+    norm, act = Norm((3, 70)), Act((3, 70), Activation.SILU)
+    for case in (norm, act):
+        case.x[1, 66] = bad
+    for granularity, expected in ((ROW, [False, True, False]), (TENSOR, [True])):
+        for case in (norm, act):
+            case.run(outputs, granularity)
+            assert torch.isinf(case.scale).tolist() == expected
+            assert torch.isinf(case.x_scale).tolist() == [False, True, False]
+
+
+def test_operands_with_other_strides_are_read_as_they_should_be(outputs):
+    norm, act = Norm((5, 40), True), Act((5, 40), Activation.SILU)
+    expected = [x.clone() for case in (norm.run(outputs), act.run(outputs)) for x in (case.q, case.x_q, case.scale, case.out)]
+    for case in (norm, act):
+        case.x = case.x.t().contiguous().t()
+    norm.residual = torch.cat([norm.residual, norm.residual], 1)[:, :40]
+    norm.weight = torch.stack([norm.weight, norm.weight], 1)[:, 0]
+    found = [x for case in (norm.run(outputs), act.run(outputs)) for x in (case.q, case.x_q, case.scale, case.out)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_matrices_without_elements(outputs):
+    for shape in ((0, 5), (3, 0)):
+        act = Act(shape, Activation.SILU).run(outputs)
+        assert (torch.cat([act.scale, act.x_scale]) == 1).all()
+        weight = outputs.empty(shape[1:])
+        kernel = build_layer_norm_grad_input(SMALL)
+        kernel(act.x, act.x, None, act.x_scale, act.x_scale, None, outputs.empty(shape), weight, None)
+        assert not weight.any()
+
+
+def test_operands_of_another_type_size_or_layout_are_refused_by_name(outputs):
+    norm, act = Norm((3, 8)), build_activation_output(Activation.SILU, ROW, Rounding.NEAREST, SMALL)
+    x, q, one = torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.int8), torch.zeros(1)
+    with pytest.raises(BackendError, match=r"activation.output: scale_out must be 3 float32, got torch.float32 \(1,\)"):
+        act(x, None, q, one, None, None, 1, 2, 3)
+    with pytest.raises(BackendError, match=r"x must be a matrix, got shape \(3, 8, 1\)"):
+        act(x[..., None], None, None, None, None, None, 1, 2, 3)
+    with pytest.raises(BackendError, match=r"out must be contiguous, and has shape \(3, 8\) with strides \(1, 3\)"):
+        act(x, torch.zeros(8, 3).t(), None, None, None, None, 1, 2, 3)
+    norm.weight = torch.zeros(7)
+    with pytest.raises(BackendError, match=r"layer_norm.output: weight must be 8 float32, got torch.float32 \(7,\)"):
+        norm.run(outputs)
+    kernel = build_activation_grad_input(Activation.SILU, SMALL)
+    with pytest.raises(BackendError, match=r"x_scale goes with an x of 8 bit and with no other, and x is torch.int8"):
+        kernel(x, q, None, x)
