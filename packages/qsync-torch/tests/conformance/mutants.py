@@ -300,6 +300,23 @@ class TruncatesTheOffset(Mutant):
         return lambda x, q, scale, seed, offset, *more, **named: kernel(x, q, scale, seed, offset & 0xFFFFFFFF, *more, **named)
 
 
+class KeepsTheFirstOffset(Mutant):
+    """What a captured graph does that has the number of its capture in it."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        kept = []
+
+        def quantize(x, q, scale, seed, offset, *more, **named):
+            if isinstance(offset, torch.Tensor):
+                kept.append(offset.clone())
+                offset = kept[0]
+            kernel(x, q, scale, seed, offset, *more, **named)
+
+        return quantize
+
+
 class ManyWithOneSeed(Mutant):
     op = Op.QUANTIZE_MANY
 
@@ -312,9 +329,13 @@ class Draws(Mutant):
 
     op = Op.QUANTIZE
 
+    def kernel_specs(self):
+        """Not producers, whose draws are those of ``aten``."""
+        return [spec for spec in super().kernel_specs() if spec.op in Op.UNFUSED]
+
     def draws(self, count, seed, offset):
         """In [0, 1), as many as asked for."""
-        generator = torch.Generator().manual_seed(stream_key(seed, offset))
+        generator = torch.Generator().manual_seed(stream_key(seed, int(offset)))
         return torch.rand(count, generator=generator)
 
     def in_memory_order(self, x):

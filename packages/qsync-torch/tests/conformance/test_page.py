@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_suite import ENVIRONMENT, run
+from .test_suite import ENVIRONMENT, run, run_suite
 
 DOCS = Path(__file__).parents[4] / "docs"
 TUTORIAL, REFERENCE = DOCS / "first-backend.md", DOCS / "writing-a-backend.md"
@@ -21,14 +21,19 @@ def blocks(language, page=TUTORIAL):
     return ["\n".join(line.removeprefix(indent) for line in text.splitlines()) + "\n" for indent, text in found]
 
 
+def write_modules(folder, **texts):
+    """Of the page's package."""
+    package = folder / "qsync_kernels_mine"
+    package.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The page's package where Python finds it, with the entry points that its pyproject.toml gives it; the folder."""
     plugin, backend, kernel = blocks("python")[:3]
-    package = tmp_path / "qsync_kernels_mine"
-    package.mkdir()
-    for name, text in (("__init__", ""), ("plugin", plugin), ("backend", backend), ("product", kernel)):
-        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    write_modules(tmp_path, __init__="", plugin=plugin, backend=backend, product=kernel)
     project = tomllib.loads(blocks("toml")[0])["project"]
     about = tmp_path / f"qsync_kernels_mine-{project['version']}.dist-info"
     about.mkdir()
@@ -48,11 +53,21 @@ def test_the_package_of_the_page_can_be_built():
     assert files == ["pyproject.toml", "__init__.py", "plugin.py", "backend.py", "product.py"]
 
 
-def test_the_backend_of_the_page_passes(installed):
-    arguments = ["-m", "pytest", "-q", "-p", "qsync_torch.conformance.plugin", "--pyargs", "qsync_torch.conformance"]
-    result = run(*arguments, "--backend", "mine", cwd=installed)
+def passed(cwd):
+    """How many tests of the suite the page's backend passes, if none fails."""
+    result = run_suite("mine", cwd)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 40
+    return int(re.search(r"(\d+) passed", result.stdout)[1])
+
+
+def test_the_backend_of_the_page_passes(installed):
+    assert passed(installed) > 40
+
+
+def test_the_backend_with_the_fused_activation_passes(installed):
+    activation, backend = blocks("python")[4:]
+    write_modules(installed, activation=activation, backend=backend)
+    assert passed(installed) > 80
 
 
 def test_the_model_of_the_page_runs_on_the_backend(installed):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from .mutants import ALL
+from . import mutants, producer_mutants
 
 HERE = Path(__file__).parent
+MUTANTS = [mutant.__name__ for mutant in (*mutants.ALL, *producer_mutants.ALL)]
 PLUGIN = "qsync_torch.conformance.plugin"
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     "CUDA_VISIBLE_DEVICES": "",
 }
 
@@ -30,19 +31,20 @@ def run_suite(backend, cwd):
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
     """What the suite says about each mutant: exit code, failures, output."""
-    result = run(str(HERE / "run_mutants.py"), cwd=tmp_path_factory.mktemp("mutants"))
+    result = run("-m", "conformance.run_mutants", cwd=tmp_path_factory.mktemp("mutants"))
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("backend", ["aten", "mutants:Draws"])
+@pytest.mark.parametrize("backend", ["aten", "conformance.mutants:Draws"])
 def test_backends_without_mistakes_pass(tmp_path, backend):
     result = run_suite(backend, tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "passed" in result.stdout
 
 
-@pytest.mark.parametrize("name", [mutant.__name__ for mutant in ALL])
+@pytest.mark.xdist_group("mutants")  # in one process: running all of them takes longest of all tests
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_backend_fails(verdicts, name):
     code, failures, output = verdicts[name]
     assert code == 1, f"{name} passed:\n{output}"
@@ -54,8 +56,8 @@ def test_a_wrong_command_line_is_one_sentence(tmp_path):
     assert result.returncode == 4
     assert "there is no kernel backend 'nowhere' here; installed are " in result.stderr
     assert "aten" in result.stderr
-    result = run_suite("mutants:Nobody", tmp_path)
-    assert "--backend mutants:Nobody: module 'mutants' has no attribute 'Nobody'" in result.stderr
+    result = run_suite("conformance.mutants:Nobody", tmp_path)
+    assert "--backend conformance.mutants:Nobody: module 'conformance.mutants' has no attribute 'Nobody'" in result.stderr
 
 
 def test_other_test_runs_have_no_such_options(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_core.artifacts import files as artifact
+from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_torch.job import Job
@@ -70,6 +71,24 @@ def test_classes(named) -> None:
         assert by_class[OpClass.GUARDED] == {"layer_norm": 25}
 
 
+# Norms and GELUs by what is fused with them (packages/qsync-core/tests/ir/test_chains.py counts them out).
+CHAINS = {
+    "resnet18": {"batch_norm+relu": 9, "batch_norm+add+relu": 8, "batch_norm": 3},
+    "resnet50": {"batch_norm+relu": 33, "batch_norm+add+relu": 16, "batch_norm": 4},
+    "vgg16": {"relu": 15},
+    "vgg16_bn": {"batch_norm+relu": 13, "relu": 2},
+    "bert-base": {"add+layer_norm": 24, "layer_norm": 1, "gelu": 12},
+    "bert-mlm": {"add+layer_norm": 4, "layer_norm": 2, "gelu": 3},
+    "roberta-base": {"add+layer_norm": 25, "gelu": 12},
+}
+
+
+def test_chains(named) -> None:
+    name, _, dag = named
+    if name in CHAINS:
+        assert Counter("+".join(dag[member].kind for member in chain.members) for chain in chains_of(dag)) == CHAINS[name]
+
+
 def test_loss_is_cross_entropy_averaged(named) -> None:
     _, _, dag = named
     assert (dag.loss, dag.loss_reduction) == ("cross_entropy", "mean")
@@ -125,6 +144,12 @@ def test_order_depth_and_reach(named) -> None:
         if operator.op_id in reached:
             reached.update(operator.inputs)
     assert {operator.op_id for operator in dag.adjustable} <= reached
+
+
+def test_it_says_where_the_batch_is(named) -> None:
+    text, job, dag = named
+    assert set(dag.batch_axes.values()) == {0}
+    assert len(dag.batch_axes) == len(job.batch(0, 2).args) + len(job.batch(0, 2).kwargs), text
 
 
 def test_it_survives_a_file(named, tmp_path) -> None:

@@ -14,10 +14,11 @@ _LAYOUTS = ("contiguous", "channels_last")
 
 
 class AtenBackend:
-    """Quantization, int8 and float8 products, and their gradients, on ATen."""
+    """Quantization, int8 and float8 products, what produces their activations, and the gradients of all, on ATen."""
 
     name = "aten"
     api_version = BACKEND_API_VERSION
+    offset_tensors = True
 
     def kernel_specs(self) -> Sequence[KernelSpec]:
         """Operators, formats, devices and layouts that it offers, as data only."""
@@ -26,6 +27,7 @@ class AtenBackend:
             dict.fromkeys(QUANTIZATIONS, eight_bit)
             | dict.fromkeys(LINEAR, (*eight_bit, *floats))
             | dict.fromkeys(CONVOLUTIONS, (str(Precision.INT8), *floats))
+            | dict.fromkeys(Op.PRODUCERS, (*eight_bit, *floats))
         )
         return [KernelSpec(op, formats[op], DEVICES, layouts=_LAYOUTS) for op in Op.ALL]
 
@@ -38,7 +40,7 @@ class AtenBackend:
         return (KernelConfig(),)
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
-        """A callable kernel; signatures in :mod:`qsync_torch.aten.linear` and :mod:`qsync_torch.aten.quantize`.
+        """A callable kernel; signatures in ``docs/writing-a-backend.md``.
 
         A quantization has the scales of the activation, ``request.variant.x_granularity``.
 
@@ -51,8 +53,20 @@ class AtenBackend:
             raise BackendError(
                 f"backend aten cannot run {request.op} as {request.variant.label} on {list(request.shapes)}: " + "; ".join(against)
             )
-        from qsync_torch.aten import conv2d, linear, quantize
+        from qsync_torch.aten import activation, batch_norm, conv2d, layer_norm, linear, quantize
 
+        if request.op in Op.PRODUCERS:
+            if request.op == Op.LAYER_NORM_OUTPUT:
+                return layer_norm.build_layer_norm_output(request.variant)
+            if request.op == Op.LAYER_NORM_GRAD_INPUT:
+                return layer_norm.layer_norm_grad_input
+            of_chain = {
+                Op.BATCH_NORM_OUTPUT: batch_norm.build_batch_norm_output,
+                Op.BATCH_NORM_GRAD_INPUT: batch_norm.build_batch_norm_grad_input,
+                Op.ACTIVATION_OUTPUT: activation.build_activation_output,
+                Op.ACTIVATION_GRAD_INPUT: activation.build_activation_grad_input,
+            }
+            return of_chain[request.op](request.variant, request.chain)
         if request.op in CONVOLUTIONS:
             of_geometry = {
                 Op.CONV2D_OUTPUT: conv2d.build_conv2d_output,

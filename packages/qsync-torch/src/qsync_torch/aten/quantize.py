@@ -19,7 +19,6 @@ operator: the loss shows it.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ import torch
 from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
-from qsync_torch.aten.random_bits import random_thresholds, stream_key
+from qsync_torch.aten.random_bits import Offset, random_thresholds
 
 LARGEST = {Precision.INT8: 127.0, Precision.FLOAT8_E4M3FN: 448.0}
 """The value that the largest magnitude of a group is mapped to."""
@@ -52,25 +51,15 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
         q_out: torch.Tensor,
         scale_out: torch.Tensor,
         seed: int,
-        offset: int,
+        offset: Offset,
         multiplier: torch.Tensor | None = None,
         transposed_out: torch.Tensor | None = None,
     ) -> None:
         if multiplier is not None:
             x = multiplied(x, multiplier)
         find_scale(x, precision, granularity, scale_out)
-        if x.device.type == "cpu" and x.numel() and not _all_finite(scale_out):
-            raise NumericsError(
-                f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
-                "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
-            )
-        groups, q_groups = _grouped(x, granularity), _grouped(q_out, granularity)
-        if x.device.type == "cpu" and precision is Precision.INT8:
-            _round_int8_cpu(groups, scale_out, q_groups, rounding, seed, offset)
-        elif x.numel():
-            draws = _uniform(x.numel(), seed, offset, x.device).view_as(groups) if rounding is Rounding.STOCHASTIC else None
-            round_ = _round_float8 if precision is Precision.FLOAT8_E4M3FN else _round_int8
-            q_groups.copy_(round_(groups, scale_out[:, None], rounding, draws))
+        require_finite(x, scale_out, precision)
+        write_rounded(x, scale_out, precision, granularity, rounding, seed, offset, q_out)
         if transposed_out is not None:
             transposed_out.copy_(q_out.t())
 
@@ -82,7 +71,7 @@ def build_quantize_many(variant: Variant) -> Callable[..., None]:
     quantize = build_quantize(variant)
 
     def kernel(
-        xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], seeds: Sequence[int], offset: int
+        xs: Sequence[torch.Tensor], qs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], seeds: Sequence[int], offset: Offset
     ) -> None:
         for x, q, scale, seed in zip(xs, qs, scales, seeds, strict=True):
             quantize(x, q, scale, seed, offset)
@@ -98,6 +87,47 @@ def multiplied(x: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
     factors = multiplier.view(1, -1, *(1,) * (x.ndim - 2)) if x.ndim > 2 else multiplier
     product = torch.empty_like(x, dtype=torch.float32)
     return torch.mul(x, factors, out=product)
+
+
+def require_finite(x: torch.Tensor, scale: torch.Tensor, precision: Precision) -> None:
+    """On a CPU: refuse a tensor whose scales say that it holds NaN or infinity.
+
+    Raises:
+        NumericsError: with its shape, and what to look for.
+    """
+    if x.device.type == "cpu" and x.numel() and not _all_finite(scale):
+        raise NumericsError(
+            f"a tensor of shape {tuple(x.shape)} to be quantized to {precision} holds NaN or infinite values; "
+            "look for a diverging loss or a too large learning rate, or keep this operator in a float format"
+        )
+
+
+def write_rounded(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    precision: Precision,
+    granularity: Granularity,
+    rounding: Rounding,
+    seed: int,
+    offset: Offset,
+    q_out: torch.Tensor,
+) -> None:
+    """Write ``x / scale``, rounded, into ``q_out`` of the same layout (see :func:`quantizable`).
+
+    Args:
+        x: to be quantized.
+        scale: float32, one for each group; no magnitude of the group is larger than 127 (int8) or 448 of it.
+        precision, granularity, rounding: of the copy.
+        seed, offset: the stream of random numbers; element i in memory order takes number i.
+        q_out: written.
+    """
+    groups, q_groups = _grouped(x, granularity), _grouped(q_out, granularity)
+    if x.device.type == "cpu" and precision is Precision.INT8:
+        _round_int8_cpu(groups, scale, q_groups, rounding, seed, offset)
+    elif x.numel():
+        draws = _uniform(groups, seed, offset) if rounding is Rounding.STOCHASTIC else None
+        round_ = _round_float8 if precision is Precision.FLOAT8_E4M3FN else _round_int8
+        q_groups.copy_(round_(groups, scale[:, None], rounding, draws))
 
 
 def _all_finite(scale: torch.Tensor) -> bool:
@@ -151,8 +181,13 @@ def find_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, 
     else:
         # Two reductions along a dimension are several times faster on a CPU than one ``aminmax`` along it.
         out.copy_(torch.maximum(groups.amin(1).neg(), groups.amax(1)))
-    zeros = out == 0
-    out.div_(LARGEST[precision]).clamp_(min=_SMALLEST).masked_fill_(zeros, 1.0)
+    write_scale(out, precision, out)
+
+
+def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor) -> None:
+    """Write the scales of groups with these largest magnitudes (float32) into ``out``, which may be ``absmax`` itself."""
+    zeros = absmax == 0
+    torch.div(absmax, LARGEST[precision], out=out).clamp_(min=_SMALLEST).masked_fill_(zeros, 1.0)
 
 
 def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
@@ -191,7 +226,7 @@ _SCRATCH = _Scratch()
 
 
 def _round_int8_cpu(
-    groups: torch.Tensor, scale: torch.Tensor, q_groups: torch.Tensor, rounding: Rounding, seed: int, offset: int
+    groups: torch.Tensor, scale: torch.Tensor, q_groups: torch.Tensor, rounding: Rounding, seed: int, offset: Offset
 ) -> None:
     """Round (groups, elements) with one scale a group into ``q_groups``, block by block, so that blocks stay in the cache.
 
@@ -248,19 +283,10 @@ def _round_float8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding,
     return y.mul(spacing).clamp(-LARGEST[Precision.FLOAT8_E4M3FN], LARGEST[Precision.FLOAT8_E4M3FN])
 
 
-def _uniform(numel: int, seed: int, offset: int, device: torch.device) -> torch.Tensor:
-    """Float32 draws in [0, 1): on CUDA from its counter-based Philox generator, elsewhere multiples of 2**-16."""
-    if device.type == "cuda":
-        generator = _generator(device)
-        generator.manual_seed(stream_key(seed, offset))
-        return torch.rand(numel, generator=generator, device=device)
-    return random_thresholds(numel, seed, offset, device=device).mul_(1.0 / 256.0).add_(CENTRE)
-
-
-@functools.lru_cache(maxsize=16)
-def _generator(device: torch.device) -> torch.Generator:
-    """A generator apart from PyTorch's own, whose numbers (dropout) stay what they are without quantization."""
-    return torch.Generator(device)
+def _uniform(groups: torch.Tensor, seed: int, offset: Offset) -> torch.Tensor:
+    """Float32 draws in [0, 1), multiples of 2**-16, one for each element."""
+    draws = random_thresholds(groups.numel(), seed, offset, device=groups.device).mul_(1.0 / 256.0).add_(CENTRE)
+    return draws.view_as(groups)
 
 
 def quantize_reference_asymmetric(

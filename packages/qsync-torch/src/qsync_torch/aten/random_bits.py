@@ -3,6 +3,9 @@
 Nothing is stored between calls and nothing depends on the number of threads, so a recomputed forward (gradient checkpointing) draws
 the same bits.  The generator is MurmurHash3's 32-bit finaliser over the element's index with a 64-bit key put in between its
 rounds; every 32-bit word gives two 16-bit draws.  ``torch.rand`` on a CPU is a serial Mersenne twister and several times slower.
+
+The offset may be a tensor.  Then the key is worked out on its device, when the kernels run: a replayed CUDA graph takes the number
+that is there by then.  The bits are those of the number.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
+def _signed64(word: int) -> int:
+    """A 64-bit word as the int64 of the same bits."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
 def _mix64(value: int) -> int:
     """SplitMix64's finaliser: a bijection of 64-bit words in which every input bit moves every output bit."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
@@ -43,6 +51,38 @@ def stream_key(seed: int, *parts: int) -> int:
     return key >> 1
 
 
+Offset = int | torch.Tensor
+"""Of a stream: a number, or one int64 that holds it when kernels run."""
+_NUMBER = "qsync_number"
+
+
+def remember_number(offset: torch.Tensor, number: int) -> None:
+    """Say what a tensor holds, so that the host need not wait for its device to know."""
+    setattr(offset, _NUMBER, number)
+
+
+def known_number(offset: Offset) -> int | None:
+    """The number that an offset is; None where only its device knows."""
+    if isinstance(offset, int):
+        return offset
+    return int(offset) if offset.device.type == "cpu" else getattr(offset, _NUMBER, None)
+
+
+def as_kernels_take(offset: Offset) -> Offset:
+    """The number that an offset is, or the tensor where only its device knows."""
+    number = known_number(offset)
+    return offset if number is None else number
+
+
+def stream_key_on_device(seed: int, offset: torch.Tensor) -> torch.Tensor:
+    """:func:`stream_key` of a seed and an int64 tensor, in int64 arithmetic that wraps around."""
+    key = torch.bitwise_xor(offset, _signed64(_mix64(seed & _MASK64))).add_(_signed64(0x9E3779B97F4A7C15))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # The shift of signed integers repeats the sign.
+        key.bitwise_xor_((key >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed64(factor))
+    return (key >> 1).bitwise_and_((1 << 63) - 1)
+
+
 class _Scratch(threading.local):
     """Words that are being mixed, kept between calls: fresh memory of this size costs more in page faults than the mixing."""
 
@@ -56,7 +96,8 @@ class _Scratch(threading.local):
         if kept is None or kept[0].numel() < count:
             base = torch.arange(max(count, _KEPT_WORDS), dtype=torch.int32, device=device).mul_(_signed(_GOLDEN))
             kept = (base, torch.empty_like(base), torch.empty_like(base))
-            if count <= _KEPT_WORDS:
+            # What is made while a graph is captured holds nothing before a replay.
+            if count <= _KEPT_WORDS and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 self.words[device] = kept
         if device.type != "cpu":
             return kept[0][:count], torch.empty_like(kept[0][:count]), torch.empty_like(kept[0][:count])
@@ -68,12 +109,12 @@ _SCRATCH = _Scratch()
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _constant(value: int, device: torch.device) -> torch.Tensor:
-    """A 0-dimensional int32; a Python number would be converted to one at every operation."""
-    return torch.tensor(value, dtype=torch.int32, device=device)
+def _constant(value: int, device: torch.device) -> torch.Tensor | int:
+    """A 0-dimensional int32 on a CPU, where a Python number would be converted to one at every operation."""
+    return torch.tensor(value, dtype=torch.int32) if device.type == "cpu" else value
 
 
-def random_bytes(numel: int, seed: int, offset: int, start: int = 0, *, device: torch.device | str = "cpu") -> torch.Tensor:
+def random_bytes(numel: int, seed: int, offset: Offset, start: int = 0, *, device: torch.device | str = "cpu") -> torch.Tensor:
     """``numel`` uniform int8 draws: elements ``start ...`` of the stream.
 
     Args:
@@ -88,17 +129,24 @@ def random_bytes(numel: int, seed: int, offset: int, start: int = 0, *, device: 
     return _drawn(numel, seed, offset, start, torch.device(device)).clone()
 
 
-def _drawn(numel: int, seed: int, offset: int, start: int, where: torch.device) -> torch.Tensor:
+def _drawn(numel: int, seed: int, offset: Offset, start: int, where: torch.device) -> torch.Tensor:
     """:func:`random_bytes`, on a CPU in memory that this thread's next call overwrites."""
-    key = stream_key(seed, offset)
     first_word, skip = divmod(start, _BYTES)
+    low: int | torch.Tensor
+    high: int | torch.Tensor
+    number = known_number(offset)
+    if number is not None:
+        key = stream_key(seed, number)
+        low, high = _signed(key + first_word * _GOLDEN), _signed(key >> 31)
+    else:
+        assert isinstance(offset, torch.Tensor)
+        on_device = stream_key_on_device(seed, offset)
+        low, high = on_device.add(first_word * _GOLDEN).to(torch.int32), (on_device >> 31).to(torch.int32)
     base, h, t = _SCRATCH.of(-(-(numel + skip) // _BYTES), where)
     sixteen = _constant(16, where)
-    torch.add(base, _signed(key + first_word * _GOLDEN), out=h)
+    torch.add(base, low, out=h)
     torch.bitwise_right_shift(h, sixteen, out=t)
-    h.bitwise_xor_(t.bitwise_and_(_constant(0xFFFF, where))).mul_(_constant(_signed(_FMIX_1), where)).bitwise_xor_(
-        _signed(key >> 31)
-    )
+    h.bitwise_xor_(t.bitwise_and_(_constant(0xFFFF, where))).mul_(_constant(_signed(_FMIX_1), where)).bitwise_xor_(high)
     torch.bitwise_right_shift(h, _constant(13, where), out=t)
     h.bitwise_xor_(t.bitwise_and_(_constant(0x7FFFF, where))).mul_(_constant(_signed(_FMIX_2), where))
     torch.bitwise_right_shift(h, sixteen, out=t)
@@ -107,7 +155,13 @@ def _drawn(numel: int, seed: int, offset: int, start: int, where: torch.device) 
 
 
 def random_thresholds(
-    numel: int, seed: int, offset: int, start: int = 0, *, device: torch.device | str = "cpu", buffers: torch.Tensor | None = None
+    numel: int,
+    seed: int,
+    offset: Offset,
+    start: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    buffers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Float32 draws: 256 times a number with 16 bits that is uniform over [-0.5 - 2**-9, 0.5 - 2**-9).
 

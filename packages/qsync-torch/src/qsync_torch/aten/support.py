@@ -21,8 +21,13 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     if request.op in QUANTIZATIONS:
         yield from support.format_reasons(request, EIGHT_BIT)
         yield from support.quantization_reasons(request)
-    elif request.op in Op.ALL:
+    elif request.op in Op.UNFUSED:
         yield from _product_reasons(request)
+    elif request.op in Op.PRODUCERS:
+        yield from support.chain_reasons(request)
+        yield from support.producer_format_reasons(request, EIGHT_BIT, EIGHT_BIT)
+        yield from support.producer_scale_reasons(request)
+        yield from support.producer_shape_reasons(request)
 
 
 def _product_reasons(request: KernelRequest) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op
+from qsync_core.kernels.backend import KernelBackend, KernelRequest, Op, takes_offset_tensors
 from qsync_core.plugins.registry import Registry
 from qsync_torch.devices import compute_capability
 
@@ -90,6 +90,13 @@ class Subject:
         if not any(self.offers(op, compute) for op in ops):
             pytest.skip(f"{self.backend.name} does not offer {' or '.join(ops)} in {compute} on {self.device.type}")
 
+    def skip_unless_offset_tensors(self) -> None:
+        """Skip the test where the backend does not say that it takes the offset of random numbers as a tensor."""
+        if not takes_offset_tensors(self.backend):
+            pytest.skip(
+                f"{self.backend.name} takes the offset of random numbers as an integer only: it has no offset_tensors = True"
+            )
+
     def refuses(self, op: str, variant: Variant, shapes: tuple[tuple[int, ...], ...], **more: Any) -> bool:
         """Whether it does not offer the operator or has reasons against the request."""
         return not self.offers(op, variant.compute) or bool(
@@ -115,6 +122,17 @@ class Subject:
         return [self.backend.build(request, config) for config in list(configs)[: self.most_configs]]
 
 
+_INPUTS = {
+    Op.BATCH_NORM_OUTPUT: 6,
+    Op.BATCH_NORM_GRAD_INPUT: 9,
+    Op.LAYER_NORM_OUTPUT: 5,
+    Op.LAYER_NORM_GRAD_INPUT: 6,
+    Op.ACTIVATION_OUTPUT: 1,
+    Op.ACTIVATION_GRAD_INPUT: 3,
+}
+"""How many of a producer's arguments come before its outputs."""
+
+
 def watched(kernel: Kernel, op: str) -> Kernel:
     """A kernel that fails where it changes one of its inputs."""
 
@@ -124,7 +142,7 @@ def watched(kernel: Kernel, op: str) -> Kernel:
         elif op == Op.QUANTIZE:
             inputs = [arguments[0], named.get("multiplier")]
         else:
-            inputs = list(arguments[:-1])
+            inputs = list(arguments[: _INPUTS.get(op, -1)])
         before = [x.clone() if isinstance(x, torch.Tensor) else None for x in inputs]
         kernel(*arguments, **named)
         for position, (x, kept) in enumerate(zip(inputs, before, strict=True)):

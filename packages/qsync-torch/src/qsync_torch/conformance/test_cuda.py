@@ -102,6 +102,33 @@ def test_kernels_can_be_captured(subject: Subject, op: str) -> None:
             assert error().item() == 0, "the replayed kernel did not compute with the new inputs"
 
 
+def test_a_replay_rounds_with_the_offset_of_its_time(subject: Subject) -> None:
+    """``offset_tensors``: what the tensor holds when the graph is replayed counts, and not what it held when it was captured."""
+    subject.skip_unless_offset_tensors()
+    if subject.device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    x = torch.randn(SIZE, SIZE, device=subject.device)
+    q, scale = torch.zeros(SIZE, SIZE, dtype=torch.int8, device=subject.device), torch.zeros(1, device=subject.device)
+    offset = torch.zeros(1, dtype=torch.int64, device=subject.device)
+    for kernel in subject.bare_kernels(Op.QUANTIZE, variant_of(Rounding.STOCHASTIC), ((SIZE, SIZE),)):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            kernel(x, q, scale, 3, offset)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel(x, q, scale, 3, offset)
+        found = []
+        for number in (1 << 33, 7):
+            offset.fill_(number)
+            graph.replay()
+            found.append(q.clone())
+            kernel(x, q, scale, 3, number)
+            assert torch.equal(found[-1], q), f"the replay with the offset {number} has other bits than a call with it"
+        assert not torch.equal(*found), "two replays drew the same numbers"
+
+
 @pytest.mark.parametrize("op", CASES)
 def test_kernels_run_where_their_operands_are(subject: Subject, op: str) -> None:
     """The current device may be another one."""

@@ -10,8 +10,10 @@ import pytest
 
 from qsync_core.errors import BackendError
 from qsync_core.geometry import Geometry
+from qsync_core.ir.chain import ALONE, Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels import support
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
 from qsync_torch.conformance.subject import Subject, check_sentences
 
@@ -25,6 +27,8 @@ SAMPLES = {
     Op.CONV2D_OUTPUT: ((2, 32, 8, 8), (64, 32, 3, 3)),
     Op.CONV2D_GRAD_INPUT: ((2, 64, 8, 8), (64, 32, 3, 3)),
     Op.CONV2D_GRAD_WEIGHT: ((2, 64, 8, 8), (2, 32, 8, 8)),
+    **dict.fromkeys(support.BATCH_NORMS, ((2, 32, 8, 8),)),
+    **dict.fromkeys((*support.LAYER_NORMS, *support.ACTIVATIONS), ((64, 128),)),
 }
 """Requests that a backend which offers an operator should have no reason to refuse."""
 AHEAD = frozenset({"float8_e5m2"})
@@ -35,7 +39,8 @@ CONFIG_TEXT = re.compile(r"[A-Za-z0-9_.,;:=x-]*")
 def sample(subject: Subject, op: str, variant: Variant) -> KernelRequest:
     """The sample request of an operator."""
     geometry = Geometry(padding=(1, 1)) if op.startswith("conv2d") else Geometry()
-    return subject.request(op, variant, SAMPLES[op], geometry=geometry)
+    chain = ChainForm(Activation.GELU) if op in support.ACTIVATIONS else ALONE
+    return subject.request(op, variant, SAMPLES[op], geometry=geometry, chain=chain)
 
 
 def variants_of(compute: str) -> list[Variant]:

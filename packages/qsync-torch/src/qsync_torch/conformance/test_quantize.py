@@ -42,7 +42,7 @@ def scale_count(x: torch.Tensor, granularity: Granularity) -> int:
 
 def run(
     kernel: Kernel, x: torch.Tensor, outputs: Outputs, granularity: Granularity = TENSOR, precision: Precision = Precision.INT8,
-    seed: int = 11, offset: int = 12, **more: torch.Tensor,
+    seed: int = 11, offset: int | torch.Tensor = 12, **more: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Call a kernel on fresh outputs."""
     q = outputs.like(x, TORCH_DTYPE[precision])
@@ -305,6 +305,25 @@ def test_draws_are_reproducible_and_of_another_seed_different(subject: Subject, 
             for other in found[:i]:
                 assert not torch.equal(one, other), "two pairs of seed and offset gave the same bits"
     assert all(torch.equal(q, first[0]) for q in first), "configurations draw differently"
+
+
+def test_an_offset_in_a_tensor_gives_the_bits_of_the_number(subject: Subject, outputs: Outputs) -> None:
+    """``offset_tensors``: one int64 on the operands' device, whose number counts when the kernel runs."""
+    subject.skip_unless_offset_tensors()
+    variant, x = variant_of(Rounding.STOCHASTIC), floats((64, 100), torch.float32, subject.device, 9)
+    tensor = torch.zeros(1, dtype=torch.int64, device=subject.device)
+    for kernel in subject.kernels(Op.QUANTIZE, variant, ((64, 100),)):
+        for number in (2, 2 + (1 << 40), (1 << 63) - 1):
+            expected = run(kernel, x, outputs, seed=3, offset=number)[0].clone()
+            q, _ = run(kernel, x, outputs, seed=3, offset=tensor.fill_(number))
+            assert torch.equal(q, expected), f"the offset {number} gave other bits in a tensor"
+            assert tensor.item() == number, "the kernel changed its offset"
+    if subject.offers(Op.QUANTIZE_MANY):
+        alone, many = (subject.kernels(op, variant, ((64, 100),))[0] for op in (Op.QUANTIZE, Op.QUANTIZE_MANY))
+        q, scale = outputs.like(x, torch.int8), outputs.empty((1,), torch.float32)
+        for number in (5, 5 + (1 << 62)):
+            many([x], [q], [scale], [3], tensor.fill_(number))
+            assert torch.equal(q, run(alone, x, outputs, seed=3, offset=number)[0])
 
 
 def test_float8_values_are_neighbours(subject: Subject, outputs: Outputs) -> None:

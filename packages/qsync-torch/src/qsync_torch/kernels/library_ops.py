@@ -6,7 +6,7 @@ implementation and takes the binding's key; a plain eager call skips the dispatc
 are attached where operators are put together (:mod:`qsync_torch.operators`): backward reads the saved 8-bit copies and never the
 float activation.
 
-The overloads ``at`` take the offset of the random numbers in a tensor on the CPU: compilers make one graph for every step with it.
+The overloads ``at`` take the offset of the random numbers in a tensor: compilers make one graph for every step with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import torch
 
 from qsync_core.kernels.backend import Op
 from qsync_torch.aten.quantize import quantizable
+from qsync_torch.aten.random_bits import Offset, as_kernels_take
 from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Offset = int | torch.Tensor
-"""Of a step's random numbers; a tensor while a compiler traces."""
-
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = torch.ops.qsync
 
@@ -82,11 +80,12 @@ def quantize_transposed(
 
 
 def quantize_many(
-    xs: Sequence[torch.Tensor], quantization: Quantization, seeds: Sequence[int], offset: int, *, straight: bool = False
+    xs: Sequence[torch.Tensor], quantization: Quantization, seeds: Sequence[int], offset: Offset, *, straight: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Several tensors quantized in one call, each with its own seed; the bits are those of :func:`quantize` of each."""
     if not straight and not is_plain(*xs):
-        return cast(tuple[list[torch.Tensor], list[torch.Tensor]], _OPS.quantize_many.default(xs, quantization.key, seeds, offset))
+        op = _OPS.quantize_many.at if isinstance(offset, torch.Tensor) else _OPS.quantize_many.default
+        return cast(tuple[list[torch.Tensor], list[torch.Tensor]], op(xs, quantization.key, seeds, offset))
     dense = [quantizable(x, quantization.granularity) for x in xs]
     out = [_quantized(x, quantization, quantization.scale_counts[x.shape]) for x in dense]
     qs, scales = [q for q, _ in out], [scale for _, scale in out]
@@ -265,7 +264,9 @@ def _quantization(key: str) -> Quantization:
     return cast(Quantization, BOUND[key])
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make an operator ``qsync::*`` that autograd does not record; ``fake`` gives its results without their numbers."""
+
     def without_autocast(*args: Any, **kwargs: Any) -> Any:  # which would turn the float32 products of kernels into its own format
         with torch._C._DisableAutocast():
             return run(*args, **kwargs)
@@ -294,50 +295,51 @@ for _name, _run, _fake, _results in (
 ):
 
     def _quantize(x: Any, key: str, seed: int, offset: Offset, multiplier: Any = None, run: Callable[..., Any] = _run) -> Any:
-        return run(x, _quantization(key), seed, int(offset), multiplier, straight=True)
+        return run(x, _quantization(key), seed, as_kernels_take(offset), multiplier, straight=True)
 
     for _overload, _type in (("", "SymInt"), (".at", "Tensor")):
-        _define(
+        define(
             f"{_name}{_overload}(Tensor x, str quantization, SymInt seed, {_type} offset, Tensor? multiplier=None) -> {_results}",
             _quantize,
             _fake,
         )
 
-_define(
-    "quantize_many(Tensor[] xs, str quantization, SymInt[] seeds, SymInt offset) -> (Tensor[], Tensor[])",
-    lambda xs, key, seeds, offset: quantize_many(xs, _quantization(key), seeds, offset, straight=True),
-    lambda xs, key, seeds, offset: tuple(map(list, zip(*(_fake_quantize(x, key, 0, 0) for x in xs), strict=True))) or ([], []),
-)
-_define(
+for _overload, _type in (("", "SymInt"), (".at", "Tensor")):
+    define(
+        f"quantize_many{_overload}(Tensor[] xs, str quantization, SymInt[] seeds, {_type} offset) -> (Tensor[], Tensor[])",
+        lambda xs, key, seeds, offset: quantize_many(xs, _quantization(key), seeds, offset, straight=True),
+        lambda xs, key, seeds, offset: tuple(map(list, zip(*(_fake_quantize(x, key, 0, 0) for x in xs), strict=True))) or ([], []),
+    )
+define(
     "linear_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
     lambda x, x_scale, w, w_scale, bias, key: linear_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
     lambda x, x_scale, w, w_scale, bias, key: x.new_empty((*x.shape[:-1], w.shape[0]), dtype=_operator(key).output),
 )
-_define(
+define(
     "linear_grad_input(Tensor grad, Tensor w, Tensor scale, str binding, ScalarType? dtype=None) -> Tensor",
     lambda grad, w, scale, key, dtype=None: linear_grad_input(grad, w, scale, _operator(key), dtype, straight=True),
     lambda grad, w, scale, key, dtype=None: grad.new_empty(
         (*grad.shape[:-1], w.shape[1]), dtype=dtype or _operator(key).grad_input
     ),
 )
-_define(
+define(
     "linear_grad_weight(Tensor grad, Tensor x, Tensor scale, str binding) -> Tensor",
     lambda grad, x, scale, key: linear_grad_weight(grad, x, scale, _operator(key), straight=True),
     lambda grad, x, scale, key: grad.new_empty((grad.shape[-1], x.shape[-1]), dtype=torch.float32),
 )
-_define(
+define(
     "conv2d_output(Tensor x, Tensor x_scale, Tensor w, Tensor w_scale, Tensor? bias, str binding) -> Tensor",
     lambda x, x_scale, w, w_scale, bias, key: conv2d_output(x, x_scale, w, w_scale, bias, _operator(key), straight=True),
     lambda x, x_scale, w, w_scale, bias, key: _in_layout_of(
         _images(x, _operator(key).conv2d_shape(x.shape, w.shape), _operator(key).output), x, w
     ),
 )
-_define(
+define(
     "conv2d_grad_input(Tensor grad, Tensor w, Tensor scale, SymInt[] x_shape, str binding, ScalarType? dtype=None) -> Tensor",
     lambda grad, w, scale, shape, key, dtype=None: conv2d_grad_input(grad, w, scale, shape, _operator(key), dtype, straight=True),
     lambda grad, w, scale, shape, key, dtype=None: _in_layout_of(_images(grad, shape, dtype or _operator(key).grad_input), grad),
 )
-_define(
+define(
     "conv2d_grad_weight(Tensor grad, Tensor x, Tensor x_scale, Tensor w, str binding) -> Tensor",
     lambda grad, x, x_scale, w, key: conv2d_grad_weight(grad, x, x_scale, w, _operator(key), straight=True),
     lambda grad, x, x_scale, w, key: torch.empty_like(w, dtype=torch.float32),

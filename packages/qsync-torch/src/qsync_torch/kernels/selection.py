@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 
 from qsync_core.errors import BackendError
-from qsync_core.kernels.backend import CompilingBackend, Kernel, KernelBackend, KernelConfig, KernelRequest
+from qsync_core.ir.precision import Rounding
+from qsync_core.kernels.backend import (
+    CompilingBackend,
+    Kernel,
+    KernelBackend,
+    KernelConfig,
+    KernelRequest,
+    Op,
+    takes_offset_tensors,
+)
 from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
 from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.aten.random_bits import Offset, known_number
 from qsync_torch.kernels.installed import installed, store_of_request
 
 DEFAULT_BACKEND = AtenBackend.name
@@ -114,21 +125,62 @@ def build_kernel(request: KernelRequest, choice: KernelChoice) -> Kernel:
     chain, pinned = choice.asked_for(request.op)
     if chain == AUTO:
         backend, chosen = installed().select(request, store=store_of_request(request))
-        return backend.build(request, chosen)
+        return _build(backend, request, chosen)
     for backend in find_backends(chain):
         if not backend.unsupported_reasons(request):
             if pinned is not None and pinned.config:
                 try:
-                    return backend.build(request, KernelConfig(pinned.config))
+                    return _build(backend, request, KernelConfig(pinned.config))
                 except BackendError as error:
                     first = backend.candidate_configs(request)[0]
                     if first.text == pinned.config or is_for_any_sizes(error):
                         raise
                     warnings.warn(f"{error}; it runs there with {first.text or 'its default'} instead", stacklevel=2)
-                    return backend.build(request, first)
-            return backend.build(request, backend.candidate_configs(request)[0])
+                    return _build(backend, request, first)
+            return _build(backend, request, backend.candidate_configs(request)[0])
     shapes = " and ".join(str(list(shape)) for shape in request.shapes)
     raise BackendError(
         f"{request.op} as {request.variant.label} on {shapes} cannot run on {request.device_kind}: "
         + "; ".join(reasons_against(request, choice))
     )
+
+
+_OFFSET = {
+    Op.QUANTIZE: 4,
+    Op.QUANTIZE_MANY: 4,
+    Op.BATCH_NORM_OUTPUT: -1,
+    Op.LAYER_NORM_OUTPUT: -1,
+    Op.ACTIVATION_OUTPUT: -1,
+}
+"""Where the kernels of an operator take the offset of their random numbers."""
+
+
+def _build(backend: KernelBackend, request: KernelRequest, config: KernelConfig) -> Kernel:
+    kernel = backend.build(request, config)
+    if request.device_kind == "cpu" or request.op not in _OFFSET or takes_offset_tensors(backend):
+        return kernel
+    return functools.partial(_with_number, kernel, backend.name, request)
+
+
+def _with_number(kernel: Kernel, name: str, request: KernelRequest, *arguments: Any) -> None:
+    """Call a kernel that takes the offset of its random numbers as a number only.
+
+    Raises:
+        BackendError: in a CUDA graph that is captured, in which the number would stay what it is.
+    """
+    values, place = list(arguments), _OFFSET[request.op]
+    values[place] = 0 if request.variant.rounding is not Rounding.STOCHASTIC else _number(values[place], name, request.op)
+    kernel(*values)
+
+
+def _number(offset: Offset, name: str, op: str) -> int:
+    number = known_number(offset)
+    if number is not None:
+        return number
+    if torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            f"backend {name} runs {op} with the offset of its random numbers as a Python integer, and every replay of the CUDA "
+            "graph that is captured would round alike: capture with another backend (triton and aten take the offset as a tensor), "
+            "or round to nearest"
+        )
+    return int(offset)

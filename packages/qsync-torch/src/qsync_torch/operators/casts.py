@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 
 from qsync_core.errors import NumericsError
 from qsync_core.ir.profile import CastKey
-from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.aten.random_bits import Offset, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 from qsync_torch.kernels.binding import OperatorBinding
-from qsync_torch.kernels.library_ops import Offset, is_plain, quantize, quantize_transposed, rows
+from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_transposed, rows
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,13 +67,21 @@ class CastCache:
             entries.pop(entry.place, None)
 
         self._entries, self._forget = entries, forget
+        self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
 
         A compiler shares equal float casts itself; 8-bit ones of different consumers draw different random numbers there.
         """
-        return not torch.compiler.is_compiling() and not x.is_inference()
+        if torch.compiler.is_compiling() or x.is_inference():
+            return False
+        return not self._left_out or id(x) not in self._left_out
+
+    def leave_out(self, x: torch.Tensor) -> None:
+        """Share no casts of ``x`` from now on: it may change without a new version."""
+        place = id(x)
+        self._left_out[place] = weakref.ref(x, lambda _: self._left_out.pop(place, None))
 
     def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
         """The entry for ``x`` and that kind of cast; the caller makes the cast where its ``value`` is None.

@@ -11,6 +11,7 @@ from qsync_core.ir.dag import OpClass, Operator, Parameter, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.batch_axes import batch_axes
 from qsync_torch.job import Job
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
 from qsync_torch.tracing.classify import loss_kind
@@ -71,6 +72,7 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
         loss_reduction=loss_reduction,
         batch_size=job.batch_size,
         base=job.base,
+        batch_axes=batch_axes(job.model, batch.args, batch.kwargs, job.batch_size),
     )
 
 

@@ -1,0 +1,75 @@
+"""ReLU, GELU and SiLU with the quantization of their result, in the backend ``aten`` (docs/design/fused-chains.md); in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from qsync_core.ir.chain import Activation, ChainForm
+from qsync_core.ir.precision import Granularity
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import quantization_variant
+from qsync_torch.aten.quantize import build_quantize
+from qsync_torch.aten.random_bits import Offset
+
+_GELU = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}
+"""PyTorch's names of the approximation."""
+
+
+def build_activation_output(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The function of every element, and the copies that are wanted."""
+    quantize = build_quantize(variant)
+    quantize_saved = build_quantize(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+
+    def kernel(
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        q_out: torch.Tensor | None,
+        scale_out: torch.Tensor | None,
+        x_q_out: torch.Tensor | None,
+        x_scale_out: torch.Tensor | None,
+        seed: int,
+        x_seed: int,
+        offset: Offset,
+    ) -> None:
+        x_MK = x.to(torch.float32).contiguous()
+        r_MK = _function(x_MK, chain.activation)
+        if out is not None:
+            out.copy_(r_MK)
+        if q_out is not None:
+            quantize(r_MK, q_out, scale_out, seed, offset)
+        if x_q_out is not None:
+            quantize_saved(x_MK, x_q_out, x_scale_out, x_seed, offset)
+
+    return kernel
+
+
+def build_activation_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
+    """The gradient times the function's derivative."""
+
+    def kernel(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, grad_input_out: torch.Tensor) -> None:
+        x_MK = x.to(torch.float32)
+        if x_scale is not None:
+            x_MK = x_MK * x_scale[:, None]
+        grad_input_out.copy_(_gradient(grad.to(torch.float32), x_MK, chain.activation))
+
+    return kernel
+
+
+def _function(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation in _GELU:
+        return functional.gelu(x, approximate=_GELU[activation])
+    return functional.silu(x) if activation is Activation.SILU else functional.relu(x)
+
+
+def _gradient(grad: torch.Tensor, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gradient: torch.Tensor
+    if activation in _GELU:
+        gradient = torch.ops.aten.gelu_backward(grad, x, approximate=_GELU[activation])
+    elif activation is Activation.SILU:
+        gradient = torch.ops.aten.silu_backward(grad, x)
+    else:
+        gradient = torch.ops.aten.threshold_backward(grad, x, 0.0)
+    return gradient

@@ -1,0 +1,86 @@
+"""Layer norm of the rows of a matrix, in the backend ``aten`` (docs/design/fused-chains.md); computed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qsync_core.ir.precision import Granularity
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.requests import quantization_variant
+from qsync_torch.aten.quantize import build_quantize
+from qsync_torch.aten.random_bits import Offset
+
+
+def build_layer_norm_output(variant: Variant) -> Callable[..., None]:
+    """Addition of a residual, normalization, and the copies that are wanted."""
+    quantize = build_quantize(variant)
+    quantize_saved = build_quantize(quantization_variant(variant.saved, Granularity.PER_ROW, variant.rounding))
+
+    def kernel(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None,
+        sum_out: torch.Tensor | None,
+        mean_out: torch.Tensor,
+        rstd_out: torch.Tensor,
+        out: torch.Tensor | None,
+        q_out: torch.Tensor | None,
+        scale_out: torch.Tensor | None,
+        x_q_out: torch.Tensor | None,
+        x_scale_out: torch.Tensor | None,
+        seed: int,
+        x_seed: int,
+        offset: Offset,
+    ) -> None:
+        s_MK = x.to(torch.float32).contiguous()
+        if residual is not None:
+            s_MK = s_MK + residual.contiguous()
+        if sum_out is not None:
+            # Backward reads what is written here, and normalizes it with the statistics that follow.
+            s_MK = sum_out.copy_(s_MK).to(torch.float32)
+        if s_MK.numel():
+            var, mean = torch.var_mean(s_MK, 1, correction=0)
+        else:
+            var, mean = (torch.zeros_like(mean_out) for _ in range(2))
+        mean_out.copy_(mean)
+        rstd_out.copy_((var + eps).rsqrt())
+        xhat_MK = (s_MK - mean_out[:, None]) * rstd_out[:, None]
+        r_MK = xhat_MK if weight is None else xhat_MK * weight
+        if bias is not None:
+            r_MK = r_MK + bias
+        if out is not None:
+            out.copy_(r_MK)
+        if q_out is not None:
+            quantize(r_MK, q_out, scale_out, seed, offset)
+        if x_q_out is not None:
+            quantize_saved(xhat_MK, x_q_out, x_scale_out, x_seed, offset)
+
+    return kernel
+
+
+def layer_norm_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+    grad_weight_out: torch.Tensor | None,
+    grad_bias_out: torch.Tensor | None,
+) -> None:
+    """The gradients of the sum that was normalized, of weight and bias."""
+    g_MK, x_MK = grad.to(torch.float32), x.to(torch.float32)
+    xhat_MK = (x_MK - mean[:, None]) * rstd[:, None] if x_scale is None else x_MK * x_scale[:, None]
+    if grad_weight_out is not None:
+        grad_weight_out.copy_((g_MK * xhat_MK).sum(0))
+    if grad_bias_out is not None:
+        grad_bias_out.copy_(g_MK.sum(0))
+    if grad_input_out is not None and g_MK.numel():
+        w_MK = g_MK if weight is None else g_MK * weight
+        shared = w_MK.mean(1, keepdim=True) + xhat_MK * (w_MK * xhat_MK).mean(1, keepdim=True)
+        grad_input_out.copy_((w_MK - shared) * rstd[:, None])

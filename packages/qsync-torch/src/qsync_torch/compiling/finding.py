@@ -1,0 +1,274 @@
+"""Chains in a graph of ``torch.compile``, as :func:`qsync_core.ir.chain.chains_of` finds them in a trace.
+
+The graph is as the model was written: in-place functions are still in place, and views share memory.  A chain is taken only where
+running all of it at the place of its last member changes nothing: its members but the last are read by the next one alone, nothing
+between writes to what it reads, and nothing writes to its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.fx import Graph, Node
+
+from qsync_core.ir.chain import Activation, Producer
+from qsync_core.ir.semantics import readable_copy
+from qsync_torch.compiling import graph_nodes as nodes
+from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
+
+
+@attrs.frozen
+class FoundChain:
+    """A chain of a graph whose copy operators of a plan read.
+
+    Attributes:
+        producer: what it is built around; ``norm``: the node of that, None for an activation.
+        members: in the order of the graph.
+        x, residual: what it reads.
+        activation: applied last.
+        copy: how the copy is quantized.
+        consumers: the operators that read the copy, in the order of the graph.
+        float_result: something else reads the result.
+    """
+
+    producer: Producer
+    norm: Node | None
+    members: tuple[Node, ...]
+    x: Node
+    residual: Node | None
+    activation: Activation
+    copy: Quantization
+    consumers: tuple[Node, ...]
+    float_result: bool
+
+    @property
+    def last(self) -> Node:
+        """The member that delivers the result."""
+        return self.members[-1]
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The arguments of the norm, by their names."""
+        call = (nodes.batch_norm_of if self.producer is Producer.BATCH_NORM else nodes.layer_norm_of)(self.norm)
+        assert call is not None
+        return call
+
+    def __str__(self) -> str:
+        """Such as ``batch_norm + residual + relu -> conv2d (2 copies) and float``."""
+        parts = [str(self.producer)] if self.norm is not None else []
+        parts += ["residual"] if self.residual is not None else []
+        parts += [str(self.activation)] if self.activation is not Activation.NONE else []
+        return " + ".join(parts) + f" ({self.last.name}), {len(self.consumers)} readers" + (", float" if self.float_result else "")
+
+
+@attrs.frozen
+class _Shape:
+    """What a chain could be, before it is known who reads it."""
+
+    producer: Producer
+    norm: Node | None
+    members: tuple[Node, ...]
+    x: Node
+    residual: Node | None = None
+    activation: Activation = Activation.NONE
+
+
+def find_chains(graph: Graph) -> list[FoundChain]:
+    """The chains of a graph that write a copy, by their last members in the order of the graph; no node is in two."""
+    found: list[FoundChain] = []
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    taken: set[Node] = set()
+    for last in graph.nodes:
+        if not any(_reads(reader, last) for reader in last.users):
+            continue
+        for shape in _shapes_ending_in(last, order):
+            chain = _with_readers(shape, order)
+            if chain is not None and taken.isdisjoint(chain.members) and _runs_as_one(chain, order):
+                taken.update(chain.members)
+                found.append(chain)
+                break
+    return found
+
+
+def _reads(node: Node, source: Node) -> bool:
+    """Whether it is an operator of a plan that reads a node as its activation, and makes its copy itself."""
+    if node.target not in nodes.LOWERED or len(node.args) != 8 or node.kwargs:
+        return False
+    return node.args[0] is source and source not in node.args[1:]
+
+
+def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[_Shape]:
+    """What a node may be the last member of, the longest chain first."""
+    value = nodes.float_of(last)
+    if value is None or (sizes := nodes.sizes(value)) is None or 0 in sizes:
+        return
+    activation, behind = Activation.NONE, last
+    if (function := nodes.activation_of(last)) is not None:
+        activation, behind = function
+    tail = () if behind is last else (last,)
+    if activation in (Activation.NONE, Activation.RELU) and (behind is last or _only_reader(behind)):
+        shape = _batch_norm(behind, tail, activation, order)
+        if shape is not None:
+            yield shape
+    if activation is Activation.NONE:
+        yield from _layer_norms(last, order)
+    elif nodes.float_of(behind) is not None and (not nodes.is_in_place(last) or _is_its_own(behind, order[last], order)):
+        yield _Shape(Producer.ACTIVATION, None, (last,), behind, None, activation)
+
+
+def _is_its_own(node: Node, place: int, order: dict[Node, int]) -> bool:
+    """Whether a tensor may be written to at a place of the graph without anybody else seeing it."""
+    if node.op == "placeholder" or node.op == "get_attr" or not _only_reader(node):
+        return False
+    memory = nodes.storage_of(node)
+    return not any(nodes.storage_of(other) == memory for other in order if other is not node and order[other] < place)
+
+
+def _only_reader(node: Node) -> bool:
+    """Whether one node reads it, once."""
+    return len(node.users) == 1 and sum(argument is node for argument in next(iter(node.users)).args) == 1
+
+
+def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, order: dict[Node, int]) -> _Shape | None:
+    """A batch norm, or the sum of one with a residual; of two batch norms the one that runs later is the chain's."""
+    if (call := nodes.batch_norm_of(node)) is not None:
+        return _Shape(Producer.BATCH_NORM, node, (node, *tail), call["input"], None, activation) if _is_image_norm(node) else None
+    summands = nodes.summands_of(node)
+    if summands is None or not _same(node, *summands):
+        return None
+    norms = [norm for norm in summands if _is_image_norm(norm) and _only_reader(norm)]
+    if nodes.is_in_place(node):
+        norms = [norm for norm in norms if norm is summands[0]]  # a sum in place may change what is the chain's alone
+    if not norms:
+        return None
+    norm = max(norms, key=order.__getitem__)
+    residual = summands[summands[0] is norm]
+    call = nodes.batch_norm_of(norm)
+    assert call is not None
+    return _Shape(Producer.BATCH_NORM, norm, (norm, node, *tail), call["input"], residual, activation)
+
+
+def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[_Shape]:
+    """A layer norm; where it alone reads a sum, with that: the summand that was there first is the residual."""
+    call = nodes.layer_norm_of(node)
+    if call is None or not _are_vectors(call["weight"], call["bias"]):
+        return
+    x = call["input"]
+    summands = nodes.summands_of(x)
+    if summands is not None and _only_reader(x) and not nodes.is_in_place(x) and _same(x, *summands):
+        residual, added = sorted(summands, key=order.__getitem__)
+        yield _Shape(Producer.LAYER_NORM, node, (x, node), added, residual)
+    if nodes.float_of(x) is not None:
+        yield _Shape(Producer.LAYER_NORM, node, (node,), x)
+
+
+def _is_image_norm(node: Node) -> bool:
+    """Whether it is a batch norm of (B, C, H, W) whose parameters and statistics are float32 vectors."""
+    call = nodes.batch_norm_of(node)
+    x = None if call is None else nodes.float_of(call["input"])
+    if call is None or x is None or x.ndim != 4 or not isinstance(call["momentum"], float) or not isinstance(call["eps"], float):
+        return False
+    sizes = nodes.sizes(x)
+    if sizes is None or sizes[0] * sizes[2] * sizes[3] < 2:  # which a batch norm refuses
+        return False
+    has_statistics = (call["running_mean"] is None) == (call["running_var"] is None)
+    return has_statistics and _are_vectors(*(call[name] for name in ("weight", "bias", "running_mean", "running_var")))
+
+
+def _are_vectors(*vectors: object) -> bool:
+    values = [nodes.value_of(vector) for vector in vectors if vector is not None]
+    return all(value is not None and value.dtype is torch.float32 and value.ndim == 1 for value in values)
+
+
+def _same(node: Node, *summands: Node) -> bool:
+    """Whether a sum broadcasts nothing."""
+    whole = nodes.float_of(node)
+    parts = [nodes.float_of(summand) for summand in summands]
+    return whole is not None and all(part is not None and nodes.same_shape(part, whole) for part in parts)
+
+
+def _with_readers(shape: _Shape, order: dict[Node, int]) -> FoundChain | None:
+    """The chain with the operators that take its copy: all that want the one that the first of them wants."""
+    last = shape.members[-1]
+    ndim = 4 if shape.producer is Producer.BATCH_NORM else None
+    readers = sorted(last.users, key=order.__getitem__)
+    wanted = {reader: _wanted(reader, shape.producer, ndim) for reader in readers if _reads(reader, last)}
+    copy = next((quantization for quantization in wanted.values() if quantization is not None), None)
+    if copy is None:
+        return None
+    consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == copy.kind)
+    return FoundChain(
+        shape.producer, shape.norm, shape.members, shape.x, shape.residual, shape.activation, copy, consumers,
+        float_result=len(consumers) < len(readers),
+    )  # fmt: skip
+
+
+def _wanted(consumer: Node, producer: Producer, ndim: int | None) -> Quantization | None:
+    """The copy that an operator reads, if a producer can write it."""
+    binding = BOUND[str(consumer.args[3])]
+    assert isinstance(binding, OperatorBinding)
+    value, seeds = nodes.value_of(consumer.args[0]), consumer.args[4:7]
+    if value is None or not all(isinstance(seed, int) for seed in seeds):
+        return None
+    if not binding.is_linear and value.ndim != 4:
+        return None
+    if binding.is_linear and producer is Producer.BATCH_NORM:
+        return None  # rows of a matrix that lies in memory as an image does
+    return binding.x if readable_copy(producer, binding.variant) is not None else None
+
+
+def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
+    """Whether nothing notices that all members run where the last one stands, and consumers read what is written then."""
+    last, value = chain.last, nodes.value_of(chain.last)
+    # Writing to a tensor raises its version, also through views and inside operators that say nothing of it.
+    if value is None or value.is_inference() or value._version != _trailing_writes(chain.members):
+        return False
+    span = _between(chain.members[0], max(chain.consumers, key=order.__getitem__))
+    if any(nodes.is_switch(node) for node in span):
+        return False
+    read = {nodes.storage_of(node) for node in (chain.x, chain.residual) if node is not None}
+    statistics: set[int | None] = set()
+    if chain.norm is not None:
+        read |= {nodes.storage_of(chain.call[name]) for name in ("weight", "bias")}
+        statistics = {nodes.storage_of(chain.call.get(name)) for name in ("running_mean", "running_var")}
+    read, statistics = read - {None}, statistics - {None}
+    for node in _between(chain.members[0], last):
+        if node in chain.members:
+            continue
+        if any(nodes.storage_of(argument) in read for argument in nodes.changed_by(node)):
+            return False
+        if any(nodes.storage_of(argument) in statistics for argument in node.all_input_nodes):
+            return False
+    return all(_streams_reach(chain, consumer, order) for consumer in chain.consumers[:1])
+
+
+def _trailing_writes(members: Sequence[Node]) -> int:
+    """How often the last members have written to the result's memory."""
+    count = 0
+    for member in reversed(members):
+        if not nodes.is_in_place(member):
+            break
+        count += 1
+    return count
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes after one node and before a later one; none where they are the same."""
+    node = first
+    while node is not last and (node := node.next) is not last:
+        yield node
+
+
+def _streams_reach(chain: FoundChain, consumer: Node, order: dict[Node, int]) -> bool:
+    """Whether the offset of the consumer's random numbers can be had where the chain runs."""
+    offset = consumer.args[7]
+    assert isinstance(offset, Node)
+    if order[offset] < order[chain.last]:
+        return True
+    sources = {nodes.storage_of(node) for node in offset.all_input_nodes}
+    early = all(order[node] < order[chain.last] for node in offset.all_input_nodes)
+    changed = (argument for node in _between(chain.last, offset) for argument in nodes.changed_by(node))
+    return early and not any(nodes.storage_of(argument) in sources for argument in changed)

@@ -1,0 +1,148 @@
+"""What a node of a graph from ``torch.compile`` is: the functions that chains are made of, and what nodes change or switch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from qsync_core.ir.chain import Activation
+from qsync_torch.dtypes import PRECISION
+from qsync_torch.operators.lowered_ops import LOWERED_CONV2D, LOWERED_LINEAR
+
+LOWERED = (LOWERED_LINEAR, LOWERED_CONV2D)
+_BATCH_NORMS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
+}
+_LAYER_NORMS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
+}
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+_CHANGING = frozenset(
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
+)
+_SWITCHES = ("_set_grad_enabled", "set_grad_enabled", "_enter", "_exit", "_saved_tensors_hooks")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def value_of(node: object) -> torch.Tensor | None:
+    """The tensor that a node stands for, without numbers; None for what is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def float_of(node: object) -> torch.Tensor | None:
+    """The same where it is float32 or a 16-bit float."""
+    value = value_of(node)
+    return value if value is not None and value.dtype in _FLOATS and value.dtype in PRECISION else None
+
+
+def named_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """All arguments of a call by their names."""
+    return _DEFAULTS | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def batch_norm_of(node: object) -> dict[str, Any] | None:
+    """The arguments of a batch norm by the statistics of the batch; None for anything else."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target not in _BATCH_NORMS:
+        return None
+    call = named_arguments(node, _BATCH_NORMS[node.target])
+    return call if call["training"] is True else None
+
+
+def layer_norm_of(node: object) -> dict[str, Any] | None:
+    """The arguments of a layer norm over the last dimension; None for anything else."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target not in _LAYER_NORMS:
+        return None
+    call = named_arguments(node, _LAYER_NORMS[node.target])
+    return call if len(call["normalized_shape"]) == 1 else None
+
+
+def summands_of(node: object) -> tuple[Node, Node] | None:
+    """The two tensors that a node adds, the one that is written to first where it is in place."""
+    if not isinstance(node, Node) or node.target not in _ADDITIONS or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    return (first, second) if isinstance(first, Node) and isinstance(second, Node) and first is not second else None
+
+
+def activation_of(node: object) -> tuple[Activation, Node] | None:
+    """The function that a node is, and what it is of."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return None
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(source, Node):
+        return None
+    if node.target in _RELUS:
+        return Activation.RELU, source
+    if node.target is F.silu:
+        return Activation.SILU, source
+    if node.target is F.gelu:
+        approximate = node.args[1] if len(node.args) > 1 else node.kwargs.get("approximate", "none")
+        known = {"none": Activation.GELU, "tanh": Activation.GELU_TANH}
+        return (known[str(approximate)], source) if str(approximate) in known else None
+    return None
+
+
+def changed_by(node: Node) -> Iterator[Node]:
+    """The arguments that a node writes to; all of them where what it calls says nothing."""
+    target = node.target
+    if node.op in ("placeholder", "get_attr", "output"):
+        return
+    first = [argument for argument in node.args[:1] if isinstance(argument, Node)]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        arguments = zip(target._schema.arguments, node.args, strict=False)
+        yield from (a for spec, a in arguments if spec.alias_info and spec.alias_info.is_write and isinstance(a, Node))
+        return
+    if isinstance(target, torch._ops.HigherOrderOperator) or node.op == "call_module":
+        yield from node.all_input_nodes
+        return
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if target in _BATCH_NORMS:
+        call = named_arguments(node, _BATCH_NORMS[target])
+        yield from (call[name] for name in ("running_mean", "running_var") if isinstance(call[name], Node))
+    in_place = node.kwargs.get("inplace") is True or (True in node.args[1:] and getattr(target, "__module__", "") == F.__name__)
+    if target in _CHANGING or name == "setitem" or (name.endswith("_") and not name.endswith("__")) or in_place:
+        yield from first
+    if isinstance(out := node.kwargs.get("out"), Node):
+        yield out
+
+
+def storage_of(node: object) -> int | None:
+    """What tensors that share memory have in common."""
+    value = value_of(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether a node's result is an argument that it has written to."""
+    return any(storage_of(argument) == storage_of(node) for argument in changed_by(node))
+
+
+def is_switch(node: Node) -> bool:
+    """Whether a node changes how those after it run: recorded for backward or not, autocast, hooks."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op == "call_function" and any(name.startswith(switch) for switch in _SWITCHES)
+
+
+def sizes(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape in numbers, of a dynamic shape those that it was compiled for; None where there are none."""
+    found = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+    return None if any(size is None for size in found) else tuple(map(int, found))
+
+
+def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two shapes are equal whatever sizes a graph runs with."""
+    shapes = ([size if isinstance(size, int) else str(size) for size in value.shape] for value in (one, other))
+    return next(shapes) == next(shapes)

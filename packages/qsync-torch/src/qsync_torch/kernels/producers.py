@@ -1,0 +1,296 @@
+"""What produces the activation of an 8-bit product, as custom operators (docs/design/fused-chains.md).
+
+Like :mod:`qsync_torch.kernels.library_ops`: each allocates what its binding wants written and calls a backend's kernel.
+Operators give lists of the tensors that there are; :meth:`ProducerBinding.named` tells them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from qsync_core.ir.chain import Activation, ChainForm, Producer
+from qsync_core.ir.precision import Granularity
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
+from qsync_torch.aten.random_bits import as_kernels_take
+from qsync_torch.devices import device_facts
+from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.kernels.binding import BOUND, Bound
+from qsync_torch.kernels.library_ops import define
+from qsync_torch.kernels.selection import reasons_against
+
+
+class Produced(NamedTuple):
+    """What a producer writes; None where it is not wanted.
+
+    Attributes:
+        out: the result, in a float format.
+        absmax: its largest magnitude (batch norm).
+        q, scale: its 8-bit copy.
+        mean, spread: the statistics; ``spread`` is a batch norm's biased variance, a layer norm's 1 / deviation.
+        kept, kept_scale: what backward reads in the place of the argument: the sum that a layer norm normalizes, or the
+            normalized input (of an activation: the input) in 8 bit.
+        open: one bit per element, whether ReLU let it pass.
+    """
+
+    out: torch.Tensor | None = None
+    absmax: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    spread: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    kept_scale: torch.Tensor | None = None
+    open: torch.Tensor | None = None
+
+
+class ProducerBinding(Bound):
+    """How one chain runs.
+
+    Attributes:
+        producer: what the chain is built around.
+        variant: formats of the copy (``compute``), the result (``output``), what is kept (``saved``) and the gradient of the input.
+        choice: whose kernels.
+        chain: what is fused.
+    """
+
+    def __init__(self, producer: Producer, variant: Variant, choice: KernelChoice, chain: ChainForm) -> None:
+        self.producer, self.variant, self.choice, self.chain = producer, variant, choice, chain
+        self.output_op, self.grad_op = f"{producer}.output", f"{producer}.grad_input"
+        self.dtype, self.output, self.grad_input = (
+            TORCH_DTYPE[precision] for precision in (variant.compute, variant.output, variant.grad_input)
+        )
+        self.saves_copy = variant.saved.needs_scale
+        self.saved = TORCH_DTYPE[variant.saved]
+        self._register("producer", producer, variant, choice.backend, choice.config, chain)
+
+    def request(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> KernelRequest:
+        """What a call asks of a backend."""
+        kind, capability = device_facts(device)
+        sizes = tuple(tuple(shape) for shape in shapes)
+        return KernelRequest(op, self.variant, sizes, device_kind=kind, compute_capability=capability, chain=self.chain)
+
+    def reasons_against(self, device: torch.device, shape: tuple[int, ...]) -> list[str]:
+        """Why no backend of the choice runs it, forward or backward; empty where one does."""
+        return [
+            reason
+            for op in (self.output_op, self.grad_op)
+            for reason in reasons_against(self.request(op, device, shape), self.choice)
+        ]
+
+    def names(self, keep: bool) -> tuple[str, ...]:
+        """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
+        chain, normalizes = self.chain, self.producer is not Producer.ACTIVATION
+        is_image = self.producer is Producer.BATCH_NORM
+        wanted = {
+            "out": chain.float_result,
+            "absmax": chain.float_result and is_image,
+            "q": self.variant.compute.needs_scale,
+            "scale": self.variant.compute.needs_scale,
+            "mean": normalizes,
+            "spread": normalizes,
+            "kept": keep and (self.saves_copy or (self.producer is Producer.LAYER_NORM and chain.residual)),
+            "kept_scale": keep and self.saves_copy,
+            "open": keep and is_image and chain.activation is Activation.RELU and (chain.residual or self.saves_copy),
+        }
+        return tuple(name for name in Produced._fields if wanted[name])
+
+    def named(self, tensors: Sequence[torch.Tensor], keep: bool) -> Produced:
+        """The tensors of an operator's list by their names."""
+        return Produced(**dict(zip(self.names(keep), tensors, strict=True)))
+
+    def allocate(self, x: torch.Tensor, keep: bool) -> Produced:
+        """Tensors to be written, for an input that is dense: channels-last, or rows."""
+        is_image = self.producer is Producer.BATCH_NORM
+        groups = x.shape[1] if is_image else x.shape[0]
+        copy_scales = x.shape[0] if self.variant.x_granularity is Granularity.PER_ROW else 1
+        kept_dtype = self.saved if self.saves_copy else TORCH_DTYPE[self.variant.saved]
+        make: dict[str, Callable[[], torch.Tensor]] = {
+            "out": lambda: torch.empty_like(x, dtype=self.output),
+            "absmax": lambda: x.new_empty(1, dtype=torch.float32),
+            "q": lambda: torch.empty_like(x, dtype=self.dtype),
+            "scale": lambda: x.new_empty(copy_scales, dtype=torch.float32),
+            "mean": lambda: x.new_empty(groups, dtype=torch.float32),
+            "spread": lambda: x.new_empty(groups, dtype=torch.float32),
+            "kept": lambda: torch.empty_like(x, dtype=kept_dtype),
+            "kept_scale": lambda: x.new_empty(groups, dtype=torch.float32),
+            "open": lambda: x.new_empty(x.shape[0], x.shape[2], x.shape[3], (x.shape[1] + 7) // 8, dtype=torch.uint8),
+        }
+        return Produced(**{name: make[name]() for name in self.names(keep)})
+
+
+producer_binding = functools.lru_cache(maxsize=4096)(ProducerBinding)
+"""The one :class:`ProducerBinding` of its arguments."""
+
+
+def producer_choice(choice: KernelChoice) -> KernelChoice:
+    """Whose kernels produce an operator's activation: the backend that would quantize it by itself, then the operator's.
+
+    What pins a producer by its name (``batch_norm.output``) goes before both.
+    """
+    pins = tuple((role, chosen) for role, chosen in choice.pins if role in Op.PRODUCERS)
+    quantizer = choice.of(Op.QUANTIZE)
+    if quantizer is None:
+        return KernelChoice(choice.chain, pins)
+    rest = () if choice.chain == (AUTO_BACKEND,) else choice.chain
+    return KernelChoice(tuple(dict.fromkeys((quantizer.backend, *rest))), pins)
+
+
+def _binding(key: str) -> ProducerBinding:
+    return cast(ProducerBinding, BOUND[key])
+
+
+def _written(produced: Produced) -> list[torch.Tensor]:
+    return [tensor for tensor in produced if tensor is not None]
+
+
+def _kept_args(binding: ProducerBinding, p: Produced) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``x_q_out`` and ``x_scale_out``."""
+    return (p.kept, p.kept_scale) if binding.saves_copy else (None, None)
+
+
+def _batch_norm_output(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    residual_absmax: torch.Tensor | None,
+    key: str,
+    keep: bool,
+    seed: int,
+    x_seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    kernel(
+        x, weight, bias, eps, residual, residual_absmax, p.mean, p.spread, p.out, p.absmax, p.q, p.scale,
+        *_kept_args(binding, p), p.open, seed, x_seed, as_kernels_take(offset),
+    )  # fmt: skip
+    return _written(p)
+
+
+def _layer_norm_output(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    key: str,
+    keep: bool,
+    seed: int,
+    x_seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    summed = p.kept if residual is not None and not binding.saves_copy else None
+    kernel(
+        x, weight, bias, eps, residual, summed, p.mean, p.spread, p.out, p.q, p.scale,
+        *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset),
+    )  # fmt: skip
+    return _written(p)
+
+
+def _activation_output(x: torch.Tensor, key: str, keep: bool, seed: int, x_seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
+    binding = _binding(key)
+    p = binding.allocate(x, keep)
+    kernel = binding.kernel(binding.output_op, x.device, x.shape)
+    kernel(x, p.out, p.q, p.scale, *_kept_args(binding, p), seed, x_seed, as_kernels_take(offset))
+    return _written(p)
+
+
+def _gradients(
+    x: torch.Tensor, binding: ProducerBinding, wanted: Sequence[bool]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Tensors for the gradients of input, residual, weight and bias, None where one is not wanted; and those that are."""
+    like, vector = functools.partial(torch.empty_like, x, dtype=binding.grad_input), functools.partial(x.new_empty, x.shape[1])
+    makes = (like, like, functools.partial(vector, dtype=torch.float32), functools.partial(vector, dtype=torch.float32))
+    made = [make() if is_wanted else None for make, is_wanted in zip(makes, wanted, strict=True)]
+    return made, [tensor for tensor in made if tensor is not None]
+
+
+def _batch_norm_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    open: torch.Tensor | None,
+    key: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    all_four, out = _gradients(x, binding, wanted)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, mean, var, weight, bias, eps, open, *all_four)
+    return out
+
+
+def _layer_norm_grad_input(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    key: str,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    (grad_input, _, grad_weight, grad_bias), out = _gradients(x, binding, wanted)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, mean, rstd, weight, grad_input, grad_weight, grad_bias)
+    return out
+
+
+def _activation_grad_input(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor | None, key: str) -> torch.Tensor:
+    binding = _binding(key)
+    out = torch.empty_like(x, dtype=binding.grad_input)
+    binding.kernel(binding.grad_op, x.device, x.shape)(grad, x, x_scale, out)
+    return out
+
+
+_AFFINE = "Tensor? weight, Tensor? bias, float eps"
+_STREAMS = "str binding, bool keep, SymInt seed, SymInt x_seed, Tensor offset"
+_SAVED = "Tensor grad, Tensor x, Tensor? x_scale"
+
+define(
+    f"batch_norm_output(Tensor x, {_AFFINE}, Tensor? residual, Tensor? residual_absmax, {_STREAMS}) -> Tensor[]",
+    _batch_norm_output,
+    lambda x, weight, bias, eps, residual, absmax, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"layer_norm_output(Tensor x, {_AFFINE}, Tensor? residual, {_STREAMS}) -> Tensor[]",
+    _layer_norm_output,
+    lambda x, weight, bias, eps, residual, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"activation_output(Tensor x, {_STREAMS}) -> Tensor[]",
+    _activation_output,
+    lambda x, key, keep, *streams: _written(_binding(key).allocate(x, keep)),
+)
+define(
+    f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted) -> Tensor[]",
+    _batch_norm_grad_input,
+    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+)
+define(
+    f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",
+    _layer_norm_grad_input,
+    lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+)
+define(
+    f"activation_grad_input({_SAVED}, str binding) -> Tensor",
+    _activation_grad_input,
+    lambda grad, x, x_scale, key: torch.empty_like(x, dtype=_binding(key).grad_input),
+)

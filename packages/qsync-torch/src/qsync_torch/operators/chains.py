@@ -1,0 +1,256 @@
+"""Chains in compiled graphs: producers with their gradients, ``torch.ops.qsync.batch_norm_chain`` and its like.
+
+A chain's result is read as its 8-bit copy, and where others read it as a float tensor too.  Autograd carries the gradient to the
+float result, so that there is one either way; where nothing reads it, it is one element that counts for all (strides of 0).
+
+What is kept for backward is the input, or its 8-bit copy, statistics and bits: never the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+
+from qsync_core.ir.chain import Producer
+from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.kernels.binding import BOUND
+from qsync_torch.kernels.library_ops import rows
+from qsync_torch.kernels.producers import Produced, ProducerBinding
+from qsync_torch.operators.casts import apply_of, first_derivative
+
+_OPS = torch.ops.qsync
+Streams = tuple[int, torch.Tensor]
+"""The stream of a chain's copy, and the offset of this step."""
+
+
+def _of_float_result(backward: Any) -> Any:
+    """A backward function of the float result's gradient alone: the other results have none.
+
+    Gradients are computed in the formats of the binding, also where the script calls ``backward()`` under autocast.
+    """
+    once = first_derivative(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
+        with torch.autocast(grad.device.type, enabled=False):
+            return once(ctx, grad)
+
+    return call
+
+
+def _arguments(binding: ProducerBinding, streams: Streams, keep: bool) -> tuple[Any, ...]:
+    """The last arguments of every producer; what is kept in 8 bit has a stream of its own."""
+    seed, offset = streams
+    return binding.key, keep, seed, stream_key(seed, 3), offset
+
+
+def _results(ctx: Any, p: Produced, x: torch.Tensor, binding: ProducerBinding) -> tuple[torch.Tensor, ...]:
+    """The float result, or what stands for it, and then what has no gradient."""
+    out = p.out
+    if out is None:
+        out = torch.empty_strided(x.shape, (0,) * x.ndim, dtype=binding.output, device=x.device)
+    rest = tuple(tensor for tensor in (p.q, p.scale, p.absmax, p.mean, p.spread) if tensor is not None)
+    ctx.mark_non_differentiable(*rest)
+    ctx.set_materialize_grads(False)
+    return (out, *rest)
+
+
+class BatchNormChain(torch.autograd.Function):
+    """Of channels-last images: the float result, the copy with its scale, the largest magnitude, mean and biased variance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        residual_absmax: torch.Tensor | None,
+        eps: float,
+        binding: ProducerBinding,
+        streams: Streams,
+    ) -> tuple[torch.Tensor, ...]:
+        """Normalize, add, ReLU, round."""
+        keep = any(ctx.needs_input_grad)
+        arguments = _arguments(binding, streams, keep)
+        p = binding.named(_OPS.batch_norm_output(x, weight, bias, eps, residual, residual_absmax, *arguments), keep)
+        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.mean, p.spread, weight, bias, p.open)
+        ctx.eps, ctx.binding, ctx.dtypes = eps, binding, (x.dtype, None if residual is None else residual.dtype)
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of input, weight, bias and residual."""
+        x, x_scale, mean, var, weight, bias, is_open = ctx.saved_tensors
+        need_x, need_w, need_b, need_r = ctx.needs_input_grad[:4]
+        dense, wanted = grad.contiguous(memory_format=torch.channels_last), [need_x, need_r, need_w, need_b]
+        found = iter(
+            _OPS.batch_norm_grad_input(dense, x, x_scale, mean, var, weight, bias, ctx.eps, is_open, ctx.binding.key, wanted)
+        )
+        grad_x, grad_r, grad_w, grad_b = (next(found) if is_wanted else None for is_wanted in wanted)
+        return _as(grad_x, ctx.dtypes[0]), grad_w, grad_b, _as(grad_r, ctx.dtypes[1]), None, None, None, None
+
+
+class LayerNormChain(torch.autograd.Function):
+    """Of matrices: the float result, the copy with its scales, and the statistics of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+        binding: ProducerBinding,
+        streams: Streams,
+    ) -> tuple[torch.Tensor, ...]:
+        """Add, normalize, round."""
+        keep = any(ctx.needs_input_grad)
+        arguments = _arguments(binding, streams, keep)
+        p = binding.named(_OPS.layer_norm_output(x, weight, bias, eps, residual, *arguments), keep)
+        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale, p.mean, p.spread, weight)
+        ctx.binding, ctx.dtypes = binding, (x.dtype, None if residual is None else residual.dtype)
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of input, weight, bias and residual; input and residual share theirs."""
+        x, x_scale, mean, rstd, weight = ctx.saved_tensors
+        need_x, need_w, need_b, need_r = ctx.needs_input_grad[:4]
+        wanted = [need_x or need_r, False, need_w, need_b]
+        found = iter(_OPS.layer_norm_grad_input(grad.contiguous(), x, x_scale, mean, rstd, weight, ctx.binding.key, wanted))
+        grad_s, _, grad_w, grad_b = (next(found) if is_wanted else None for is_wanted in wanted)
+        grad_x, grad_r = (_as(grad_s, dtype) if need else None for need, dtype in zip((need_x, need_r), ctx.dtypes, strict=True))
+        return grad_x, grad_w, grad_b, grad_r, None, None, None
+
+
+class ActivationChain(torch.autograd.Function):
+    """Of matrices: the float result, and the copy with its scales."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, binding: ProducerBinding, streams: Streams) -> tuple[torch.Tensor, ...]:
+        """The function of every element, rounded."""
+        keep = ctx.needs_input_grad[0]
+        p = binding.named(_OPS.activation_output(x, *_arguments(binding, streams, keep)), keep)
+        ctx.save_for_backward(x if p.kept is None else p.kept, p.kept_scale)
+        ctx.binding, ctx.dtype = binding, x.dtype
+        return _results(ctx, p, x, binding)
+
+    @staticmethod
+    @_of_float_result
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the input."""
+        x, x_scale = ctx.saved_tensors
+        return _as(_OPS.activation_grad_input(grad.contiguous(), x, x_scale, ctx.binding.key), ctx.dtype), None, None
+
+
+def _as(grad: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    return grad if grad is None or dtype is None or grad.dtype is dtype else grad.to(dtype)
+
+
+def _binding(key: str) -> ProducerBinding:
+    return cast(ProducerBinding, BOUND[key])
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _as_images(results: list[torch.Tensor], x: torch.Tensor, binding: ProducerBinding) -> list[torch.Tensor]:
+    """Result and copy in the layout that the operators of the chain would give: that of their input."""
+    if _is_channels_last(x):
+        return results
+    whole = 2 if binding.variant.compute.needs_scale else 1
+    if not binding.chain.float_result:  # nothing lies in memory whose layout could matter
+        return [results[0], *(tensor.contiguous() for tensor in results[1:whole]), *results[whole:]]
+    return [*(tensor.contiguous() for tensor in results[:whole]), *results[whole:]]
+
+
+def absmax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, as a vector of one element."""
+    return cast(torch.Tensor, torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)).view(1)
+
+
+def _batch_norm_chain(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    residual: torch.Tensor | None,
+    residual_absmax: torch.Tensor | None,
+    key: str,
+    seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    if residual is not None and residual_absmax is None:
+        residual_absmax = absmax_of(residual)
+    images, added = (None if t is None else t.contiguous(memory_format=torch.channels_last) for t in (x, residual))
+    streams = seed, offset
+    *results, mean, var = apply_of(BatchNormChain)(images, weight, bias, added, residual_absmax, eps, binding, streams)
+    if running_mean is not None and running_var is not None:
+        positions = x.numel() // x.shape[1]
+        with torch.no_grad():
+            running_mean.lerp_(mean, momentum)
+            running_var.lerp_(var * (positions / (positions - 1)), momentum)
+    return _as_images(results, x, binding)
+
+
+def _layer_norm_chain(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    key: str,
+    seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    matrix, added = (None if t is None else rows(t).contiguous() for t in (x, residual))
+    out, q, scale, _, _ = apply_of(LayerNormChain)(matrix, weight, bias, added, eps, _binding(key), (seed, offset))
+    return [out.view(x.shape), q.view(x.shape), scale]
+
+
+def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
+    binding = _binding(key)
+    if not images:
+        out, q, scale = apply_of(ActivationChain)(rows(x).contiguous(), binding, (seed, offset))
+        return [out.view(x.shape), q.view(x.shape), scale]
+    by_position = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    out, q, scale = apply_of(ActivationChain)(rows(by_position), binding, (seed, offset))
+    back = [tensor.view(by_position.shape).permute(0, 3, 1, 2) for tensor in (out, q)]
+    return _as_images([*back, scale], x, binding)
+
+
+_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
+for _schema, _run in (
+    (
+        "batch_norm_chain(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+        "float momentum, float eps, Tensor? residual, Tensor? residual_absmax, str binding, SymInt seed, "
+        "Tensor offset) -> Tensor[]",
+        _batch_norm_chain,
+    ),
+    (
+        "layer_norm_chain(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, str binding, SymInt seed, "
+        "Tensor offset) -> Tensor[]",
+        _layer_norm_chain,
+    ),
+    ("activation_chain(Tensor x, bool images, str binding, SymInt seed, Tensor offset) -> Tensor[]", _activation_chain),
+):
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _run, "CompositeImplicitAutograd")
+
+CHAINS: dict[Producer, torch._ops.OpOverload] = {
+    Producer.BATCH_NORM: _OPS.batch_norm_chain.default,
+    Producer.LAYER_NORM: _OPS.layer_norm_chain.default,
+    Producer.ACTIVATION: _OPS.activation_chain.default,
+}
+"""What stands in a graph for a chain."""

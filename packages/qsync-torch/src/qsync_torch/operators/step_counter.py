@@ -1,0 +1,148 @@
+"""Which random numbers a step takes: they follow from how many forwards the model has run.
+
+On a CPU the count is eight bytes that Python and torch both see.  Eager code reads a Python integer.  A compiler gets a tensor,
+which its graphs read and advance when they run: a Python integer would be a constant in them, and every step would compile the
+parts of a model behind a graph break again.
+
+On a GPU the count is on the device, and a forward begins by advancing it there.  So does each replay of a captured forward, of
+which Python does not hear: it draws new numbers, and eager steps after it go on from there.  Every forward keeps a copy of its own
+number, for its backward pass and for what runs again in it.  Eager code counts along while every forward passes through it, so that
+the host need not wait for the device to know a number (docs/decisions/counter-based-random-numbers.md).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import attrs
+import torch
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_torch.aten.random_bits import Offset, known_number, remember_number
+
+DEVICE_KINDS = frozenset({"cuda"})
+"""Where kernels read the count from memory when they run; elsewhere they are given a number."""
+STEP_STRIDE = 1 << 32
+"""Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
+
+
+@attrs.frozen(eq=False)
+class Position:
+    """A forward's place in the sequence of random numbers: the offset of its own."""
+
+    offset: Offset
+
+
+class StepCounter:
+    """The steps of one applied model."""
+
+    def __init__(self) -> None:
+        self._memory = array("q", [0])
+        with torch.inference_mode(False):
+            self._count = torch.frombuffer(self._memory, dtype=torch.int64)
+        self._on_gpu = False
+        self._is_captured = False
+        self._known: int | None = 0  # what the count on a GPU is; None once a compiled or captured forward has advanced it
+        self._offset: Offset | None = None  # of the forward that runs or ran last; None: what the memory holds
+
+    def move_to(self, device: torch.device) -> None:
+        """Count on the device that the model runs on.
+
+        Raises:
+            PlanError: where a graph is being captured, whose replays would begin to count anew each time.
+        """
+        if device.type not in DEVICE_KINDS or (self._on_gpu and device == self._count.device):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise PlanError("the first step under a plan is captured in a CUDA graph: run a step before one is captured")
+        number = self.step * STEP_STRIDE
+        with torch.inference_mode(False):
+            # What CUDA graphs of torch.compile may change in place is a parameter.
+            self._count = nn.Parameter(torch.full((1,), number, dtype=torch.int64, device=device), requires_grad=False)
+        self._on_gpu, self._is_captured, self._known, self._offset = True, False, number, None
+
+    @property
+    def step(self) -> int:
+        """The number of the forward that runs, or ran last, from 1 on.
+
+        Reading it waits for a GPU where a compiled or replayed forward may have advanced it.
+        """
+        return self.later()()
+
+    @step.setter
+    def step(self, value: int) -> None:
+        number = value * STEP_STRIDE
+        if self._on_gpu:
+            self._count.fill_(number)
+            self._known = None if self._is_captured else number
+        else:
+            self._memory[0] = number
+
+    def later(self) -> Callable[[], int]:
+        """The present step, for a caller who asks for it later, when the device has come here."""
+        number = self._known if self._on_gpu else self._memory[0]
+        if number is not None:
+            step = number // STEP_STRIDE
+            return lambda: step
+        count = self._count.clone()
+        return lambda: int(count) // STEP_STRIDE
+
+    @property
+    def position(self) -> Position:
+        """Of the forward that runs, or ran last."""
+        return Position(self._memory[0] if self._offset is None and not self._on_gpu else self._present())
+
+    @contextmanager
+    def at(self, position: Position) -> Iterator[None]:
+        """Have another forward's random numbers for a while."""
+        now, self._offset = self._offset, position.offset
+        try:
+            yield
+        finally:
+            self._offset = now
+
+    def advance(self) -> None:
+        """A forward begins."""
+        if torch.compiler.is_compiling():
+            self._count.add_(STEP_STRIDE)
+            self._offset, self._known = self._count.clone(), None
+        elif self._on_gpu:
+            self._advance_on_gpu()
+        else:
+            self._memory[0] += STEP_STRIDE
+            self._offset = None
+
+    def _advance_on_gpu(self) -> None:
+        self._count.add_(STEP_STRIDE)
+        self._offset = offset = self._count.clone()
+        if torch.cuda.is_current_stream_capturing():
+            self._is_captured, self._known = True, None
+        elif self._known is not None:
+            self._known += STEP_STRIDE
+            remember_number(offset, self._known)
+
+    def _present(self) -> torch.Tensor | int:
+        return self._count.clone() if self._offset is None else self._offset
+
+    def offset_for(self, weight: torch.Tensor) -> Offset:
+        """Offset of this forward's random numbers: on a CPU, outside of a compiler, a number; else one int64 with the weight.
+
+        Args:
+            weight: an operand of the operator that draws them.
+        """
+        if torch.compiler.is_compiling():
+            return self._present()
+        offset = self._offset
+        if offset is None and not self._on_gpu:
+            return self._memory[0]
+        if offset is None:
+            return self._count.clone()
+        if isinstance(offset, int) or (self._on_gpu and offset.device == weight.device):
+            return offset
+        number = known_number(offset)
+        if number is None:
+            return int(offset) if weight.device.type == "cpu" else offset.to(weight.device)
+        return number

@@ -1,0 +1,105 @@
+"""Small models with the chains of the usual families."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.variant import Variant
+
+INT8 = Variant.parse("int8")
+
+
+def lowered(model, variant=INT8, without=()):
+    """Every linear and convolution module in a variant."""
+    modules = ((name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))
+    return {OpId(name): variant for name, module in modules if name not in without}
+
+
+def images(batch=4, channels=8, size=6):
+    """Channels-last, as the kernels want them."""
+    return torch.randn(batch, channels, size, size).contiguous(memory_format=torch.channels_last)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width_in, width):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width_in, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if width_in != width:
+            self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        identity = x if self.downsample is None else self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """Two blocks, the first of which changes the number of channels, as torchvision writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.blocks = nn.Sequential(Bottleneck(8, 16), Bottleneck(16, 16), Bottleneck(16, 16))
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc(self.blocks(F.relu(self.bn(self.stem(x)))).mean((2, 3)))
+
+
+class Vgg(nn.Module):
+    """A pooling stands between one ReLU and its convolution; the last two have no batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True),
+        )  # fmt: skip
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.layers(x).mean((2, 3)))
+
+
+class Bert(nn.Module):
+    """A layer that normalizes after each sum; Q, K and V read one tensor, which is the next sum's shortcut too."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.norm0 = nn.Linear(width, width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down, self.head = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Linear(width, 4)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        x = self.norm0(self.embed(x))
+        attended = F.scaled_dot_product_attention(self.q(x)[:, None], self.k(x)[:, None], self.v(x)[:, None])[:, 0]
+        x = self.norm1(self.dropout(self.o(attended)) + x)
+        x = self.norm2(self.down(F.gelu(self.up(x))) + x)
+        return self.head(x)
+
+
+class Llama(nn.Module):
+    """Normalizes without a mean, and multiplies the activation with another tensor: neither is a chain."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up, self.down = nn.Linear(width, 32), nn.Linear(width, 32), nn.Linear(32, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def tokens(width=16):
+    return torch.randn(2, 5, width)
