@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from qsync_core.errors import BackendError, NumericsError, PlanError
+from qsync_core.ir.chain import UNFUSED, ChainVariant
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
@@ -258,7 +259,8 @@ def test_a_plan_for_another_model_names_the_first_differing_operators():
         apply_(ConvNet(), plan_of(other, model="resnet50"))
     assert str(error.value) == (
         "the plan was made for another model (resnet50): ConvNet has no linear or convolution layer0.conv, layer1.conv, "
-        "layer2.conv (and 2 more), and the plan does not know conv1, conv2; trace this model and plan again"
+        "layer2.conv (and 2 more), and the plan does not know conv1, conv2; trace this model, called as it is in training, and "
+        "plan again"
     )
 
 
@@ -326,6 +328,19 @@ def test_an_empty_name_of_a_backend_is_refused():
 def test_an_unknown_group_is_named_with_those_there_are():
     with pytest.raises(PlanError, match="the plan has no group 'gpu'; its groups are infer"):
         apply_(ConvNet(), plan_of(named(**EVERYTHING)), group="gpu")
+
+
+def test_a_plan_that_fuses_chains_is_refused():
+    plan = plan_of(named(**EVERYTHING))
+    (group,) = plan.groups
+    said = {
+        OpId("norm1"): ChainAssignment(ChainVariant(), "aten", "", "why"),
+        OpId("norm2"): ChainAssignment(UNFUSED, "", "", "why"),
+    }
+    with pytest.raises(PlanError, match=r"the plan runs 1 chains of group 'infer' as fused kernels \(norm1#0 and so on\)"):
+        apply_(ConvNet(), attrs.evolve(plan, groups=(attrs.evolve(group, chains=said),)))
+    unfused = {name: entry for name, entry in said.items() if not entry.variant.fused}
+    apply_(ConvNet(), attrs.evolve(plan, groups=(attrs.evolve(group, chains=unfused),)))
 
 
 def test_a_wrapped_model_is_refused():

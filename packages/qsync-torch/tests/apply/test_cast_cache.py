@@ -3,9 +3,11 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import CastKey
+from qsync_torch import apply_
 from qsync_torch.operators.casts import CastCache
 
 KEY = CastKey(Precision.FLOAT32, Precision.BFLOAT16)
@@ -83,3 +85,38 @@ def test_an_activation_that_dies_takes_its_casts_along():
 def test_changes_go_unnoticed_in_inference_mode_so_nothing_is_shared_there(inference):
     with torch.inference_mode(inference):
         assert CastCache().applies_to(torch.randn(2)) is not inference
+
+
+class Halved(nn.Module):
+    """Changes what two operators read between them, in a way that leaves no version."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x, change):
+        h = torch.tanh(x)
+        y = self.first(h)
+        change(h)
+        return y, self.second(h)
+
+
+def halve(h):
+    h.data.mul_(0.5)
+
+
+def replace(h):
+    h.data = h.detach() * 0.5
+
+
+@pytest.mark.parametrize("change", [halve, replace])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_what_is_written_through_data_is_read_by_the_next_operator(precision, change):
+    model = Halved()
+    apply_(model, {"first#0": precision, "second#0": precision})
+    x = torch.randn(4, 16)
+    _, second = model(x, change)
+    expected = model.second(torch.tanh(x) * 0.5)
+    # Two roundings of one value to 8 bits differ by less than a step; a stale copy is wrong by half of the value.
+    assert (second - expected).norm() < 0.05 * expected.norm()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -53,6 +54,42 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     model.load_state_dict(checkpoints.load().state["model"])
     assert applied.step == 2
     assert all(map(torch.equal, [*steps(model), torch.rand(3)], expected))
+
+
+@attrs.frozen
+class OfBatches:
+    """A plan in force as checkpoints see it."""
+
+    global_batch: int | None
+    planned_batch: int | None
+    place: str = "train/0"
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: object) -> None: ...
+
+    def share_buffers(self) -> None: ...
+
+
+WHOLE, RECOMMENDED, KEPT_LOCAL, UNKNOWN = OfBatches(64, 64), OfBatches(32, 32), OfBatches(32, 64), OfBatches(64, None)
+
+
+@pytest.mark.parametrize("saved, now", [(WHOLE, RECOMMENDED), (RECOMMENDED, WHOLE)])
+def test_another_global_batch_that_was_not_chosen_is_refused(tmp_path, saved, now):
+    Checkpoints(tmp_path, saved).save(1, {})
+    said = f"is of a job with {saved.global_batch} samples a step, and this one has {now.global_batch}: go on with the groups"
+    with pytest.raises(PlanError, match=said):
+        Checkpoints(tmp_path, now).load()
+
+
+@pytest.mark.parametrize(
+    "saved, now",
+    [(WHOLE, WHOLE), (WHOLE, KEPT_LOCAL), (KEPT_LOCAL, WHOLE), (KEPT_LOCAL, RECOMMENDED), (WHOLE, UNKNOWN), (None, WHOLE)],
+)
+def test_a_batch_that_was_chosen_or_is_not_known_goes_on(tmp_path, saved, now):
+    Checkpoints(tmp_path, saved).save(1, {})
+    assert Checkpoints(tmp_path, now).load().step == 1
 
 
 class Surprise:

@@ -14,8 +14,8 @@ from qsync_core.artifacts.files import save
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_torch import apply_, process_group_options
-from qsync_torch.apply import communication
-from qsync_torch.apply.communication import BUFFERS
+from qsync_torch.distributed import communication
+from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.nccl import max_ctas_of
 
 from .communicating_plans import PLANNED, plan_with, small_model

@@ -23,7 +23,7 @@ TRAINING = (
 import hashlib, json
 from qsync_core.errors import PlanError
 from qsync_torch import apply_
-from qsync_torch.apply.communication import BUFFERS
+from qsync_torch.distributed.communication import BUFFERS
 sys.path.insert(0, HERE)
 from communicating_plans import PLANNED, plan_with, small_model
 

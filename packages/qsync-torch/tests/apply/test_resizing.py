@@ -52,6 +52,25 @@ def test_without_a_choice_another_global_batch_is_refused():
     assert "a learning rate of your choice for 0.316 of the batch" in str(refused.value)
 
 
+def test_a_job_of_the_groups_that_the_plan_recommends_needs_no_choice(monkeypatch):
+    whole = attrs.evolve(WHOLE, recommended_groups=("train", "infer"))
+    with pytest.warns(UserWarning, match="trains without") as said:
+        found = batches_of({0: "infer", 1: "train"}, None, whole)
+    assert (found.planned, found.by_rank, found.is_resized) == (12, (6, 6), False)
+    assert str(said[0].message) == (
+        "this job trains without 'spare', as the plan recommends: a step has 12 samples, and not the 19 of all groups; where "
+        "the learning rate is for 19, keep them with apply_(..., resize='keep-global') and the loop over "
+        "applied.micro_batches(ddp) (docs/coming-and-going.md)"
+    )
+    assert batches_of({0: "infer", 1: "train"}, "keep-global", whole).by_rank == (9, 10)
+    for others in ({0: "train"}, {0: "train", 1: "train", 2: "infer"}, {0: "spare", 1: "train"}):
+        with pytest.raises(PlanError, match="other ranks than planned"):
+            batches_of(others, None, whole)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the ranks may have been others a moment ago
+    with pytest.raises(PlanError, match="a step would have 12 samples instead of 19"):
+        batches_of({0: "infer", 1: "train"}, None, whole)
+
+
 def test_more_ranks_than_planned_are_refused_too_and_share_the_planned_batch():
     everyone = {0: "train", 1: "train", 2: "infer", 3: "spare"}
     with pytest.raises(PlanError, match=r"\(2 of 1 in 'train', .* a step would have 25 samples instead of 19"):

@@ -5,6 +5,7 @@ The reference is the same model called in the plainest way, with the same seed a
 
 import copy
 import dataclasses
+import functools
 import io
 import multiprocessing
 import pickle
@@ -509,11 +510,12 @@ class Pair(tuple):
         return self[0]
 
 
-ANEW = ["private slots", "tuple of a class", "set", "read-only dict"]
+ANEW = ["private slots", "tuple of a class", "set", "read-only dict", "values of a dict"]
+LATER = ["iterator", "map", "generator in a list", "closure", "default", "partial", "method of a tensor", "method of an object"]
 
 
 @pytest.mark.parametrize(
-    "wrap", ["dataclass", "own", "slots", "nested", "list of a class", "dict of a class", "distribution", *ANEW]
+    "wrap", ["dataclass", "own", "slots", "nested", "list of a class", "dict of a class", "distribution", *ANEW, *LATER]
 )
 def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
     def hold(y):
@@ -531,6 +533,15 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
             "tuple of a class": lambda: Pair((y, {"y": y})),
             "set": lambda: {y},
             "read-only dict": lambda: types.MappingProxyType({"y": [y]}),
+            "values of a dict": lambda: {"y": y}.values(),
+            "iterator": lambda: iter([y]),
+            "map": lambda: map(torch.abs, [y]),
+            "generator in a list": lambda: [(part for part in [y])],
+            "closure": lambda: lambda: y,
+            "default": lambda: lambda y=y: y,
+            "partial": lambda: functools.partial(torch.mul, y, other=2),
+            "method of a tensor": lambda: y.abs,
+            "method of an object": lambda: Private(y).get,
         }[wrap]()
 
     class Holding(TwoLayers):
@@ -552,10 +563,23 @@ def test_outputs_leave_in_float32_whatever_holds_them(x, wrap):
         "tuple of a class": lambda: [output.first(), output[1]["y"]],
         "set": lambda: list(output),
         "read-only dict": lambda: output["y"],
+        "values of a dict": lambda: list(output),
+        "iterator": lambda: list(output),
+        "map": lambda: list(output),
+        "generator in a list": lambda: list(output[0]),
+        **dict.fromkeys(["closure", "default", "partial", "method of a tensor", "method of an object"], lambda: [output()]),
     }[wrap]()
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     tensors[0].sum().backward()
     assert model.a.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("variant", [INT8, BFLOAT16, FLOAT32])
+def test_a_bias_in_16_bits_is_refused(variant):
+    model = TwoLayers()
+    model.b.bias = nn.Parameter(model.b.bias.detach().bfloat16())
+    with pytest.raises(PlanError, match=r"the bias of b is bfloat16, and plans are for float32 parameters"):
+        apply_(model, named(a=INT8, b=variant))
 
 
 def test_an_output_that_refers_to_itself(x):
@@ -660,7 +684,7 @@ def test_a_plan_of_the_inner_or_outer_model_names_where_it_fits():
             super().__init__()
             self.net = TwoLayers()
 
-    with pytest.raises(PlanError, match=r"it fits the module 'net' inside this one: call apply_\(model.net, plan\)"):
+    with pytest.raises(PlanError, match=r"it fits the module 'net' inside this one: call apply_ on model\.net"):
         apply_(Wrapper(), plan_of(BOTH))
     outer = plan_of(named(**{"net.a": INT8, "net.b": INT8}))
     with pytest.raises(PlanError, match=r"a module that holds this one as 'net': call apply_ on that one"):

@@ -7,7 +7,6 @@ and checked here; :mod:`qsync_torch.apply.installation` puts its operators into 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -24,12 +23,14 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_core.run_folder import RunFolder
-from qsync_torch.apply.applied_plan import MARK, AppliedPlan, Planned
+from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.planned_forwards import Planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
-from qsync_torch.distributed.groups_present import groups_present, run_folder_of
+from qsync_torch.caller import Caller
+from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
 from qsync_torch.sharing.job_check import check_job
@@ -95,12 +96,40 @@ def apply_(
         RankError: when a rank of the job does not come here within ``QSYNC_RANK_TIMEOUT_S`` seconds, 30 by default, or its process
             ends while it builds kernels.
     """
+    return apply_for(
+        Caller("apply_", run_folder_of(plan)), model, plan, group=group, backend=backend, seed=seed, base=base,
+        allow_flags=allow_flags, lower_eval=lower_eval, resize=resize,
+    )  # fmt: skip
+
+
+def apply_for(
+    caller: Caller,
+    model: nn.Module,
+    plan: Any,
+    *,
+    group: str | None = None,
+    backend: str | None = None,
+    seed: int = 0,
+    base: Precision = Precision.FLOAT32,
+    allow_flags: Collection[str] = (),
+    lower_eval: bool = False,
+    resize: Resize | None = None,
+) -> AppliedPlan:
+    """:func:`apply_`, in the words of its caller.
+
+    Args:
+        caller: whom messages speak to.
+        model, plan, group, backend, seed, base, allow_flags, lower_eval, resize: as :func:`apply_` takes them.
+
+    Raises:
+        QSyncError: as :func:`apply_`.
+    """
     whole_plan = not isinstance(plan, Mapping)
-    run = run_folder_of(plan)
-    present = groups_present("apply_", run, group) if run else None
+    run, what = caller.run, caller.call
+    present = groups_present(what, run, group) if run else None
     whole: PrecisionPlan | None = None
-    with _on_all_ranks("apply_", whole_plan) as facts:
-        _check_model(model)
+    with _on_all_ranks(what, whole_plan) as facts:
+        _check_model(model, caller)
         if run and present:
             plan, group = run.load_plan(present.names), present.own
             whole = run.load_plan(present.of_cluster)
@@ -113,19 +142,19 @@ def apply_(
             group = which_group(plan) if group is None else group
             if "share" not in allow_flags:
                 refuse_deferred()
-            check_settings(plan, group, model, allow_flags)
-            planned = Planned(plan, group, backend, plan.base, tuple(allow_flags))
+            check_settings(plan, group, model, allow_flags, caller)
+            planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller)
         else:
             planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))
         applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)
         applied.check_parameters(device_of(model))
         applied.check_kernels()
     if isinstance(plan, PrecisionPlan) and group is not None:
-        applied.know_ranks(check_job("apply_", plan, group, model, allow_flags), whole, resize)
-        _warn_of_restarts()
+        applied.know_ranks(check_job(what, plan, group, model, allow_flags, caller), whole, resize)
+        warn_of_restarts(stacklevel=4)
     with ExitStack() as undo:
         undo.callback(applied.remove)
-        with _on_all_ranks("apply_, building kernels", whole_plan, slow=True):
+        with _on_all_ranks(f"{what}, building kernels", whole_plan, slow=True):
             applied.lower()
         undo.pop_all()
     model.__dict__[MARK] = applied
@@ -137,30 +166,21 @@ def _on_all_ranks(what: str, whole_plan: bool, *, slow: bool = False) -> Abstrac
     return together(what, slow=slow) if whole_plan else nullcontext({})
 
 
-def _warn_of_restarts() -> None:
-    """torchrun's agent keeps one store for all starts of a job, in which ranks find addresses of processes that have ended."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
-            "a restart by torchrun would hang in init_process_group: start torchrun with --rdzv-backend c10d, and with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment (docs/coming-and-going.md)",
-            stacklevel=3,
-        )
-
-
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, caller: Caller) -> None:
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         which = f"module {scripted[0]!r} of this model" if scripted[0] else "this model"
-        raise PlanError(f"{which} is TorchScript, whose operators cannot be replaced: call apply_ on the model that was scripted")
+        raise PlanError(
+            f"{which} is TorchScript, whose operators cannot be replaced: call {caller.call} on the model that was scripted"
+        )
     forget_copied_forwards(model)
     check_whole_model(model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-        raise PlanError(f"call apply_ on the model itself, before it is wrapped ({type(model).__name__})")
+        raise PlanError(f"call {caller.call} on the model itself, before it is wrapped ({type(model).__name__})")
     for name, module in model.named_modules():
         if module.__dict__.get(MARK) is not None or is_replaced(module):
             which = f"module {name!r} of this model" if name else "this model"
-            raise PlanError(f"{which} has a plan already; call remove() on what apply_ returned before applying another")
+            raise PlanError(f"{which} has a plan already; call remove() on what {caller.call} returned before applying another")
 
 
 def _read(entries: Any) -> dict[OpId, Variant | Assignment]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
 
 LOW_BASES = frozenset(PRECISION[dtype] for dtype in LOW_FLOATS)
@@ -31,7 +33,7 @@ def autocast_now(device_type: str) -> Precision:
     return PRECISION.get(torch.get_autocast_dtype(device_type), Precision.FLOAT32)
 
 
-def check_autocast(base: Precision, device: torch.device, where: str = "the model") -> None:
+def check_autocast(base: Precision, device: torch.device, where: str = "the model", caller: Caller = BY_HAND) -> None:
     """Compare what autocast does with what a plan was made for.
 
     Raises:
@@ -42,23 +44,21 @@ def check_autocast(base: Precision, device: torch.device, where: str = "the mode
         return
     if base is Precision.FLOAT32:
         raise PlanError(
-            f"{where} runs under torch.autocast to {found}, but its plan is for a job in float32: leave autocast out, or plan "
-            "again for a job under autocast to bfloat16 (Job(..., amp='bfloat16'))"
+            f"{where} runs under torch.autocast to {found}, but its plan is for a job in float32: leave autocast out, or "
+            f"{caller.plan_again} for a job under autocast to bfloat16 ({caller.with_amp('bfloat16')})"
         )
     active = "without torch.autocast" if found is Precision.FLOAT32 else f"under torch.autocast to {found}"
     raise PlanError(
         f"{where} runs {active}, but its plan is for a job under autocast to {base}: run forward and loss under "
-        f"torch.autocast({device.type!r}, torch.{base}), or plan again for a job without amp"
+        f"torch.autocast({device.type!r}, torch.{base}), or {caller.plan_again} for a job without amp"
     )
 
 
 def float32_outputs(output: Any) -> Any:
-    """An output whose 16-bit tensors are float32: in containers that PyTorch knows, dataclasses and objects of other classes.
+    """An output whose 16-bit tensors are float32, also in containers, dataclasses, objects of other classes and functions.
 
-    Containers are made anew; objects keep their identity and get new attributes.
+    Containers are made anew; objects keep their identity and get new attributes, functions new variables.
     """
-    if isinstance(output, Generator):
-        return map(float32_outputs, output)
     return pytree.tree_map(_float32, output)
 
 
@@ -68,6 +68,10 @@ def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
     if id(leaf) in seen or not _holds_attributes(leaf):
         return leaf
     inside = seen | {id(leaf)}
+    if _is_iterator(leaf):
+        return map(float32_outputs, leaf)
+    if callable(leaf) and isinstance(leaf, _FUNCTIONS):
+        return _function(leaf, inside) if _is_low(leaf, seen) else leaf
     if isinstance(leaf, _MADE_ANEW):
         return _made_anew(leaf, inside) if _is_low(leaf, seen) else leaf
     if isinstance(leaf, (dict, list)):  # of a class of the user's
@@ -81,13 +85,58 @@ def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
     return leaf
 
 
-_MADE_ANEW = (tuple, set, frozenset, types.MappingProxyType)
+def _is_iterator(leaf: Any) -> bool:
+    """Generators and what Python itself iterates with: what they give is not there yet."""
+    return isinstance(leaf, Generator) or (isinstance(leaf, Iterator) and type(leaf).__module__ in ("builtins", "itertools"))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)
+
+
+def _values_of(function: Any) -> list[Any]:
+    """What a function keeps."""
+    if isinstance(function, functools.partial):
+        return [function.func, function.args, function.keywords]
+    if isinstance(function, types.FunctionType):
+        return [function.__defaults__, function.__kwdefaults__, *(cell.cell_contents for cell in _cells(function))]
+    return [getattr(function, "__self__", None)]
+
+
+def _cells(function: types.FunctionType) -> list[types.CellType]:
+    """Variables that it takes from where it was made; those that have no value yet have no contents."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            cell.cell_contents  # noqa: B018
+        except ValueError:
+            continue
+        found.append(cell)
+    return found
+
+
+def _function(function: Any, seen: frozenset[int]) -> Any:
+    def map_low(value: Any) -> Any:
+        return pytree.tree_map(lambda part: _float32(part, seen), value)
+
+    if isinstance(function, functools.partial):
+        return functools.partial(map_low(function.func), *map_low(function.args), **map_low(function.keywords))
+    if isinstance(function, types.FunctionType):
+        function.__defaults__, function.__kwdefaults__ = map_low(function.__defaults__), map_low(function.__kwdefaults__)
+        for cell in _cells(function):
+            cell.cell_contents = map_low(cell.cell_contents)
+        return function
+    return getattr(map_low(function.__self__), function.__name__)
+
+
+_MADE_ANEW = (tuple, set, frozenset, types.MappingProxyType, ValuesView)
 """Containers that PyTorch does not know, as of tuples the user's classes, and whose contents cannot be exchanged in place."""
 
 
 def _made_anew(leaf: Any, seen: frozenset[int]) -> Any:
     if isinstance(leaf, types.MappingProxyType):
         return types.MappingProxyType(pytree.tree_map(lambda part: _float32(part, seen), dict(leaf)))
+    if isinstance(leaf, ValuesView):
+        return dict(enumerate(pytree.tree_map(lambda part: _float32(part, seen), list(leaf)))).values()
     parts = [pytree.tree_map(lambda part: _float32(part, seen), value) for value in leaf]
     made = tuple.__new__(type(leaf), parts) if isinstance(leaf, tuple) else type(leaf)(parts)
     for name, value in getattr(leaf, "__dict__", {}).items():
@@ -95,7 +144,7 @@ def _made_anew(leaf: Any, seen: frozenset[int]) -> Any:
     return made
 
 
-_HOLD_VALUES = (list, tuple, set, frozenset)
+_HOLD_VALUES = (list, tuple, set, frozenset, ValuesView)
 
 
 def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
@@ -103,16 +152,19 @@ def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
         return leaf.dtype in LOW_FLOATS
     if id(leaf) in seen or not _holds_attributes(leaf):
         return False
-    values = [getattr(leaf, name, None) for name in _attribute_names(leaf)]
+    if _is_iterator(leaf):
+        return False
+    values = _values_of(leaf) if isinstance(leaf, _FUNCTIONS) else []
+    values += [getattr(leaf, name, None) for name in _attribute_names(leaf)]
     values += leaf.values() if isinstance(leaf, (dict, types.MappingProxyType)) else leaf if isinstance(leaf, _HOLD_VALUES) else []
     return any(_is_low(part, seen | {id(leaf)}) for value in values for part in pytree.tree_leaves(value))
 
 
 def _holds_attributes(leaf: Any) -> bool:
-    """True for objects that a model may put its outputs into; modules, classes and functions are not."""
+    """True for objects that a model may put its outputs into; modules and classes are not."""
     if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module, torch.dtype, torch.device)):
         return False
-    return not isinstance(leaf, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType))
+    return not isinstance(leaf, types.ModuleType)
 
 
 def _attribute_names(leaf: Any) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
@@ -12,6 +14,9 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_core.geometry import Pair
+
+LINEAR, PRODUCT, CONV2D = "linear", "product", "conv2d"
+"""Ways in which a model calls operators: ``F.linear``, the weight as the right factor of a product, ``F.conv2d``."""
 
 
 class OperatorCall(Protocol):
@@ -56,6 +61,7 @@ class WeightCalls:
         planned: places of weights and the calls that run with them.
         refused: places of weights with which a linear or convolution must not run, because a whole plan does not name it.
         model: whose weights they are.
+        remedy: what to do where one is refused, or called otherwise than planned.
     """
 
     def __init__(
@@ -63,12 +69,20 @@ class WeightCalls:
         planned: Sequence[tuple[WeightPlace, OperatorCall]],
         refused: Sequence[WeightPlace] = (),
         model: nn.Module | None = None,
+        remedy: str = "",
     ) -> None:
+        self.remedy = remedy
         self._model = model or nn.Module()
         self._stored: dict[int, torch.Tensor] | None = None
-        self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn)) for place in refused))
+        self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn, remedy)) for place in refused))
         self._found: dict[int, tuple[torch.Tensor | None, OperatorCall]] = {}
         self._is_current = False
+        self._past: dict[int, tuple[weakref.ref[torch.Tensor], OperatorCall]] = {}
+        self._ways: defaultdict[int, set[str]] = defaultdict(set)
+        for place, call in planned:
+            if isinstance(place.module, nn.Linear):
+                self._ways[id(call)].add(LINEAR)
+        self._repeats = self._by_gradient = self._had_gradients = False
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._traced_casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -81,6 +95,56 @@ class WeightCalls:
         """Forget the casts that a compiler traced; others are forgotten as they are freed: a checkpoint may run again with them."""
         self._traced_casts.clear()
 
+    @contextmanager
+    def repeating(self, by_gradient: bool) -> Iterator[None]:
+        """While a piece of an earlier forward runs again; ``by_gradient``: in the backward of an autograd function."""
+        before = self._repeats, self._by_gradient, self._had_gradients
+        self._repeats, self._by_gradient, self._had_gradients = True, by_gradient, torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._repeats, self._by_gradient, self._had_gradients = before
+
+    def called(self, weight: object, way: str) -> OperatorCall | None:
+        """What replaces a call with this weight that is made now, as ``F.linear``, ``F.conv2d`` or a product on its left.
+
+        Raises:
+            PlanError: when it cannot be told whether a call in a backward pass repeats one of the forward pass.
+        """
+        call = self.of(weight)
+        if call is None and self._repeats and isinstance(weight, torch.Tensor):
+            call = self._of_past(weight)
+        if call is None or torch.compiler.is_compiling():
+            return call
+        if not self._by_gradient:
+            self._ways[id(call)].add(way)
+            return call
+        # Gradient formulas multiply with weights too, but otherwise: what has the gradient ``grad @ weight`` is a linear.
+        ways = self._ways.get(id(call), set())
+        if isinstance(call, RefusedCall) or way not in ways:
+            return None
+        if len(ways) > 1 and (self._had_gradients or not torch.is_grad_enabled()):
+            raise PlanError(
+                f"the backward of an autograd function multiplies with {self._fqn_of_call(call)}, which the model uses both as the "
+                "weight of a linear and as a right factor: whether this repeats the forward pass cannot be told; checkpoint with "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        return call
+
+    def _of_past(self, weight: torch.Tensor) -> OperatorCall | None:
+        """By a weight that a forward pass had and checkpointing uses again: replaced since, or detached."""
+        past = self._past.get(id(weight))
+        if past is not None and past[0]() is weight:
+            return past[1]
+        if weight.device.type == "meta" or not weight.numel():
+            return None
+        form = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+        for place, call in self._calls_by_place:
+            stored = place.weight
+            if stored is not None and form == (stored.data_ptr(), stored.shape, stored.stride(), stored.dtype):
+                return call
+        return None
+
     def of(self, weight: object) -> OperatorCall | None:
         """What replaces a call with this weight; None for one that no plan names."""
         if torch.compiler.is_compiling():
@@ -92,7 +156,11 @@ class WeightCalls:
         if self._is_current and not isinstance(weight, nn.Parameter):
             return None
         self._is_current = True
+        earlier = self._found
         self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
+        for key, (replaced, call) in earlier.items():
+            if replaced is not None and key not in self._found:
+                self._past[key] = (weakref.ref(replaced, lambda _, key=key: self._past.pop(key, None)), call)  # type: ignore[misc]
         found = self._found.get(id(weight))
         return None if found is None else found[1]
 
@@ -115,15 +183,21 @@ class WeightCalls:
 
     def fqn_of(self, weight: torch.Tensor) -> str:
         """The name of a weight for which there is a call."""
-        return next(place.fqn for place, _ in self._calls_by_place if place.weight is weight)
+        call = self.of(weight) or self._of_past(weight)
+        return "a weight" if call is None else self._fqn_of_call(call)
+
+    def _fqn_of_call(self, call: OperatorCall) -> str:
+        return next(place.fqn for place, known in self._calls_by_place if known is call)
 
     def is_stored(self, x: torch.Tensor) -> bool:
         """True for the model's parameters and buffers and their views: a product of such alone is no operator of a plan."""
         source = x if x._base is None else x._base
+        if torch.compiler.is_compiling():
+            # What is asked of the source here becomes a part of the graph, and fails where DistributedDataParallel cuts the graph
+            # between x and its source.
+            return any(source is tensor for tensor in (*self._model.parameters(), *self._model.buffers()))
         if not source.is_leaf:
             return False
-        if torch.compiler.is_compiling():
-            return any(source is tensor for tensor in (*self._model.parameters(), *self._model.buffers()))
         if self._stored is None:
             self._stored = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
         return self._stored.get(id(source)) is source
@@ -132,8 +206,8 @@ class WeightCalls:
 class RefusedCall:
     """Stands where a model calls an operator that its plan does not name."""
 
-    def __init__(self, fqn: str) -> None:
-        self._fqn = fqn
+    def __init__(self, fqn: str, remedy: str) -> None:
+        self._fqn, self._remedy = fqn, remedy
 
     def linear(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Refuse.
@@ -143,7 +217,7 @@ class RefusedCall:
         """
         raise PlanError(
             f"{self._fqn} runs but the plan does not name it, so the plan was made for another model or for another way through "
-            "this one; trace this model, called as it is in training, and plan again"
+            f"this one; {self._remedy}"
         )
 
     conv2d = linear

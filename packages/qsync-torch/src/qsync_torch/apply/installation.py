@@ -70,20 +70,26 @@ class Installation(abc.ABC):
         """What an entry returns, from what the replaced operators made."""
         return output
 
-    def position(self) -> int | None:
+    def position(self) -> Any:
         """The place of this entry in the sequence of random numbers; None where there are none."""
         return None
 
-    def present(self) -> int | None:
+    def present(self) -> Any:
         """:meth:`position`, or that operators are not replaced in this entry."""
         return PLAIN if self._suspended else self.position()
 
-    def at_position(self, position: int) -> AbstractContextManager[None]:
+    def at_position(self, position: Any) -> AbstractContextManager[None]:
         """Have the random numbers of that place for a while."""
         raise NotImplementedError
 
     def install(
-        self, addressed: Addressed, calls: Mapping[OpId, OperatorCall], *, promote: bool, refused: Sequence[WeightPlace] = ()
+        self,
+        addressed: Addressed,
+        calls: Mapping[OpId, OperatorCall],
+        *,
+        promote: bool,
+        refused: Sequence[WeightPlace] = (),
+        remedy: str = "",
     ) -> None:
         """Put the calls in their places.
 
@@ -92,9 +98,10 @@ class Installation(abc.ABC):
             calls: by operator; operators of one weight have one, under their first call.
             promote: whether formats can mix, so that functions that refuse mixed ones need their operands promoted.
             refused: places of weights that must not be used in a linear or convolution.
+            remedy: what to do where one is.
         """
         wrap_checkpointing()
-        self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model)
+        self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model, remedy)
         self._around = interception = Interception(self.cache, self._calls, promote=promote)
         for op_id, module in addressed.modules:
             self.replace_forward(module, functools.partial(self._operator, calls[op_id]))
@@ -143,9 +150,17 @@ class Installation(abc.ABC):
         self._replaced.clear()
         self.cache.clear()
 
+    def check_repeated(self, module: nn.Module) -> None:  # noqa: B027
+        """A part runs in a backward pass, and no forward is known that it repeats."""
+
     @contextlib.contextmanager
-    def again(self, position: int | None) -> Iterator[None]:
-        """Run a piece of an earlier entry again, as gradient checkpointing does in a backward pass."""
+    def again(self, position: Any, *, by_gradient: bool = False) -> Iterator[None]:
+        """Run a piece of an earlier entry again, as gradient checkpointing does in a backward pass.
+
+        Args:
+            position: of the entry.
+            by_gradient: around the whole backward of an autograd function, whose formula may multiply with weights as well.
+        """
         if position is None:
             yield
             return
@@ -156,7 +171,7 @@ class Installation(abc.ABC):
         was_running, self.running = self.running, True
         ACTIVE.append(self)  # what is checkpointed inside runs once more
         try:
-            with self.at_position(position), self._around:
+            with self.at_position(position), self._calls.repeating(by_gradient), self._around:
                 yield
         finally:
             ACTIVE.remove(self)
@@ -223,17 +238,18 @@ class Installation(abc.ABC):
         """Run an entry, from its beginning to what it returns."""
         if torch.compiler.is_compiling():
             return self._run(whole, replaced, module, args, kwargs) if self.is_on(module) else plain(module, *args, **kwargs)
-        if (position := next_replayed(self)) is not None:
+        if (position := next_replayed(self, module)) is not None:
             with self.again(position):
+                record(self, module)  # what is checkpointed inside a checkpoint runs once more
                 if position == PLAIN:
                     return plain(module, *args, **kwargs)
                 return self.finish(replaced(module, *args, **kwargs), whole)
         if not self.is_on(module):
             with self._suspension():
-                record(self)
+                record(self, module)
                 return plain(module, *args, **kwargs)
         if torch._C._current_graph_task_id() != -1 and (position := self.position()) is not None:
-            # Inside a backward pass this is a checkpointing that is not PyTorch's: it runs a part of the last forward again.
+            self.check_repeated(module)
             with self.again(position):
                 return replaced(module, *args, **kwargs)
         self._thread = threading.get_ident()
@@ -246,7 +262,7 @@ class Installation(abc.ABC):
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.start_forward(whole)
-        record(self)
+        record(self, module)
         self.running = True
         try:
             with self._around:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
-from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls
+from qsync_torch.apply.functional_calls import CONV2D, LINEAR, PRODUCT, OperatorCall, WeightCalls
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
@@ -60,6 +60,9 @@ RIGHT_FACTORS: dict[Function, str] = {
 
 CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "to", "type", "type_as", "bfloat16", "half"))
 """Casts that a model may make of its own parameters."""
+
+UNSEEN_WRITES: frozenset[Function] = frozenset(_named(torch.Tensor.data, "__get__", "__set__"))
+"""Ways to change a tensor that leave its version as it was."""
 
 WRITES: frozenset[Function] = frozenset(
     _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
@@ -149,6 +152,7 @@ class Interception(TorchFunctionMode):
             **dict.fromkeys((torch.addmm, torch.Tensor.addmm), self._addmm),
             F.multi_head_attention_forward: self._open,
             **dict.fromkeys(CASTS, self._cast_by_model),
+            **dict.fromkeys(UNSEEN_WRITES, self._written_unseen),
         }
         if promote:
             self._handlers = {
@@ -217,6 +221,12 @@ class Interception(TorchFunctionMode):
         func(*args, **kwargs)
         return result
 
+    def _written_unseen(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.data.mul_(2)``: what was made of ``x`` before is not what the next operator is to read."""
+        if not torch.compiler.is_compiling():
+            self._cache.leave_out(args[0])
+        return func(*args, **kwargs)
+
     def _cast_by_model(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``weight.to(x.dtype)``, as in Whisper: under a plan the activation's format is another than in the trace."""
         result = func(*args, **kwargs)  # a name, of ``weight.type()``
@@ -226,7 +236,7 @@ class Interception(TorchFunctionMode):
 
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight = self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight"))
-        planned = self._planned(args[0] if args else kwargs.get("input"), weight)
+        planned = self._planned(args[0] if args else kwargs.get("input"), weight, LINEAR)
         if planned is None:
             return self._promoted(func, args, kwargs)
         args, kwargs = self._with_parameters(args, kwargs)
@@ -238,8 +248,8 @@ class Interception(TorchFunctionMode):
         others = {key: value if key == "input" else uncast(value) for key, value in kwargs.items()}
         return (*args[:1], *map(uncast, args[1:])), others
 
-    def _planned(self, x: Any, weight: Any) -> OperatorCall | None:
-        call = self._calls.of(weight)
+    def _planned(self, x: Any, weight: Any, way: str) -> OperatorCall | None:
+        call = self._calls.called(weight, way)
         return None if call is None or self._calls.is_stored(x) else call
 
     def _product(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,7 +257,7 @@ class Interception(TorchFunctionMode):
         weight = self._calls.uncast(args[1] if len(args) > 1 else kwargs.get(RIGHT_FACTORS[func]))
         if isinstance(weight, torch.Tensor) and weight.ndim == 2 and "out" not in kwargs:
             x = args[0] if args else kwargs["input"]
-            planned = self._planned(x, weight)
+            planned = self._planned(x, weight, PRODUCT)
             if planned is not None:
                 return planned.linear(x, weight.t())
         return self._promoted(func, args, kwargs)
@@ -256,19 +266,19 @@ class Interception(TorchFunctionMode):
         """``bias + x @ weight``, where that is the linear of a plan."""
         operands: list[Any] = [*args[:3], *(kwargs.get(name) for name in ("input", "mat1", "mat2")[len(args) :])]
         bias, x, weight = self._calls.uncast(operands[0]), operands[1], self._calls.uncast(operands[2])
-        planned = self._planned(x, weight) if isinstance(weight, torch.Tensor) else None
+        planned = self._planned(x, weight, PRODUCT) if isinstance(weight, torch.Tensor) else None
         if planned is None:
             return self._promoted(func, args, kwargs)
         scaled = any(kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta"))
         if scaled or len(args) > 3 or "out" in kwargs or bias.shape != weight.shape[1:]:
             raise PlanError(
                 f"torch.addmm is called with {self._calls.fqn_of(weight)} and a factor, summand or output that no linear has, "
-                "which it was not when the plan was made; trace this model, called as it is in training, and plan again"
+                f"which it was not when the plan was made; {self._calls.remedy}"
             )
         return planned.linear(x, weight.t(), bias)
 
     def _functional_conv2d(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        planned = self._calls.of(self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight")))
+        planned = self._calls.called(self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight")), CONV2D)
         if planned is None:
             return self._promoted(func, args, kwargs)
         args, kwargs = self._with_parameters(args, kwargs)

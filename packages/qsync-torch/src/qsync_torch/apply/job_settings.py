@@ -17,12 +17,21 @@ from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.settings import SETTINGS, Difference, differences
 from qsync_torch.apply import local_batches, sharded_parameters
 from qsync_torch.apply.first_step import device_of
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import job_software
 from qsync_torch.distributed.ranks import same_share
 from qsync_torch.sharing.share import memory_problem, share_in_force
 
 
-def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True) -> None:
+def check_settings(
+    plan: PrecisionPlan,
+    group: str,
+    model: nn.Module,
+    allowed: Collection[str],
+    caller: Caller = BY_HAND,
+    *,
+    warn: bool = True,
+) -> None:
     """Compare this process with the profile behind its group's part of a plan.
 
     A group that the plan does not have is left to whoever looks up its operators.
@@ -32,6 +41,7 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
         group: of this process.
         model: where it is to run, or will be moved to the group's device later.
         allowed: names of settings that may differ although that changes numbers.
+        caller: for messages.
         warn: whether to name those that change times alone.
 
     Raises:
@@ -40,18 +50,18 @@ def check_settings(plan: PrecisionPlan, group: str, model: nn.Module, allowed: C
     entry = next((entry for entry in plan.groups if entry.group == group), None)
     found = () if entry is None else job_differences(plan, group, entry.device, model)
     refused = [difference for difference in found if difference.changes_numbers and difference.name not in allowed]
-    if problem := _unknown(allowed) or _refusal(refused, group) or (_memory(entry, model) if entry else ""):
+    if problem := _unknown(allowed) or _refusal(refused, group, caller) or (_memory(entry, model) if entry else ""):
         raise PlanError(problem)
     if warn and plan.estimated:
         groups = ", ".join(f"{name} (from {device})" for name, device in plan.estimated.items())
         warnings.warn(
             f"the plan rests on estimated costs, not measured ones, of {groups}; profile these devices, plan again, and compare "
             "with 'qsync plan --diff'",
-            stacklevel=3,
+            stacklevel=4,
         )
     for difference in found:
         if warn and not difference.changes_numbers:
-            warnings.warn(f"the plan's times may not hold: {difference.sentence(group)}", stacklevel=3)
+            warnings.warn(f"the plan's times may not hold: {difference.sentence(group, caller.profile_again)}", stacklevel=4)
 
 
 def job_differences(plan: PrecisionPlan, group: str, device: DeviceType, model: nn.Module) -> tuple[Difference, ...]:
@@ -84,17 +94,18 @@ def _memory(entry: GroupPlan, model: nn.Module) -> str:
 
 
 def _unknown(allowed: Collection[str]) -> str:
-    known = [*(name for name, setting in SETTINGS.items() if setting.changes_numbers), local_batches.FLAG, sharded_parameters.FLAG]
+    numbers = (name for name, setting in SETTINGS.items() if setting.changes_numbers)
+    known = [*numbers, local_batches.FLAG, local_batches.SIZE_FLAG, sharded_parameters.FLAG]
     stray = [name for name in allowed if name not in known]
     return f"allow_flags names {stray[0]!r}; the settings that are refused are {', '.join(known)}" if stray else ""
 
 
-def _refusal(refused: list[Difference], group: str) -> str:
+def _refusal(refused: list[Difference], group: str, caller: Caller) -> str:
     if not refused:
         return ""
     names = [difference.name for difference in refused]
     others = f" (also different: {', '.join(names[1:])})" if names[1:] else ""
     return (
-        f"{refused[0].sentence(group)}{others}; apply_(..., allow_flags={names!r}) runs the job all the same, with other numbers "
-        "and times than were predicted"
+        f"{refused[0].sentence(group, caller.profile_again)}{others}; {caller.with_option(f'allow_flags={names!r}')} runs the job "
+        "all the same, with other numbers and times than were predicted"
     )

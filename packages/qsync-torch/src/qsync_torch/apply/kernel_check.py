@@ -17,6 +17,7 @@ from qsync_core.kernels.backend import CompilingBackend, KernelConfig
 from qsync_core.kernels.choice import ATEN, AUTO_BACKEND, FLOAT_BACKEND
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_torch.apply.plan_fit import Addressed, Assigned
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.selection import find_backends, is_for_any_sizes, reasons_against, why_missing
 
@@ -24,13 +25,9 @@ _NOMINAL_ROWS = 64
 """Rows of an activation, and both sides of an image, in requests that are made before the real shapes are known."""
 _COMPILERS = 8
 _NAMED = 3
-_WAY_OUT = (
-    "install what is missing, plan again on this machine, or say which kernels to take instead: "
-    "apply_(..., backend='auto') takes the fastest that are installed, backend='aten' PyTorch's own"
-)
 
 
-def check_backends(addressed: Addressed, device: torch.device) -> None:
+def check_backends(addressed: Addressed, device: torch.device, caller: Caller = BY_HAND) -> None:
     """Ask the backends about every kernel of every planned operator, forward and backward, before the model changes.
 
     Raises:
@@ -49,7 +46,15 @@ def check_backends(addressed: Addressed, device: torch.device) -> None:
         refused = dict.fromkeys(op_id for op_ids in reasons.values() for op_id in op_ids)
         said = "; ".join(f"{first_named(op_ids)}: {reason}" for reason, op_ids in reasons.items())
         count = f"{len(refused)} of {len(addressed.entries)} operators"
-        raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_WAY_OUT}")
+        raise BackendError(f"{count} cannot run on {device.type} as they are planned: {said}; {_way_out(caller)}")
+
+
+def _way_out(caller: Caller) -> str:
+    exception = caller.with_option("backend='auto'")
+    return (
+        f"install what is missing, {caller.plan_again} on this machine, or say which kernels to take instead: {exception} takes "
+        "the fastest that are installed, backend='aten' PyTorch's own"
+    )
 
 
 def _reasons(entry: Assigned, call: CallShapes, device: torch.device) -> Iterator[str]:
@@ -136,7 +141,7 @@ def first_named(op_ids: Sequence[OpId]) -> str:
     return names if len(op_ids) <= _NAMED else f"{names} and {len(op_ids) - _NAMED} more"
 
 
-def prebuild(addressed: Addressed, device: torch.device) -> None:
+def prebuild(addressed: Addressed, device: torch.device, caller: Caller = BY_HAND) -> None:
     """Build the kernels that a plan pins with a configuration, so that the first step does not wait for compilers.
 
     What does not fit nominal shapes is left to the first step; nothing is built on a CPU.
@@ -171,4 +176,4 @@ def prebuild(addressed: Addressed, device: torch.device) -> None:
         errors = [error for error in pool.map(build, compiled) if error is not None]
     if errors:
         more = f" (and {len(errors) - 1} more like it)" if len(errors) > 1 else ""
-        raise BackendError(f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_WAY_OUT}") from errors[0]
+        raise BackendError(f"a kernel that the plan names cannot be had here: {errors[0]}{more}; {_way_out(caller)}") from errors[0]

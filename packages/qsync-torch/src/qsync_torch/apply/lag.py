@@ -191,7 +191,7 @@ class LagWatch:
         self._samples += 1
         self._steps.clear()
         self._other_batch = False
-        self._times = StepTimes(self._model, lambda: 0)
+        self._times = StepTimes(self._model, lambda: int)
         self._times.listeners.append(self._steps.append)
         self._buffers.clear()
         if (wrapper := DistributedDataParallel._active_ddp_module) is not None:

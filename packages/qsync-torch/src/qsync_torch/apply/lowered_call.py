@@ -1,10 +1,5 @@
 """One operator of an applied plan: its kernels, its random numbers, its weight's copy, and the calls that replace PyTorch's.
 
-Which random numbers a step takes follows from how many forwards the model has run.  The count is kept in eight bytes that Python
-and torch both see.  Eager code reads a Python integer.  A compiler gets a tensor on the CPU, which custom operators read and
-advance when the graph runs: a Python integer would be a constant in it, and every step would compile the parts of a model behind a
-graph break again.
-
 The 8-bit copies of a model's weights are made together at the start of a forward, in a few launches.  A model has tens or hundreds
 of weights, most of them small: one by one, launching takes longer than rounding.  The bits are those of quantizing each alone, so
 that gradient checkpointing, which quantizes weights again one by one, sees the same values.  Copies that are kept for backward are
@@ -14,9 +9,8 @@ same.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -29,76 +23,28 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
+from qsync_torch.apply.recomputation import OPEN, operator_runs
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
 from qsync_torch.kernels.library_ops import PLAIN_TENSORS, quantize_many
 from qsync_torch.operators.casts import CastCache, Operand, Seeds
 from qsync_torch.operators.conv2d import resolve_geometry, run_conv2d
 from qsync_torch.operators.linear import run_linear
-
-STEP_STRIDE = 1 << 32
-"""Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
-
-_LIBRARY = torch.library.Library("qsync", "FRAGMENT")
-_LIBRARY.define("advance(Tensor(a!) offset, int stride) -> ()")
-_LIBRARY.define("offset_now(Tensor offset) -> Tensor")
-
-
-def _advance(offset: torch.Tensor, stride: int) -> None:
-    offset.add_(stride)
-
-
-def _offset_now(offset: torch.Tensor) -> torch.Tensor:
-    return offset.clone()
-
-
-_LIBRARY.impl("advance", _advance, "CompositeExplicitAutograd")
-_LIBRARY.impl("offset_now", _offset_now, "CompositeExplicitAutograd")
-torch.library.register_fake("qsync::advance", lambda offset, stride: None, lib=_LIBRARY)
-torch.library.register_fake("qsync::offset_now", lambda offset: torch.empty_like(offset), lib=_LIBRARY)
-
-
-class StepCounter:
-    """The steps of one applied model."""
-
-    def __init__(self) -> None:
-        self._memory = array("q", [0])
-        with torch.inference_mode(False):
-            self._tensor = torch.frombuffer(self._memory, dtype=torch.int64)
-
-    @property
-    def step(self) -> int:
-        """The number of the forward that runs, or ran last, from 1 on."""
-        return self._memory[0] // STEP_STRIDE
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._memory[0] = value * STEP_STRIDE
-
-    @contextmanager
-    def at(self, step: int) -> Iterator[None]:
-        """Have another step's random numbers for a while."""
-        now, self.step = self.step, step
-        try:
-            yield
-        finally:
-            self.step = now
-
-    def advance(self) -> None:
-        """A forward begins."""
-        if torch.compiler.is_compiling():
-            torch.ops.qsync.advance(self._tensor, STEP_STRIDE)
-        else:
-            self._memory[0] += STEP_STRIDE
-
-    @property
-    def offset(self) -> int | torch.Tensor:
-        """Offset of this step's random numbers; while a compiler traces, a tensor that holds it when the graph runs."""
-        return torch.ops.qsync.offset_now(self._tensor) if torch.compiler.is_compiling() else self._memory[0]
-
+from qsync_torch.operators.lowered_ops import lowered_conv2d, lowered_linear
+from qsync_torch.operators.step_counter import DEVICE_KINDS, StepCounter
 
 _NO_SEEDS = Seeds()
+_NUMBERS = itertools.count()
+_TRACED: set[int] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traces(number: int) -> bool:
+    """A compiler reads a call; this runs while it reads, and is nothing in what it makes."""
+    _TRACED.add(number)
+    return True
 
 
 class LoweredCall:
@@ -119,12 +65,14 @@ class LoweredCall:
         cache: CastCache,
         module: nn.Module | None = None,
         base: Precision = Precision.FLOAT32,
+        caller: Caller = BY_HAND,
     ) -> None:
-        self.op_id = op_id
+        self.op_id, self._caller = op_id, caller
         self._x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
         self._steps, self._cache, self._module, self._base = steps, cache, module, base
         self.prepared_weight: PreparedWeight | None = None
         self.has_run = False
+        self._number = next(_NUMBERS)
         self.assign(assigned)
 
     def assign(self, assigned: Assigned) -> None:
@@ -143,6 +91,11 @@ class LoweredCall:
             self._prepared = ((module.stride, module.padding, module.dilation, module.groups), binding)
 
     @property
+    def was_traced(self) -> bool:
+        """Whether compiled code has this call."""
+        return self._number in _TRACED
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the operands are 8-bit."""
         return self._linear.is_quantized
@@ -152,12 +105,11 @@ class LoweredCall:
         """Whether it runs in another variant than the job does by itself."""
         return self.assigned.variant != Variant.plain(self._base)
 
-    @property
-    def seeds(self) -> Seeds:
-        """Which random numbers this step's calls take; float formats take none."""
+    def seeds_for(self, weight: torch.Tensor) -> Seeds:
+        """Which random numbers this step's calls with a weight take; float formats take none."""
         if not self._linear.is_quantized:
             return _NO_SEEDS
-        return Seeds(self._x_seed, self.w_seed, self._steps.offset, self._grad_seed)
+        return Seeds(self._x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
         """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits."""
@@ -167,15 +119,20 @@ class LoweredCall:
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
         if torch.compiler.is_compiling():
-            return run_linear(input, weight, bias, self._linear, self.seeds, self._cache)
+            _traces(self._number)
+            if self._linear.is_quantized:
+                return lowered_linear(input, weight, bias, self._linear, self.seeds_for(weight))
+            return run_linear(input, weight, bias, self._linear, _NO_SEEDS, self._cache)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
                 self._check(weight)
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_linear(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
-                return run_linear(input, weight, bias, self._linear, self.seeds, self._cache, self._weight_copy(weight))
+                        return run_linear(
+                            input, weight, bias, self._linear, self.seeds_for(weight), self._cache, self._weight_copy(weight)
+                        )
+                return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -195,14 +152,19 @@ class LoweredCall:
             input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
             binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         if torch.compiler.is_compiling():
-            return run_conv2d(input, weight, bias, binding, self.seeds, self._cache)
+            _traces(self._number)
+            if binding.is_quantized:
+                return lowered_conv2d(input, weight, bias, binding, self.seeds_for(weight))
+            return run_conv2d(input, weight, bias, binding, _NO_SEEDS, self._cache)
         try:
             with torch._C.DisableTorchFunction():
                 self._check(weight)
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_conv2d(input, weight, bias, binding, self.seeds, self._cache, self._weight_copy(weight))
-                return run_conv2d(input, weight, bias, binding, self.seeds, self._cache, self._weight_copy(weight))
+                        return run_conv2d(
+                            input, weight, bias, binding, self.seeds_for(weight), self._cache, self._weight_copy(weight)
+                        )
+                return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), self._cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -213,19 +175,17 @@ class LoweredCall:
             PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
         """
         self.has_run = True
+        if OPEN:
+            operator_runs()
         if type(weight) not in PLAIN_TENSORS:
             check_ordinary(self.op_id.fqn, weight)
         if weight.dtype is not torch.float32:
-            check_weight_dtype(self.op_id.fqn, weight)
+            check_weight_dtype(self.op_id.fqn, weight, self._caller)
         if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
-            check_autocast(self._base, weight.device, f"operator {self.op_id}")
+            check_autocast(self._base, weight.device, f"operator {self.op_id}", self._caller)
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"operator {self.op_id}: {error}")
-
-
-DEVICE_KINDS = frozenset({"cuda"})
-"""Where launching costs more than small kernels; a CPU would only have its caches emptied."""
 
 
 class PreparedWeight:
@@ -258,6 +218,7 @@ class WeightBatch:
         # No weight lies on a GPU before CUDA is initialised: on a CPU a step does not ask each weight where it is.
         if "cpu" not in DEVICE_KINDS and not torch.cuda.is_initialized():
             return
+        # On a CPU it would only empty the caches.
         groups: dict[tuple[Quantization, torch.device], list[tuple[LoweredCall, torch.Tensor]]] = {}
         for call, module in self._members:
             weight = module._parameters.get("weight")  # none where it is computed in every forward
@@ -275,9 +236,8 @@ class WeightBatch:
         return self._offered[asked]
 
     def _quantize(self, quantization: Quantization, members: Sequence[tuple[LoweredCall, torch.Tensor]]) -> None:
-        weights, offset = [weight.detach() for _, weight in members], members[0][0].seeds.offset
-        assert isinstance(offset, int), "a compiler quantizes weights one by one"
-        qs, scales = quantize_many(weights, quantization, [call.w_seed for call, _ in members], offset)
+        weights, seeds = [weight.detach() for _, weight in members], [call.w_seed for call, _ in members]
+        qs, scales = quantize_many(weights, quantization, seeds, members[0][0].seeds_for(weights[0]).offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
             call.prepared_weight = PreparedWeight(weight, Operand(q, scale))
             self._prepared_calls.append(call)

@@ -15,6 +15,7 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.apply.functional_calls import WeightPlace
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.kernels.selection import DEFAULT_BACKEND
 from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
 
@@ -71,7 +72,7 @@ def assignments_of(
         default: backend of operators with a variant alone.
 
     Raises:
-        PlanError: when the plan has no such group.
+        PlanError: when the plan has no such group, or runs chains of it fused.
     """
 
     def assigned(entry: Variant | Assignment) -> Assigned:
@@ -88,6 +89,11 @@ def assignments_of(
     except KeyError:
         known = ", ".join(entry.group for entry in plan.groups)
         raise PlanError(f"the plan has no group {group!r}; its groups are {known}") from None
+    if fused := [name for name, entry in chosen.chains.items() if entry.variant.fused]:
+        raise PlanError(
+            f"the plan runs {len(fused)} chains of group {group!r} as fused kernels ({fused[0]} and so on), which apply_ cannot "
+            "do: memory and time would not be what was planned; plan with a profile without costs of chains"
+        )
     return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
 
 
@@ -97,13 +103,16 @@ def is_own_forward(module: nn.Module) -> bool:
     return kind == LINEAR or (kind == CONV2D and getattr(module, "padding_mode", "") == "zeros")
 
 
-def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan: PrecisionPlan | None = None) -> Addressed:
+def locate(
+    model: nn.Module, assigned: Mapping[OpId, Assigned], plan: PrecisionPlan | None = None, caller: Caller = BY_HAND
+) -> Addressed:
     """Find every operator in the model.
 
     Args:
         model: the model.
         assigned: what its operators run as.
         plan: the plan that says so, where one does.
+        caller: for messages.
 
     Raises:
         PlanError: naming the first FQNs that the model does not have, or calls of one weight with different variants.
@@ -133,7 +142,7 @@ def locate(model: nn.Module, assigned: Mapping[OpId, Assigned], plan: PrecisionP
             found_weights.append((op_id, WeightPlace(fqn, modules[owner], leaf)))
     if missing:
         found = {op_id.fqn for op_id, _ in found_weights} | {op_id.fqn for op_id, _ in found_modules}
-        raise PlanError(_other_model(model, missing, found, plan))
+        raise PlanError(_other_model(model, missing, found, plan, caller))
     return Addressed(dict(assigned), tuple(found_modules), tuple(found_weights))
 
 
@@ -146,7 +155,7 @@ _WEIGHT_DIMENSIONS = (2, 4)
 """Of a linear and of a two-dimensional convolution."""
 
 
-def check_weight_dtype(fqn: str, weight: torch.Tensor) -> None:
+def check_weight_dtype(fqn: str, weight: torch.Tensor, caller: Caller = BY_HAND, what: str = "weight") -> None:
     """Plans are for parameters in float32, whose gradients are float32.
 
     Raises:
@@ -155,51 +164,60 @@ def check_weight_dtype(fqn: str, weight: torch.Tensor) -> None:
     if weight.dtype is not torch.float32:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise PlanError(
-            f"the weight of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before apply_; a job that "
-            "computes in 16 bit keeps float32 parameters under torch.autocast, with Job(..., amp='bfloat16')"
+            f"the {what} of {fqn} is {dtype}, and plans are for float32 parameters: call model.float() before {caller.call}; a job "
+            f"that computes in 16 bit keeps float32 parameters under torch.autocast, with {caller.with_amp('bfloat16')}"
         )
 
 
-def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | None) -> None:
+def check_weights(model: nn.Module, addressed: Addressed, plan: PrecisionPlan | None, caller: Caller = BY_HAND) -> None:
     """Compare the weights of a model with those that a plan was made for.
 
     Raises:
-        PlanError: naming a weight of another shape or format.
+        PlanError: naming a weight of another shape or format, or a bias of another format.
     """
     for op_id, place in addressed.weights:
         weight = place.weight
         assert weight is not None
-        check_weight_dtype(op_id.fqn, weight)
+        check_weight_dtype(op_id.fqn, weight, caller)
         if plan is None or op_id.fqn not in plan.weight_shapes:
             continue
         found, planned = list(weight.shape), list(plan.weight_shapes[op_id.fqn])
         if found != planned:
             raise PlanError(
                 f"the plan was made for another model ({plan.model}): the weight of {op_id.fqn} has shape {found} in this "
-                f"{type(model).__name__} and {planned} in the plan; trace this model and plan again"
+                f"{type(model).__name__} and {planned} in the plan; {caller.trace_again}"
             )
+    for op_id, module in addressed.modules:
+        bias = module._parameters.get("bias")
+        if bias is not None:
+            check_weight_dtype(op_id.fqn, bias, caller, "bias")
 
 
-def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: PrecisionPlan | None) -> str:
+def _other_model(model: nn.Module, missing: list[str], found: set[str], plan: PrecisionPlan | None, caller: Caller) -> str:
     unknown = list(dict.fromkeys(missing))
     source = f"the plan was made for another model ({plan.model})" if plan else "the variants are for another model"
     text = f"{source}: {type(model).__name__} has no linear or convolution {', '.join(unknown[:_NAMED])}"
     if len(unknown) > _NAMED:
         text += f" (and {len(unknown) - _NAMED} more)"
-    extra = [name for name, module in model.named_modules() if is_own_forward(module) and name not in found]
+    named, again = list(model.named_modules()), caller.trace_again
+    extra = [name for name, module in named if is_own_forward(module) and name not in found]
     if extra:
         text += f", and the plan does not know {', '.join(extra[:_NAMED])}"
+    if any(name.endswith(".base_layer") and name.removesuffix(".base_layer").endswith(tuple(unknown)) for name, _ in named):
+        return f"{text}; there are adapters on it that the plan does not know: call {caller.call} before they are added, or {again}"
     wanted = {*missing, *found}
     if inner := next((name for name, module in model.named_modules() if name and wanted <= _names(module)), ""):
-        return f"{text}; it fits the module {inner!r} inside this one: call apply_(model.{inner}, plan)"
+        return f"{text}; it fits the module {inner!r} inside this one: call {caller.call} on model.{inner}"
     outer = _common_prefix(wanted)
     if outer and {fqn.removeprefix(f"{outer}.") for fqn in wanted} <= _names(model):
-        return f"{text}; it was traced on a module that holds this one as {outer!r}: call apply_ on that one"
-    return f"{text}; trace this model and plan again"
+        return f"{text}; it was traced on a module that holds this one as {outer!r}: call {caller.call} on that one"
+    return f"{text}; {again}"
 
 
 def _names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_modules()} | {name for name, _ in module.named_parameters()}
+    """Of what can be an operator of a plan."""
+    layers = {name for name, layer in module.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))}
+    return layers | {name for name, _ in module.named_parameters()}
 
 
 def _common_prefix(names: set[str]) -> str:

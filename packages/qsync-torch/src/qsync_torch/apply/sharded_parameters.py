@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qsync_core.errors import PlanError
 from qsync_torch.apply.plan_fit import Addressed
+from qsync_torch.caller import BY_HAND, Caller
 
 FLAG = "fully_shard"
 """In ``allow_flags``: weights may be sharded by ``fully_shard`` on GPUs, where that is not tested."""
@@ -33,13 +34,14 @@ def check_whole_model(model: nn.Module) -> None:
             raise _in_fsdp(f"module {name!r} of this model" if name else "this model")
 
 
-def check_sharding(addressed: Addressed, device: torch.device, allowed: Collection[str]) -> None:
+def check_sharding(addressed: Addressed, device: torch.device, allowed: Collection[str], caller: Caller = BY_HAND) -> None:
     """Refuse weights that operators cannot run with; before a forward, when ``fully_shard`` has not gathered all yet.
 
     Args:
         addressed: what the plan names.
         device: of the model.
         allowed: ``allow_flags`` of ``apply_``.
+        caller: for messages.
 
     Raises:
         PlanError: naming an operator.
@@ -49,9 +51,11 @@ def check_sharding(addressed: Addressed, device: torch.device, allowed: Collecti
         if sharded and not isinstance(place.weight, nn.Parameter):
             raise _in_fsdp(op_id.fqn)  # in whose forward weights are views
         if sharded and device.type != "cpu" and FLAG not in allowed:
+            exception = caller.with_option(f"allow_flags=[{FLAG!r}]")
             raise PlanError(
                 f"the weight of {op_id.fqn} is sharded by fully_shard, which is tested under a plan on CPUs only: use "
-                f"DistributedDataParallel with ZeroRedundancyOptimizer; apply_(..., allow_flags=[{FLAG!r}]) runs it all the same"
+                "DistributedDataParallel with ZeroRedundancyOptimizer; "
+                f"{exception} runs it all the same"
             )
         if not sharded and (weight := place.weight) is not None:
             check_ordinary(op_id.fqn, weight)

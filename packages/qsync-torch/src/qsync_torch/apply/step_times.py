@@ -50,10 +50,10 @@ class StepTimes:
 
     Args:
         model: parameters that need no gradient now are not looked at.
-        position: the number of the step that runs.
+        position: what tells the number of the step that runs now, once the device has come here.
     """
 
-    def __init__(self, model: nn.Module, position: Callable[[], int]) -> None:
+    def __init__(self, model: nn.Module, position: Callable[[], Callable[[], int]]) -> None:
         self.listeners: list[Callable[[StepTime], None]] = []
         self._position = position
         self._finished: deque[_Backward] = deque()
@@ -113,7 +113,7 @@ class StepTimes:
                 done.end.synchronize()
             if before is not None and before.device == done.device:
                 wait_ns = sum(between_ns(*pair) for pair in done.waits)
-                step = StepTime(done.step, between_ns(before.end, done.end), wait_ns)
+                step = StepTime(done.step(), between_ns(before.end, done.end), wait_ns)
                 for listener in self.listeners:
                     listener(step)
 
@@ -122,7 +122,7 @@ class StepTimes:
 class _Backward:
     """Of one backward pass: its waits as (own work done, all gradients there), and its end."""
 
-    step: int
+    step: Callable[[], int]
     device: torch.device
     waits: tuple[tuple[Moment, Moment], ...]
     end: Moment

@@ -1,0 +1,460 @@
+"""What every forward under a plan meets: operators in their variants, checks, new random numbers, and what the first step says."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from qsync_core.errors import BackendError, PlanError
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, PrecisionPlan
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch.apply.first_gradients import FirstGradients
+from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
+from qsync_torch.apply.functional_calls import RefusedCall, WeightPlace, may_call_functions
+from qsync_torch.apply.installation import Forward, Installation
+from qsync_torch.apply.job_settings import check_settings
+from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
+from qsync_torch.apply.lag import LagWatch
+from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
+from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
+from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.apply.recomputation import is_recording, wrap_checkpointing
+from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
+from qsync_torch.caller import BY_HAND, Caller
+from qsync_torch.devices import number_settings
+from qsync_torch.distributed.buffers import before_forward, buffers_of
+from qsync_torch.distributed.communication import check_communication, check_reducer
+from qsync_torch.distributed.ranks import together
+from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
+from qsync_torch.kernels.selection import default_backend
+from qsync_torch.operators.step_counter import Position, StepCounter
+from qsync_torch.sharing.job_check import check_job
+
+
+@attrs.frozen
+class Planned:
+    """What a caller of ``apply_`` wants every operator to run as.
+
+    Attributes:
+        entries: a plan, or variants or assignments by operator.
+        group: which group of a plan.
+        backend: instead of every planned backend.
+        base: the format of the job: float32, or what it trains under autocast to.
+        allow_flags: settings that may differ from those of a plan.
+        caller: who wants it, for messages.
+    """
+
+    entries: PrecisionPlan | Mapping[OpId, Variant | Assignment]
+    group: str | None = None
+    backend: str | None = None
+    base: Precision = Precision.FLOAT32
+    allow_flags: tuple[str, ...] = ()
+    caller: Caller = BY_HAND
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, where there is one."""
+        return self.entries if isinstance(self.entries, PrecisionPlan) else None
+
+    def on(self, device: torch.device) -> dict[OpId, Assigned]:
+        """Variant and kernels of every operator on a device."""
+        return assignments_of(self.entries, self.group, self.backend, default_backend(device))
+
+
+class PlannedForwards(Installation):
+    """The operators of a plan in a model, and what each of its forwards meets.
+
+    Args:
+        model: parameters as they train.
+        planned: what the operators run as.
+        seed: of the random numbers; a subclass that knows this rank's place gives each rank its own.
+        lower_eval: whether the plan is in force in eval mode too.
+
+    Attributes:
+        variants: what every named operator runs as.
+        group: the device group, where a plan was applied.
+        lower_eval: as given.
+        base: the format of the job: where it has 16 bits, the model runs under autocast to it.
+    """
+
+    _batches: LocalBatches
+
+    def __init__(self, model: nn.Module, planned: Planned, *, seed: int, lower_eval: bool) -> None:
+        super().__init__(model)
+        self._planned = planned
+        self._addressed = locate(model, planned.on(device_of(model)), planned.plan, planned.caller)
+        check_weights(model, self._addressed, planned.plan, planned.caller)
+        self.variants = {op_id: entry.variant for op_id, entry in self._addressed.entries.items()}
+        self.group, self.lower_eval, self.base = planned.group, lower_eval, planned.base
+        self._rank_seed = seed
+        self._training: tuple[int, ...] = ()  # where rank 0 does not train: those that do
+        self._steps = StepCounter()
+        self._weights = WeightBatch(())
+        self._lowered: dict[OpId, LoweredCall] = {}
+        self._placed_on: torch.device | None = None
+        self._has_met = planned.plan is None
+        self._settings: dict[str, str] | None = None
+        self._awaits_calls = True
+        self._has_run_plain = self._has_run_part = self._has_named_uncompiled = False
+        self._first_gradients: FirstGradients | None = None
+        self._lag_watch: LagWatch | None = None
+        self._as_planned = True
+        self._first_pass: PlannedPass | None = None
+        if planned.plan is not None and planned.group is not None:
+            any_size = SIZE_FLAG in planned.allow_flags
+            self._first_pass = PlannedPass.of(planned.plan, planned.group, model, planned.caller, any_size=any_size)
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, of all groups; None where variants by operator were applied."""
+        return self._planned.plan
+
+    @property
+    def _changes_nothing(self) -> bool:
+        """All operators run as without a plan, under autocast; in float32 they are installed all the same, for their checks."""
+        return self.base in LOW_BASES and all(variant == Variant.plain(self.base) for variant in self.variants.values())
+
+    def check_parameters(self, device: torch.device) -> None:
+        """Refuse parameters of which this rank has a part, where operators cannot run with them; scripts shard before and after.
+
+        Raises:
+            PlanError: naming a module or an operator.
+        """
+        check_whole_model(self.model)
+        check_sharding(self._addressed, device, self._planned.allow_flags, self._planned.caller)
+
+    def check_kernels(self) -> None:
+        """Ask the backends for every kernel, unless the model is still to be moved to where they run.
+
+        Raises:
+            BackendError: when a planned backend is missing, or refuses a kernel that an operator needs.
+        """
+        device = device_of(self.model)
+        if self._changes_nothing or device.type == "meta":
+            return
+        try:
+            check_backends(self._addressed, device, self._planned.caller)
+        except BackendError:
+            if not _may_move_from(device):
+                raise
+        else:
+            self._placed_on = device
+            self._steps.move_to(device)
+
+    def lower(self) -> None:
+        """Install the operators in their variants; where all run in the base, only what a forward meets is checked.
+
+        Raises:
+            BackendError: when a kernel cannot be built.
+        """
+        self._first_gradients = FirstGradients(self._addressed.weights, self._look_at_gradient)
+        if self._changes_nothing:
+            self._placed_on = device_of(self.model)
+            wrap_checkpointing()
+            planned = {id(place.weight) for _, place in self._addressed.weights}
+            for module in self.model.modules():  # parts with operators too, which a script may call by themselves
+                operators = any(id(parameter) in planned for parameter in module.parameters())
+                if module is not self.model and operators and may_call_functions(module):
+                    self.replace_forward(module, functools.partial(self._entry, False))
+            self.replace_forward(self.model, functools.partial(self._entry, True))
+            return
+        addressed, plan = self._addressed, self._planned.plan
+        if self._placed_on is not None:
+            prebuild(addressed, self._placed_on, self._planned.caller)
+        modules, entries = dict(addressed.modules), addressed.entries
+        self._lowered = {
+            op_id: LoweredCall(
+                op_id, entries[op_id], self._rank_seed, self._steps, self.cache, modules.get(op_id), self.base, self._planned.caller
+            )
+            for op_id in addressed.planned
+        }
+        self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
+        # Where every operator gives float32, formats cannot mix; under autocast it is autocast that mends them.
+        sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
+        unnamed, weights = ([], []) if plan is None else unplanned(self.model, addressed, plan)
+        self.install(
+            addressed,
+            self._lowered,
+            promote=sixteen_bit and self.base not in LOW_BASES,
+            refused=weights,
+            remedy=self._planned.caller.trace_again,
+        )
+        for fqn, module in unnamed:
+            self.replace_forward(module, functools.partial(self._refuse, RefusedCall(fqn, self._planned.caller.trace_again)))
+
+    def is_on(self, module: nn.Module) -> bool:
+        """In training, and in eval mode where that was asked for.
+
+        A part that is called by itself may share no mode with the model: a feature extractor made of its layers, in evaluation.
+        With gradients a part in eval mode trains (its BatchNorm is frozen), and a reentrant checkpoint runs it without them first.
+        """
+        if self.lower_eval or (self.model.training and module.training):
+            return True
+        trains = torch.is_grad_enabled() or is_recording()
+        if trains and not self.model.training and not torch.compiler.is_compiling():
+            self._has_run_plain = True
+        return self.model.training and trains
+
+    def start_forward(self, whole: bool) -> None:
+        """Checks, new random numbers, and the copies of this step's weights."""
+        device = device_of(self.model)
+        if torch.compiler.is_compiling():
+            check_autocast(self.base, device, caller=self._planned.caller)
+            check_reducer()
+            self._batches.check_weighted()
+        elif self._has_met:
+            self._check_settings(device)
+            self._meet(device)
+        else:
+            self._has_met = True
+            self._meet_ranks(device)
+        if not torch.compiler.is_compiling() and self._awaits_calls and self._lowered:
+            self._refuse_compiled_parts()
+        if whole and self._training and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                torch.ops.qsync.share_buffers(buffers_of(self.model), self._training)
+            else:
+                before_forward(buffers_of(self.model), self._training)
+        self._steps.advance()
+        if not whole:
+            if not torch.compiler.is_compiling():
+                self._has_run_part = True
+        else:
+            if self._lag_watch is not None and not torch.compiler.is_compiling():
+                self._lag_watch.started()
+            self._weights.prepare()
+
+    def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if whole and self._lag_watch is not None and not torch.compiler.is_compiling():
+            self._lag_watch.forward((args, kwargs))
+        if whole and self._first_pass is not None and self.model.training and torch.is_grad_enabled():
+            self.meet_batch(args, kwargs)
+        return super()._run(whole, replaced, module, args, kwargs)
+
+    def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Hold the first batch of training against the planned one; what one rank has no memory for, all refuse.
+
+        Args:
+            args, kwargs: what the model is called with.
+
+        Raises:
+            PlanError: the group's memory budget is too small for it.
+        """
+        if (planned := self._first_pass) is None:
+            return
+        samples = planned.samples(args, kwargs)
+        if torch.compiler.is_compiling():  # which no rank hears of, and which is not the first call only
+            refusal, warning = planned.while_compiling
+            if samples is not None and planned.most is not None and samples > planned.most:
+                raise PlanError(refusal)
+            if samples is not None and samples > planned.size and not planned.any_size:
+                _say_while_compiling(warning)
+            return
+        self._first_pass = None
+        with together("the first batch under a plan"):
+            if samples is not None and (refusal := planned.refusal(samples)):
+                raise PlanError(refusal)
+        if samples is None or (self._batches.takes_parts and samples < planned.size):
+            return
+        if text := planned.warning(samples):
+            warnings.warn(text, stacklevel=6)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _meet_ranks(self, device: torch.device) -> None:
+        """The first forward: what one rank refuses, all refuse, also where the compiler has given up on that forward."""
+        what = "the first step under a plan"
+        plan, group = self._planned.plan, self._planned.group
+        with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
+            self._check_settings(device)
+            self._meet(device)
+            check_reducer()
+        self._batches.check_weighted()  # which is the same on all ranks
+        if plan is not None and group is not None:  # by now the model is on its GPU
+            check_job(what, plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
+        self._as_planned = check_communication(plan, self.model, device)
+
+    def _check_settings(self, device: torch.device) -> None:
+        """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.
+
+        Raises:
+            PlanError: when one that changes numbers is not that of the profile.
+        """
+        plan, group = self._planned.plan, self._planned.group
+        if plan is None or group is None or (found := number_settings(device)) == self._settings:
+            return
+        check_settings(plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
+        self._settings = found
+
+    def _meet(self, device: torch.device) -> None:
+        """What every forward meets must be what the plan was made for.
+
+        Raises:
+            PlanError: when autocast is not the plan's, or the model is on the meta device still.
+            BackendError: when the model has been moved to a device that does not run the planned kernels.
+        """
+        if device.type == "meta":
+            raise PlanError("a model under a plan runs on a device, and this one is on meta: move it with to_empty before it runs")
+        check_autocast(self.base, device, caller=self._planned.caller)
+        if self._awaits_calls:
+            self.check_parameters(device)
+        if device == self._placed_on:
+            return
+        self._addressed = locate(self.model, self._planned.on(device), self._planned.plan, self._planned.caller)
+        check_backends(self._addressed, device, self._planned.caller)
+        prebuild(self._addressed, device, self._planned.caller)
+        for op_id, call in self._lowered.items():
+            call.assign(self._addressed.entries[op_id])
+        self._placed_on = device
+        self._steps.move_to(device)
+
+    def _refuse_compiled_parts(self) -> None:
+        """PyTorch's compiler fails on a part that is called while functions are intercepted.
+
+        Raises:
+            PlanError: naming the part.
+        """
+        for name, module in self.model.named_modules():
+            if name and is_compiled(module):
+                raise PlanError(
+                    f"module {name!r} is compiled by itself, and inside a model under a plan PyTorch cannot compile parts: compile "
+                    f"the whole model, with torch.compile(model) after {self._planned.caller.call}"
+                )
+
+    def end_forward(self) -> None:
+        """Free unused copies of weights."""
+        self._weights.release()
+
+    def finish(self, output: Any, whole: bool) -> Any:
+        """The loss reads float32; under autocast it takes what autocast gives."""
+        if whole and torch.compiler.is_compiling():
+            self._awaits_calls = False  # compiled code does not tell; reading it would compile the second step anew
+        elif whole and self._awaits_calls:
+            self._name_missing_calls()
+        return output if self.base in LOW_BASES else float32_outputs(output)
+
+    def _name_missing_calls(self) -> None:
+        """Say after the first step which lowered operators it did not run."""
+        self._awaits_calls = False
+        if any(is_compiled(module) for module in self.model.modules()):
+            return
+        missing = [op_id for op_id, call in self._lowered.items() if not call.has_run and call.is_lowered]
+        if missing:
+            warnings.warn(
+                f"the plan lowers {first_named(missing)}, which the first step did not run as a linear or "
+                f"convolution: they keep their precision; if that is not meant, {self._planned.caller.trace_again}",
+                stacklevel=6,
+            )
+
+    def _look_at_gradient(self, op_id: OpId, place: WeightPlace, weight: torch.Tensor) -> bool:
+        """Whether the gradient that a planned weight has got comes from calls of the plan; True where nothing more is to be asked.
+
+        Raises:
+            PlanError: when no forward has run, and the gradient is one of a product.
+        """
+        gradients, call = self._first_gradients, self._lowered.get(op_id)
+        if gradients is None or self._has_run_plain or not (self.model.training or self.lower_eval):
+            return False
+        if call is not None and not call.is_lowered and self.plan is None:
+            return True
+        if self._changes_nothing and self._has_run_part:
+            return True
+        if self._awaits_calls and (call is None or not (call.has_run or call.was_traced)):
+            if product := gradients.product_of(weight, casts=not self._changes_nothing, functions=True):
+                self._refuse_call_outside(op_id, place, product)
+            return False
+        self._name_uncompiled_calls()
+        if call is not None and call.has_run and call.is_lowered:
+            product = gradients.product_of(weight, casts=call.is_quantized, functions=False)
+            if product:
+                warnings.warn(
+                    f"the gradient of {place.fqn} comes from a product in full precision too ({product}), beside {op_id} of the "
+                    "plan: if the script computes it outside of the model's forward, do it there",
+                    stacklevel=3,
+                )
+        return True
+
+    def _refuse_call_outside(self, op_id: OpId, place: WeightPlace, product: str) -> None:
+        """A weight has a gradient of a product, and its planned call has never run.
+
+        Raises:
+            PlanError: on all ranks, which run the same script.
+        """
+        error = PlanError(
+            f"the gradient of {place.fqn} comes from a product ({product}) that the plan did not run, and {op_id} has not run at "
+            "all: the script computes with this weight outside of every forward of the model, as in a training_step that calls "
+            "functions with it; do that in the model's forward, and call the model in training"
+        )
+        with together("the first gradients under a plan") if self.plan is not None else nullcontext():
+            raise error
+
+    def check_repeated(self, module: nn.Module) -> None:
+        """A part may run again in a backward pass only where it is known with which random numbers.
+
+        Raises:
+            PlanError: naming the part.
+        """
+        if self._changes_nothing:
+            return
+        name = next((repr(name) for name, part in self.model.named_modules() if part is module and name), "the model")
+        raise PlanError(
+            f"{name} runs inside a backward pass, and nothing tells which forward it repeats, whose random numbers it has to "
+            "take: checkpoint with torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+
+    def _name_uncompiled_calls(self) -> None:
+        """At the first gradients of compiled code, say which lowered operators it does not have."""
+        if self._has_named_uncompiled or not any(call.was_traced for call in self._lowered.values()):
+            return
+        self._has_named_uncompiled = True
+        missing = [op_id for op_id, call in self._lowered.items() if call.is_lowered and not (call.has_run or call.was_traced)]
+        if missing:
+            warnings.warn(
+                f"the plan lowers {first_named(missing)}, which the compiled model does not run as a linear or convolution of the "
+                "plan: they keep their precision; under torch.compile checkpoint modules, not functions that call F.linear",
+                stacklevel=3,
+            )
+
+    def position(self) -> Position:
+        """The step."""
+        return self._steps.position
+
+    def at_position(self, position: Position) -> AbstractContextManager[None]:
+        """Round as in that step."""
+        return self._steps.at(position)
+
+    def _refuse(self, call: RefusedCall, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call.linear() if self.running and module is owner else inner(module, *args, **kwargs)
+
+        return forward
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_while_compiling(text: str) -> bool:
+    """Once, and not as a part of the graph: a model may be compiled again for other sizes."""
+    _say_once(text)
+    return True
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _may_move_from(device: torch.device) -> bool:
+    """Trainers move a model to its GPU after they have made it."""
+    return device.type == "cpu" and torch.cuda.is_available()

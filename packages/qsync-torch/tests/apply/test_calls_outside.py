@@ -1,0 +1,295 @@
+"""What a script computes with a model's weights outside of the model's forward is refused; gradients from elsewhere are not."""
+
+import warnings
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qsync_core.errors import PlanError
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_torch import apply_
+
+from .small_models import BFLOAT16, FLOAT32, INT8, named
+from .test_apply import plan_of
+
+
+class Steps(nn.Module):
+    """A model whose loss is computed in a method."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(16, 16) / 4)
+        self.filters = nn.Parameter(torch.randn(4, 1, 3, 3))
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc(F.linear(x, self.w))
+
+    def linear(self, x):
+        return self.fc(F.linear(x, self.w))
+
+    def product(self, x):
+        return self.fc(x @ self.w)
+
+    def transposed(self, x):
+        return self.fc(x @ self.w[:, :].t())
+
+    def convolution(self, x):
+        return F.conv2d(x.view(4, 1, 4, 4), self.filters).flatten(1)
+
+    def checkpointed(self, x):
+        return checkpoint(self.linear, x.requires_grad_(), use_reentrant=True)
+
+    def own_function(self, x):
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                ctx.save_for_backward(x, weight)
+                return F.linear(x, weight)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, weight = ctx.saved_tensors
+                return grad @ weight, grad.t() @ x
+
+        return self.fc(Own.apply(x, self.w))
+
+    def bypassed_module(self, x):
+        return F.linear(x, self.fc.weight)
+
+
+VARIANTS = named(w=INT8, filters=INT8, fc=BFLOAT16)
+WAYS = ["linear", "product", "transposed", "convolution", "checkpointed", "own_function", "bypassed_module"]
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, 16)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_method_that_computes_with_planned_weights_is_refused_in_its_first_step(x, way, whole):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS) if whole else VARIANTS)
+    name = {"convolution": "filters", "bypassed_module": "fc"}.get(way, "w")
+    with pytest.raises(PlanError, match=rf"gradient of {name} comes from a product \(\w+\).*{name}#0 has not run.*model's forward"):
+        getattr(model, way)(x).square().sum().backward()
+
+
+def test_autocast_around_the_method_does_not_hide_it(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    y = F.linear(x, model.w)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = y + F.linear(x, model.w)
+    with pytest.raises(PlanError, match="gradient of w comes from a product"):
+        y.sum().backward()
+
+
+def test_full_precision_by_names_is_no_reason_to_refuse(x):
+    model = Steps()
+    apply_(model, named(w=FLOAT32, fc=INT8))
+    model.linear(x).sum().backward()
+
+
+def test_gradients_that_come_from_elsewhere_are_none_of_its_business(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    for _ in range(5):  # a branch without the product; a penalty on all weights; an embedding of the same weight
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        (model.fc(x).sum() + penalty + F.embedding(torch.tensor([1, 2]), model.w).sum()).backward()
+    model.linear(x).sum().backward()  # the sixth gradient: it is looked at in the first, second, fourth, eighth
+    model.linear(x).sum().backward()
+    with pytest.raises(PlanError, match="gradient of w comes from a product"):
+        model.linear(x).sum().backward()
+
+
+def test_after_its_first_gradient_a_weight_is_not_watched(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    assert all(parameter._post_accumulate_grad_hooks for parameter in (model.w, model.filters, model.fc.weight))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the filters did not run
+        model(x).sum().backward()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in (model.w, model.fc.weight))
+
+
+@pytest.mark.parametrize("variant", [INT8, BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("way", ["linear", "product", "transposed", "checkpointed", None])
+def test_a_call_outside_beside_the_models_own_is_named(x, way, variant):
+    model = Steps()
+    apply_(model, plan_of(named(w=variant, fc=BFLOAT16)))
+    y = model(x).sum()
+    if way is not None:
+        y = y + getattr(model, way)(x).sum()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        y.backward()
+    found = [str(one.message) for one in said]
+    assert len(found) == (way is not None and variant is not FLOAT32)
+    assert all(text.startswith("the gradient of w comes from a product in full precision too (") for text in found)
+
+
+def test_functions_of_the_users_inside_the_forward_are_not_named(x):
+    model = Steps()
+    model.forward = model.own_function
+    apply_(model, plan_of(named(w=INT8, fc=BFLOAT16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+
+
+def test_without_a_plan_nothing_is_watched(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS)).remove()
+    model.linear(x).sum().backward()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_model_that_trains_in_eval_mode_is_in_full_precision_as_documented(x, trains):
+    model = Steps().eval()
+    apply_(model, plan_of(VARIANTS))
+    y = model(x)
+    if trains:
+        model.train()
+    y.sum().backward()
+    model.eval()
+    model.linear(x).sum().backward()
+
+
+def test_parts_that_run_as_planned_are_not_refused(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    model.fc(x).sum().backward()
+    assert not model.fc.weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_not_refused(x, backend):
+    for variants in (VARIANTS, named(w=FLOAT32, filters=FLOAT32, fc=FLOAT32)):
+        model = Steps()
+        apply_(model, plan_of(variants))
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("checkpoints", ["function", "module", "nothing"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_calls_that_a_compiler_does_not_see_are_named(x, backend, checkpoints, use_reentrant):
+    class Checkpointing(Steps):
+        def forward(self, x):
+            run = {"function": self.linear, "module": self.fc, "nothing": None}[checkpoints]
+            return self.linear(x) if run is None else checkpoint(run, x, use_reentrant=use_reentrant)
+
+    model = Checkpointing()
+    apply_(model, named(w=INT8, fc=BFLOAT16) if checkpoints != "module" else named(fc=BFLOAT16))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compiled(x).sum().backward()
+    found = [str(one.message) for one in said if "the compiled model does not run" in str(one.message)]
+    assert len(found) == (checkpoints == "function")
+    assert all("the plan lowers w#0, which" in text and "checkpoint modules" in text for text in found)
+
+
+AMP = named(w=Variant.plain(Precision.BFLOAT16), filters=Variant.plain(Precision.BFLOAT16), fc=Variant.plain(Precision.BFLOAT16))
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parts_outside_of_autocast_are_refused_where_all_operators_are_bfloat16(x, whole):
+    def model():
+        found, plan = Steps(), plan_of(AMP)
+        groups = tuple(attrs.evolve(group, base=Precision.BFLOAT16) for group in plan.groups)
+        plan = attrs.evolve(plan, base=Precision.BFLOAT16, groups=groups)
+        apply_(found, plan if whole else AMP, base=Precision.BFLOAT16)
+        return found
+
+    with pytest.raises(PlanError, match=r"runs without torch\.autocast, but its plan is for a job under autocast to bfloat16"):
+        model().fc(x)
+    with pytest.raises(PlanError, match="gradient of w comes from a product"):
+        F.linear(x, model().w).sum().backward()
+    under = model()
+    with autocast():
+        y = under.fc(x)
+        z = F.linear(x, under.w)
+    assert y.dtype is torch.bfloat16
+    (y.float().sum() + z.float().sum()).backward()
+    under.eval().fc(x)
+
+
+def test_parts_under_autocast_run_again_as_they_did(x):
+    model, plain = Steps(), Steps()
+    applied = apply_(model, AMP, base=Precision.BFLOAT16)
+    found = []
+    for one in (model, plain):
+        with autocast():
+            y = checkpoint(one.fc, x.requires_grad_(), use_reentrant=False)
+        y.float().square().sum().backward()
+        found.append(one.fc.weight.grad)
+    assert torch.equal(*found)
+    assert applied.step == 1
+
+
+class Parts(nn.Module):
+    """A model of which a script calls parts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.trunk, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def forward(self, ids):
+        return self.head(self.trunk(self.emb(ids)))
+
+
+def test_parts_without_operators_may_run_outside_autocast_where_all_operators_are_its_format():
+    model, plain = Parts(), Parts()
+    applied = apply_(model, named(trunk=BFLOAT16, head=BFLOAT16), base=Precision.BFLOAT16)
+    ids, labels = torch.arange(8), torch.arange(8) % 4
+    for each in (model, plain):
+        hidden = each.emb(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = each.head(each.trunk(hidden))
+        each.criterion(logits.float(), labels).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)
+    with pytest.raises(PlanError, match="autocast"):
+        model.trunk(model.emb(ids))
+    applied.remove()
+
+
+def test_compiled_autograd_has_no_backward_pass_to_look_at():
+    from torch._dynamo import compiled_autograd
+
+    model = Steps()
+    apply_(model, named(fc=INT8))
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        model(torch.randn(4, 16)).sum().backward()
+    assert model.fc.weight.grad.shape == (4, 16)
+
+
+def test_a_function_that_is_compiled_and_calls_parts_is_no_call_outside():
+    model = Steps()
+    apply_(model, named(fc=BFLOAT16))
+    step = torch.compile(lambda x: model.fc(x).sum(), backend="eager")
+    step(torch.randn(4, 16)).backward()
+    assert model.fc.weight.grad.shape == (4, 16)

@@ -1,0 +1,397 @@
+"""Checkpointing that is not PyTorch's: what it runs again in backward has the precisions and random numbers of its own forward.
+
+The reference is the same model without checkpointing, with the same seed and steps: both agree to the last bit, or it is refused.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qsync_core.errors import PlanError
+from qsync_torch import apply_
+
+from .small_models import BFLOAT16, FLOAT32, INT8, named
+
+
+class Diffusion(torch.autograd.Function):
+    """As in guided-diffusion: the function, the number of inputs, the inputs, and the parameters."""
+
+    @staticmethod
+    def forward(ctx, run_function, length, *args):
+        ctx.run_function = run_function
+        ctx.inputs, ctx.parameters = list(args[:length]), list(args[length:])
+        with torch.no_grad():
+            return ctx.run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, *output_grads):
+        ctx.inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            output = ctx.run_function(*[x.view_as(x) for x in ctx.inputs])
+        grads = torch.autograd.grad(output, ctx.inputs + ctx.parameters, output_grads, allow_unused=True)
+        return (None, None, *grads)
+
+
+APPLY_AT_IMPORT = Diffusion.apply
+
+
+def diffusion(function, x, parameters):
+    return Diffusion.apply(function, 1, x, *parameters)
+
+
+def taken_at_import(function, x, parameters):
+    return APPLY_AT_IMPORT(function, 1, x, *parameters)
+
+
+class Separate(torch.autograd.Function):
+    """With ``setup_context``, random state of its own, and a backward that accumulates into the parameters."""
+
+    @staticmethod
+    def forward(run_function, state, x):
+        return run_function(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.run_function, ctx.state, x = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            y = ctx.run_function(x)
+        torch.autograd.backward(y, grad)
+        return None, None, x.grad
+
+
+def separate(function, x, parameters):
+    return Separate.apply(function, torch.get_rng_state(), x)
+
+
+def hooks(function, x, parameters):
+    """Without a function of autograd: what was saved is counted, and computed again when it is asked for."""
+    count, kept = 0, []
+
+    def pack(_):
+        nonlocal count
+        count += 1
+        return count - 1
+
+    def unpack(index):
+        if not kept:
+
+            def keep(tensor):
+                kept.append(tensor.detach())
+                return tensor
+
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                function(x)
+        return kept[index]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return function(x)
+
+
+def nested(function, x, parameters):
+    return diffusion(lambda t: diffusion(function, t, parameters), x, parameters)
+
+
+def inside_of_pytorchs(function, x, parameters):
+    return checkpoint(lambda t: diffusion(function, t, parameters), x, use_reentrant=False)
+
+
+def around_pytorchs(function, x, parameters):
+    return diffusion(lambda t: checkpoint(function, t, use_reentrant=False), x, parameters)
+
+
+KINDS = [diffusion, taken_at_import, separate, hooks, nested, inside_of_pytorchs, around_pytorchs]
+
+
+class Block(nn.Module):
+    """Two layers, one after the other, called as ``how`` says, in a checkpoint of the given kind."""
+
+    def __init__(self, how, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.right = nn.Parameter(torch.randn(16, 16) / 4)
+        self.how, self.kind = how, kind
+
+    def modules_of_block(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+    def functions(self, x):
+        x = torch.relu(F.linear(x, self.a.weight, self.a.bias))
+        return F.linear(x, self.b.weight, self.b.bias) @ self.right
+
+    def forward(self, x):
+        function = {"modules": self.modules_of_block, "functions": self.functions}[self.how]
+        y = function(x) if self.kind is None else self.kind(function, x, list(self.parameters()))
+        return y.float().sin()
+
+
+VARIANTS = named(a=INT8, b=BFLOAT16, right=INT8)
+
+
+def gradients_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def equal(first, second):
+    return all((a is b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, 16, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["modules", "functions"])
+def test_two_forwards_before_one_backward_run_again_each_as_it_did(x, how, kind):
+    def gradients(kind):
+        model = Block(how, kind)
+        applied = apply_(model, VARIANTS, seed=5)
+        first, second = model(x), model(2 * x)
+        found = gradients_of(model, first.square().sum() + second.square().sum())
+        return found, applied.step
+
+    expected, found = gradients(None), gradients(kind)
+    assert equal(found[0], expected[0])
+    assert found[1] == expected[1] == 2
+
+
+@pytest.mark.parametrize("kind", [diffusion, separate, hooks])
+@pytest.mark.parametrize("how", ["modules", "functions"])
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_mode_changed_before_the_backward_changes_nothing(x, how, kind, evaluated):
+    def gradients(kind):
+        model = Block(how, kind)
+        apply_(model, VARIANTS, seed=5)
+        y = model.train(not evaluated)(x)
+        model.train(evaluated)
+        return gradients_of(model, y.square().sum())
+
+    assert equal(gradients(kind), gradients(None))
+
+
+@pytest.mark.parametrize("kind", [diffusion, separate, hooks, nested])
+@pytest.mark.parametrize("part", [True, False])
+def test_models_and_parts_that_the_script_checkpoints_itself(x, kind, part):
+    def gradients(kind):
+        model = Block("modules", None)
+        applied = apply_(model, VARIANTS, seed=5)
+        run = model.a if part else model
+        call = run if kind is None else lambda t: kind(run, t, list(run.parameters()))
+        first, second = call(x), call(2 * x)
+        return gradients_of(model, first.square().sum() + second.square().sum()), applied.step
+
+    expected, found = gradients(None), gradients(kind)
+    assert equal(found[0], expected[0])
+    assert found[1] == expected[1] == 2
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "diffusion"])
+def test_weights_that_are_arguments_of_a_checkpoint_arrive_detached(x, kind):
+    class Arguments(Block):
+        def forward(self, x):
+            def function(x, weight, right):
+                return F.linear(x, weight) @ right
+
+            inputs = x, self.a.weight, self.right
+            if self.kind == "reentrant":
+                return checkpoint(function, *inputs, use_reentrant=True)
+            return Diffusion.apply(function, 3, *inputs) if self.kind else function(*inputs)
+
+    def gradients(kind):
+        model = Arguments("", kind)
+        apply_(model, VARIANTS, seed=5)
+        return gradients_of(model, model(x).square().sum())
+
+    assert equal(gradients(kind), gradients(None))
+
+
+def test_weights_of_a_functional_call_are_known_again_after_it(x):
+    class Closure(Block):
+        def forward(self, x):
+            weight = self.a.weight
+            function = lambda t: F.linear(t, weight)  # noqa: E731
+            return diffusion(function, x, [weight]) if self.kind else function(x)
+
+    def gradients(kind):
+        model = Closure("", kind)
+        apply_(model, VARIANTS, seed=5)
+        other = (model.a.weight.detach() * 2).requires_grad_()
+        y = torch.func.functional_call(model, {"a.weight": other}, (x,))
+        (y.square().sum() + model(x).square().sum()).backward()
+        return [other.grad, model.a.weight.grad]
+
+    assert equal(gradients(True), gradients(None))
+
+
+class Handwritten(torch.autograd.Function):
+    """A linear whose gradients its author wrote down: they are products with the weight, and no calls of the model."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Both(Handwritten):
+    """The weight stands on the right in the forward as well."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return Handwritten.forward(ctx, x @ weight, weight)
+
+
+def test_products_of_a_gradient_formula_are_in_full_precision(x):
+    class Own(Block):
+        def forward(self, x):
+            return Handwritten.apply(x, self.right)
+
+    model = Own("", None)
+    apply_(model, named(right=INT8), seed=5)
+    y = model(x)
+    grad = torch.randn(4, 16)
+    y.backward(grad)
+    assert not torch.equal(y, F.linear(x, model.right))
+    assert torch.equal(x.grad, grad @ model.right)
+    assert torch.equal(model.right.grad, grad.t() @ x)
+
+
+def test_a_product_that_may_be_either_is_refused(x):
+    class Own(Block):
+        def forward(self, x):
+            return Both.apply(x, self.right)
+
+    model = Own("", None)
+    apply_(model, named(right=INT8))
+    y = model(x)
+    with pytest.raises(PlanError, match=r"right, which the model uses both .* use_reentrant=False"):
+        y.sum().backward()
+
+
+def test_a_reversible_block_computes_its_input_again_without_gradients(x):
+    found = []
+
+    class Reversible(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, x):
+            ctx.function = function
+            y = x + function(x.roll(1, 0))
+            ctx.save_for_backward(x.roll(1, 0), y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            rolled, y = ctx.saved_tensors
+            found.append(y - ctx.function(rolled))
+            return None, grad
+
+    class Own(Block):
+        def forward(self, x):
+            return Reversible.apply(lambda t: F.linear(t, self.right), x)
+
+    model = Own("", None)
+    apply_(model, named(right=INT8), seed=5)
+    model(x).sum().backward()
+    assert torch.allclose(found[0], x, rtol=0, atol=1e-5)
+
+
+def test_a_part_that_repeats_nothing_known_is_refused(x):
+    """Its autograd function has no forward of the model, so there are no random numbers to take."""
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, module, x):
+            ctx.module = module
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, ctx.module(grad)
+
+    model = Block("modules", None)
+    apply_(model, VARIANTS)
+    model(x)
+    with pytest.raises(PlanError, match=r"'a' runs inside a backward pass.*use_reentrant=False"):
+        Late.apply(model.a, x).sum().backward()
+
+
+def test_nothing_keeps_a_model_alive(x):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Own(Block):
+        def forward(self, x):
+            return Square.apply(diffusion(self.functions, x, list(self.parameters())))
+
+    model = Own("functions", None)
+    apply_(model, VARIANTS)
+    model(x).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_full_precision_is_repeated_in_full_precision(x):
+    def gradients(kind):
+        model = Block("functions", kind)
+        apply_(model, named(a=FLOAT32, b=FLOAT32, right=FLOAT32))
+        return gradients_of(model, model(x).square().sum())
+
+    plain = Block("functions", None)
+    assert equal(gradients(diffusion), gradients_of(plain, plain(x).square().sum()))
+
+
+class Halves(torch.autograd.Function):
+    """Runs a module for each half of a batch, and in the backward pass the second half first."""
+
+    @staticmethod
+    def forward(ctx, module, x, *parameters):
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        return torch.cat([module(half) for half in x.chunk(2)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for half, part in zip(reversed(x.chunk(2)), reversed(grad.chunk(2)), strict=True):
+            with torch.enable_grad():
+                y = ctx.module(half)
+            for sum_, found in zip(total, torch.autograd.grad(y, parameters, part), strict=True):
+                sum_ += found
+        return None, None, *total
+
+
+def test_several_runs_of_one_part_are_not_told_apart():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    apply_(model, {"0#0": "int8", "2#0": "int8"})
+    y = Halves.apply(model, torch.randn(8, 8), *model.parameters())
+    with pytest.raises(PlanError, match="nothing tells which forward it repeats"):
+        y.sum().backward()
