@@ -14,6 +14,7 @@ _PUBLIC = {
     "UnevenBatchSampler": "qsync_torch.distributed.uneven_batches",
     "apply_": "qsync_torch.apply.apply",
     "capture": "qsync_torch.capturing.capture",
+    "compile": "qsync_torch.compiling.compile",
     "check_ranks_agree": "qsync_torch.distributed.ranks",
     "green_share": "qsync_torch.sharing.share",
     "hybrid": "qsync_torch.capturing.hybrid",

@@ -38,8 +38,9 @@ class Batch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of the batch, in the order args, kwargs, target."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs, self.target)) if isinstance(leaf, torch.Tensor)]
+        """Every tensor of the batch once, in the order args, kwargs, target."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs, self.target))
+        return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +55,10 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch with every tensor on ``device`` (memory formats are kept)."""
 
+        moved = {id(tensor): tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors}
+
         def move(leaf: Any) -> Any:
-            return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
+            return moved.get(id(leaf), leaf)
 
         args, kwargs, target = pytree.tree_map(move, (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target)

@@ -231,6 +231,20 @@ class LogitsAndLoss(OwnLoss):
         return output.logits, output.loss
 
 
+LABELLED, PLAIN = {"input_ids": X, "labels": Y}, {"input": X, "y": Y}
+
+
+def ranked(output, rank, labels, smoothing=0.0):
+    return (F.cross_entropy(output.logits, labels, reduction="none", label_smoothing=smoothing) * rank).mean()
+
+
+def gapped(output, labels, smoothing=0.0, mask=None):
+    """Of which a batch has ``mask`` and not what comes before it."""
+    assert smoothing == 0.0
+    assert mask is None
+    return F.cross_entropy(output.logits, labels)
+
+
 def two_targets(output, one, other):
     return F.cross_entropy(output, one) + F.cross_entropy(output, other)
 
@@ -253,6 +267,24 @@ def two_targets(output, one, other):
         (LogitsAndLoss, None, {"idx": X, "targets": Y}, (), {"idx": X, "targets": Y}, None),
         (OwnLoss, lambda o, y: F.cross_entropy(o.logits, y), {"input_ids": X, "labels": Y}, (), {"input_ids": X}, Y),
         (OwnLoss, lambda o, y: F.cross_entropy(o.logits, y), {"input_ids": X, "y": Y}, (), {"input_ids": X}, Y),
+        (OwnLoss, F.cross_entropy, LABELLED, (), {"input_ids": X}, Y),
+        (OwnLoss, nn.CrossEntropyLoss(), LABELLED, (), {"input_ids": X}, Y),
+        (OwnLoss, lambda logits, labels: F.cross_entropy(logits, labels), LABELLED, (), {"input_ids": X}, Y),
+        (OwnLoss, lambda output: output.loss, LABELLED, (), LABELLED, None),
+        (OwnLoss, lambda output, batch: output.loss, LABELLED, (), LABELLED, LABELLED),
+        (OwnLoss, lambda output, batch: F.cross_entropy(output.logits, batch["labels"]), LABELLED, (), LABELLED, LABELLED),
+        (OwnLoss, lambda output, **batch: F.cross_entropy(output.logits, batch["labels"]), LABELLED, (), LABELLED, LABELLED),
+        (
+            net,
+            lambda output, batch: F.cross_entropy(output, batch["y"]),
+            {"input": X, "y": Y},
+            (),
+            {"input": X},
+            {"input": X, "y": Y},
+        ),
+        (OwnLoss, ranked, LABELLED | {"rank": Y.float()}, (), {"input_ids": X}, (Y.float(), Y)),
+        (OwnLoss, gapped, LABELLED | {"mask": Y}, (), {"input_ids": X}, Y),
+        (OwnLoss, F.cross_entropy, LABELLED | {"index": Y.flip(0)}, (), {"input_ids": X}, Y),
         (
             TwoInputs,
             F.cross_entropy,
@@ -343,6 +375,10 @@ class Unbuildable(torch.optim.SGD):
         ),
         ({"loader": [(X, Y)], "loss_fn": 3}, r"the loss_fn of Sequential is a int; pass the function"),
         (
+            {"loader": [{"input": X, "one": Y, "other": Y}]},
+            r"a dictionary of which the model does not take one, other, and the loss takes 1 beside the output; of a dictionary, ",
+        ),
+        (
             {"loader": [{"input": X}]},
             r"a dictionary \(input\) of which the model takes everything, and nothing is left for the loss",
         ),
@@ -362,6 +398,35 @@ def test_what_makes_no_job_is_refused(arguments, said):
     model = net()
     with pytest.raises(JobError, match=said):
         qsync.capture(model, arguments.pop("optimizer", sgd(model)), arguments["loss_fn"], arguments["loader"])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (
+            lambda o, b: F.cross_entropy(o.logits, b.labels),
+            r"failed in line \d+ of test_capture\.py \(AttributeError: ",
+        ),
+        (lambda o, b: o.loss, "returned None"),
+        (
+            lambda o, y: F.cross_entropy(o, y),
+            r"failed in line \d+ of test_capture\.py \(TypeError: cross_entr",
+        ),
+    ],
+)
+def test_a_loss_that_takes_something_else_of_a_dictionary_is_refused_where_it_runs(loss_fn, said):
+    job = captured([LABELLED], OwnLoss(), loss_fn=loss_fn)
+    said = rf"^the loss_fn of OwnLoss, called with SimpleNamespace and Tensor, {said}.*; of a dictionary, loss_fn\(output, batch\) "
+    for run in (lambda: job.compute_loss(job.batch(0, 4)), lambda: trace(job)):
+        with pytest.raises(JobError, match=said):
+            run()
+
+
+def test_what_model_and_loss_both_get_is_there_once():
+    job = captured([LABELLED], OwnLoss(), loss_fn=lambda output, batch: output.loss)
+    batch = job.batch(0, 40).to("cpu")
+    assert batch.target["labels"] is batch.kwargs["labels"]
+    assert batch.nbytes == X.nbytes + Y.nbytes
 
 
 def test_more_that_makes_no_job_is_refused():

@@ -62,6 +62,46 @@ def test_what_keeps_a_script_from_its_line_is_said_with_the_place(tmp_path, argu
         job_of_script(write(tmp_path), arguments)
 
 
+TRAINS = """
+    import torch
+    {imports}
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        except Exception:
+            pass
+        open("trained.txt", "a").write("x")
+"""
+
+
+def test_a_script_that_says_nothing_of_the_line_does_not_run(tmp_path):
+    with pytest.raises(JobError, match=r"train\.py does not say what it trains, nor does a module that it imports: add the"):
+        job_of_script(write(tmp_path, TRAINS.format(imports="from beside import WIDTH")))
+    assert not (tmp_path / "trained.txt").exists()
+
+
+def test_a_script_that_trains_without_its_line_ends_at_the_first_step(tmp_path):
+    path = write(tmp_path, TRAINS.format(imports="import qsync_torch as qsync  # qsync.hybrid is to come"))
+    with pytest.raises(JobError, match=r"without having said what: its first optimizer step came in line 10 of train\.py, and"):
+        job_of_script(path)
+    assert not (tmp_path / "trained.txt").exists()
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=0.5).step()  # as ever again
+    assert parameter.item() == 0.5
+
+
+def test_what_is_no_python_has_its_own_place_alone(tmp_path):
+    with pytest.raises(
+        JobError, match=r"train\.py failed, before it reached .*: SyntaxError: invalid syntax \(train\.py, line 1\)"
+    ):
+        job_of_script(write(tmp_path, "def :"))
+
+
 def test_a_script_that_is_not_there(tmp_path):
     with pytest.raises(JobError, match=r"there is no file '.*absent\.py'"):
         job_of_script(tmp_path / "absent.py")

@@ -48,7 +48,7 @@ def refused(tmp_path, monkeypatch):
         (["job.py:make_job", "--group", "gpu=role:train"], "--group names 'gpu', but the groups of this job are cpu"),
         (["job.py:make_job", "--", "--lr", "1"], "job.py:make_job takes no arguments (--lr 1): they are for a script"),
         (["job.py:other"], "job.py has no function 'other'"),
-        (["job.py"], "job.py ended without saying what it trains: add the line qsync.hybrid"),
+        (["job.py"], "job.py does not say what it trains, nor does a module that it imports: add the line qsync.hybrid"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_sentence(refused, arguments, said):

@@ -80,7 +80,24 @@ def test_a_part_is_kept_while_its_inputs_are_the_same(tmp_path):
         asked = {"torch": "2.13"}
         return [folder.is_kept("probe", {"torch": "2.11"}), folder.is_kept("probe", asked), folder.why_anew("probe", asked)]
 
-    assert on_ranks([tmp_path / "run"], look) == [[True, False, "its torch was 2.11 and is 2.13 now"]]
+    why = "probe, and all that depends on the same, is made anew: its torch was 2.11 and is 2.13 now"
+    assert on_ranks([tmp_path / "run"], look) == [[True, False, why]]
+
+
+def test_a_reason_is_said_once_and_another_graph_of_the_graph_alone(tmp_path):
+    old, new = ({"graph": letter * 64, "torch": version} for letter, version in (("a", "2.11"), ("b", "2.13")))
+
+    def look(folder: Folder) -> list[str]:
+        folder.publish({name: Made(old, value="1") for name in ("graph", "probe a", "profile a")})
+        by_torch = [folder.why_anew(name, {**old, "torch": "2.13"}) for name in ("probe a", "profile a")]
+        return [*by_torch, *(folder.why_anew(name, new) for name in ("graph", "probe a", "profile a"))]
+
+    ((first, *others),) = on_ranks([tmp_path / "run"], look)
+    assert first.startswith("probe a, and all")
+    reason = (
+        f"the job is not the one that {tmp_path / 'run'} was made for (its graph was aaaaaaaa and is bbbbbbbb now), so all of it is"
+    )
+    assert others == ["", f"{reason} made anew", "", ""]
 
 
 def test_one_disk_that_cannot_be_written_ends_all_ranks(tmp_path):

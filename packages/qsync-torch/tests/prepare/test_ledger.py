@@ -59,6 +59,7 @@ def test_the_ledger_is_readable_by_people(tmp_path):
         ({"torch": "2.11"}, {"torch": "2.11"}, ""),
         ({"torch": "2.11", "cuda": "12"}, {"torch": "2.13", "cuda": "13"}, "its torch was 2.11 and is 2.13 now"),
         ({}, {"cuda": "13"}, "its cuda was nothing and is 13 now"),
+        ({"graph": "ab12cd34" * 8}, {"graph": "99" * 32}, "its graph was ab12cd34 and is 99999999 now"),
         ({"rungs": "x" * 99}, {}, f"its rungs was {'x' * 60}… and is nothing now"),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError
+from qsync_torch.capturing.losses import Loss, Signature, batch_of_mapping, needed_of
 from qsync_torch.capturing.random_state import as_without
 from qsync_torch.job import Batch
 
@@ -25,11 +26,6 @@ KEPT_BATCHES = 16
 """Batches that are read from a loader at most."""
 KEPT_BYTES = 256 * 2**20
 """No further batch is read once those that are kept have this many bytes."""
-_TARGETS = ("labels", "label", "targets", "target")
-"""Keys of a batch's dictionary that hold what a loss function of the script's own compares with."""
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-Loss = Callable[..., torch.Tensor]
 
 
 def first_batches(name: str, loader: Iterable[Any]) -> list[Any]:
@@ -70,8 +66,7 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
     ====================================  ==============================  =========================================
     ``Batch``                             as it says                      ``loss_fn(output, target)`` of its target
     dictionary, no ``loss_fn``            ``model(**batch)``              the model's own
-    dictionary                            with the keys its forward       ``loss_fn(output, target)`` of the others,
-                                          takes                           else of its labels
+    dictionary                            as :func:`~qsync_torch.capturing.losses.batch_of_mapping` has it
     tuple or list, no ``loss_fn``         ``model(*batch)``               the model's own
     tuple or list                         with all but the last           as many as ``loss_fn`` takes after the
                                                                           output, mostly one
@@ -84,7 +79,7 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
     if isinstance(given, Batch):
         return given
     if isinstance(given, Mapping):
-        return _of_mapping(name, model, loss_fn, dict(given))
+        return batch_of_mapping(name, model, loss_fn, dict(given))
     if isinstance(given, torch.Tensor):
         wanted = 0 if loss_fn is None else _targets_wanted(loss_fn, model, 2)
         return Batch((given,), target=None if wanted == 0 else given)
@@ -110,23 +105,6 @@ _OTHERWISE = (
     "where the training loop makes something else of a batch, pass that as the loader: ((images, labels) for images, labels, _ in "
     "loader), or qsync_torch.job.Batch objects"
 )
-
-
-def loss_of(name: str, loss_fn: Loss | None) -> Callable[[Any, Batch], torch.Tensor]:
-    """A job's loss, from a script's."""
-    if loss_fn is None:
-
-        def own_loss(output: Any, batch: Batch) -> torch.Tensor:
-            return _own_loss(name, output)
-
-        return own_loss
-    function = loss_fn
-
-    def loss(output: Any, batch: Batch) -> torch.Tensor:
-        targets = batch.target if isinstance(batch.target, tuple) else () if batch.target is None else (batch.target,)
-        return function(output, *targets)
-
-    return loss
 
 
 @attrs.frozen(eq=False)
@@ -163,16 +141,19 @@ class KeptBatches:
                 "step",
                 stacklevel=4,
             )
-        columns = zip(*(pytree.tree_leaves((batch.args, batch.kwargs, batch.target)) for batch in kept), strict=True)
+        columns = list(zip(*(pytree.tree_leaves((batch.args, batch.kwargs, batch.target)) for batch in kept), strict=True))
         per_sample = layouts[largest].per_sample
-        leaves = [torch.cat(column) if whole else column[0] for column, whole in zip(columns, per_sample, strict=True)]
+        joined: dict[tuple[int, ...], Any] = {}  # what model and loss both get is one tensor
+        for column, whole in zip(columns, per_sample, strict=True):
+            joined.setdefault(tuple(map(id, column)), torch.cat(column) if whole else column[0])
+        leaves = [joined[tuple(map(id, column))] for column in columns]
         return cls(sum(batch.size for batch in kept), leaves, per_sample, layouts[largest].structure)
 
     def __call__(self, step: int, batch_size: int) -> Batch:
         """The samples from ``step * batch_size`` on, in tensors of their own; behind the last one comes the first again."""
         rows = torch.arange(step * batch_size, (step + 1) * batch_size) % self.samples
-        leaves = [leaf[rows] if whole else leaf for leaf, whole in zip(self.leaves, self.per_sample, strict=True)]
-        return Batch(*pytree.tree_unflatten(leaves, self.structure))
+        cut = {id(leaf): leaf[rows] if whole else leaf for leaf, whole in zip(self.leaves, self.per_sample, strict=True)}
+        return Batch(*pytree.tree_unflatten([cut[id(leaf)] for leaf in self.leaves], self.structure))
 
 
 @attrs.frozen
@@ -197,53 +178,12 @@ class _Layout:
         return hash((self.shapes, self.per_sample))
 
 
-def _of_mapping(name: str, model: nn.Module, loss_fn: Loss | None, given: dict[str, Any]) -> Batch:
-    if loss_fn is None:
-        return Batch(kwargs=given)
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    labels = [key for key in _TARGETS if key in given]
-    beside = [key for key in given if key not in taken and not (takes_all and key not in labels)] or labels
-    if not beside:
-        raise JobError(
-            f"the loader of {name} yields a dictionary ({', '.join(given)}) of which the model takes everything, and nothing is "
-            f"left for the loss; pass loss_fn=None where the model returns its own loss; {_OTHERWISE}"
-        )
-    target = given[beside[0]] if len(beside) == 1 else tuple(given[key] for key in beside)
-    return Batch(kwargs={key: value for key, value in given.items() if key not in beside}, target=target)
-
-
 def _targets_wanted(loss_fn: Loss, model: nn.Module, parts: int) -> int:
     """How many of a batch's parts the loss takes: what it needs beside the output, or all that the model does not need."""
-    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # nothing is known of some functions that are written in C
-        return 1
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return max(parts - _needed(inspect.signature(model.forward).parameters.values()), 1)
-    return max(_needed(parameters) - 1, 0)
-
-
-def _needed(parameters: Iterable[inspect.Parameter]) -> int:
-    return sum(parameter.kind in _POSITIONAL and parameter.default is parameter.empty for parameter in parameters)
-
-
-def _own_loss(name: str, output: Any) -> torch.Tensor:
-    """The loss in what a model returns: the output itself, its ``loss``, or its first part that is one number."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, (tuple, list)):
-        found = next((part for part in output if isinstance(part, torch.Tensor) and part.dim() == 0), None)
-    else:
-        found = getattr(output, "loss", output)
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        return found
-    raise JobError(
-        f"{name} was captured without a loss function, and its model returns no loss (a {type(output).__name__}); pass loss_fn, or "
-        "batches with the labels that the model makes its loss from"
-    )
+    signature = Signature.of(loss_fn)
+    if signature.takes_more:
+        return max(parts - needed_of(inspect.signature(model.forward).parameters.values()), 1)
+    return max(signature.needed - 1, 0)
 
 
 def _kept(batch: Any) -> Any:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.first_step import autocast_now, device_of
-from qsync_torch.capturing.batches import KeptBatches, Loss, as_batch, first_batches, loss_of
+from qsync_torch.capturing.batches import KeptBatches, as_batch, first_batches
+from qsync_torch.capturing.losses import Loss, loss_of
 from qsync_torch.capturing.optimizer import MakeOptimizer, maker_of
 from qsync_torch.job import Job
 

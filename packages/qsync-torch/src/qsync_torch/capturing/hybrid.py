@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from qsync_core.errors import JobError
 from qsync_torch.apply.applied_plan import AppliedPlan
-from qsync_torch.apply.apply import apply_
-from qsync_torch.capturing.batches import Loss
+from qsync_torch.apply.apply import apply_for
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
+from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import MakeOptimizer
 from qsync_torch.capturing.script import hand_over, is_wanted
+from qsync_torch.distributed.groups_present import run_folder_of
 
 
 def hybrid(
@@ -55,4 +57,4 @@ def hybrid(
         raise JobError(f"call qsync.hybrid before the model is wrapped in {type(model).__name__}")
     if is_wanted():
         hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp))
-    return apply_(model, run, **options)
+    return apply_for(Caller("qsync.hybrid", run_folder_of(run)), model, run, **options)

@@ -14,8 +14,10 @@ from typing import NoReturn
 
 import attrs
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qsync_core.errors import JobError, QSyncError
+from qsync_torch.capturing.sources import may_have_line
 from qsync_torch.distributed.ranks import store_of_environment
 from qsync_torch.job import Job
 
@@ -27,6 +29,10 @@ _VARIABLE = "QSYNC_PREPARING"
 
 class LineReached(BaseException):
     """Ends a script at its line.  Not an ``Exception``: a script that goes on after errors is to end all the same."""
+
+
+class TrainingBegun(BaseException):
+    """Ends a script that trains without its line."""
 
 
 @attrs.define
@@ -65,9 +71,10 @@ def hand_over(job: Job) -> NoReturn:
 def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
     """The job that a training script trains: the script runs as ``python path arguments`` does, up to its line.
 
-    What stands before the line runs whole, ``finally`` blocks too; what it prints goes to standard error.  PyTorch's settings
-    (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has them so, and its
-    folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
+    What stands before the line runs whole, ``finally`` blocks too; what it prints goes to standard error.  A script without the
+    line is not trained to its end: where its source shows that it has none it does not run, else its first optimizer step ends it.
+    PyTorch's settings (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has
+    them so, and its folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
 
     Under torchrun every rank runs its script, which may call ``init_process_group``: so there may be no group yet, and none is left
     afterwards.  :func:`qsync_torch.distributed.ranks.process_group_from_environment` then makes one that does not meet the keys of
@@ -78,8 +85,8 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
         arguments: its own command line.
 
     Raises:
-        JobError: when there is no such file; it ends, fails or exits before the line, with the place; or what it passes there makes
-            no job.
+        JobError: when there is no such file; it has no line, or trains, ends, fails or exits before it, with the place; or what it
+            passes there makes no job.
     """
     global _running
     path = Path(path)
@@ -87,10 +94,15 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
         raise JobError(f"there is no file {str(path)!r}")
     if dist.is_available() and dist.is_initialized():
         raise JobError(f"there is a process group already, so {path} cannot make its own; run the script first")
+    if not may_have_line(path):
+        raise JobError(
+            f"{path} does not say what it trains, nor does a module that it imports: add the line {LINE} before its training loop "
+            "(docs/your-script.md)"
+        )
     store_of_environment()  # outlives the script's process group, so that another can be made in its place
     _running = handover = _Handover(path)
     try:
-        with _as_main(path, arguments), contextlib.redirect_stdout(sys.stderr):
+        with _as_main(path, arguments), contextlib.redirect_stdout(sys.stderr), _no_training(path):
             _run(path, handover)
     finally:
         _running = None
@@ -108,6 +120,12 @@ def _run(path: Path, handover: _Handover) -> None:
         runpy.run_path(str(path.resolve()), run_name="__main__")
     except LineReached:
         pass
+    except TrainingBegun as error:
+        if handover.job is None:
+            raise JobError(
+                f"{path} trains without having said what: its first optimizer step came{_place(path, error)}, and no line {LINE} "
+                "before it; add the line before the training loop (docs/your-script.md)"
+            ) from error
     except SystemExit as error:
         if handover.job is None:
             code = 0 if error.code is None else error.code
@@ -121,6 +139,24 @@ def _run(path: Path, handover: _Handover) -> None:
     except Exception as error:
         if handover.job is None:
             raise JobError(f"{path} failed{_place(path, error)}, before it reached {LINE}: {_sentence(error)}") from error
+
+
+@contextlib.contextmanager
+def _no_training(path: Path) -> Iterator[None]:
+    """A block in which the first step of any optimizer ends the script."""
+    process = os.getpid()
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        where = f"{type(optimizer).__name__}.step() in {path}"
+        if os.getpid() != process:  # one that the script has forked, whose error it passes on
+            raise JobError(f"{where} was reached before {LINE}")
+        raise TrainingBegun(where)
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _leave_process_group() -> None:
@@ -149,7 +185,8 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 def _place(path: Path, error: BaseException) -> str:
     """Where in the script an error comes from, or in what lies beside it."""
     folder = path.resolve().parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).resolve().parents]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in frames if folder in Path(frame.filename).resolve().parents]
     return f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
 
 

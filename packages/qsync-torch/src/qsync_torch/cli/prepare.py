@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     help="What you want of a group: NAME=role:infer,share:0.5,memory:20GiB, each part as needed; repeatable.",
 )
 @batch_size_option()
+@click.option(
+    "--batch",
+    type=click.Choice(["equal", "free"]),
+    default="equal",
+    show_default=True,
+    help="equal: every rank has the job's batch; free: samples may move to training ranks, and the script must honour it.",
+)
 @click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
 @json_option
 def prepare(
@@ -51,6 +58,7 @@ def prepare(
     cluster_path: Path | None,
     wishes: tuple[str, ...],
     batch_size: int | None,
+    batch: str,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -85,9 +93,15 @@ def prepare(
         batch_size=batch_size,
         cluster=text,
         wishes=wanted,
+        batch=batch,
         fresh=fresh,
     )
-    found = run_prepare(request)
+    try:
+        found = run_prepare(request)
+    except KeyboardInterrupt:
+        raise QSyncError(
+            f"qsync prepare was interrupted (Ctrl-C); start it again, and it continues from what is finished in {output}"
+        ) from None
     if found.rank == 0:
         emit(json_flag, _facts(found), lambda console: _render(found, is_script(job), console))
 
@@ -155,10 +169,13 @@ def _facts(found: Prepared) -> dict[str, Any]:
                 "plan": None if entry.plan is None else str(found.run.plan(entry.groups)),
                 "iteration_ns": None if entry.plan is None else entry.plan.predicted_iteration_ns,
                 "verdict": None if entry.plan is None or entry.plan.verdict is None else entry.plan.verdict.sentence,
+                "local_batches": {} if entry.plan is None else dict(entry.plan.local_batches),
                 "why_none": entry.why_none,
             }
             for entry in found.planned
         ],
+        "train_with": list(found.fewer.groups) if found.fewer else [group.name for group in found.cluster.groups],
+        "commands": [line for _, line in found.fewer.commands] if found.fewer else [],
         "made": list(found.made),
         "report": None if found.report is None else str(found.report),
         "seconds": round(found.seconds, 1),
@@ -188,4 +205,18 @@ def _render(found: Prepared, from_script: bool, console: Console) -> None:
         console.print(f"report: {found.report}", markup=False)
     folder = repr(str(found.run.path))
     line = f"qsync.hybrid(..., run={folder})" if from_script else f"qsync.apply_(model, {folder})"
-    console.print(f"train with the same ranks: the line of the script is {line}", markup=False)
+    if found.fewer is None:
+        plan = found.planned[0].plan
+        if plan is not None and len(set(plan.local_batches.values())) > 1:
+            sizes = ", ".join(f"{size} a rank of {group}" for group, size in plan.local_batches.items())
+            console.print(
+                f"local batches differ ({sizes}): the script takes applied.local_batch samples a step, and calls "
+                "applied.weight_gradients(ddp) (docs/uneven-batches.md)",
+                markup=False,
+                soft_wrap=True,
+            )
+        console.print(f"train with the same ranks: the line of the script is {line}", markup=False)
+        return
+    for sentence in found.fewer.sentences("qsync.hybrid" if from_script else "qsync.apply_"):
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print(f"the line of the script is {line}", markup=False)

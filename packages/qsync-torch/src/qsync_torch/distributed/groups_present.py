@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
         PlanError, ClusterError, ArtifactError, RankError: on every rank, as :func:`groups_present`, and when one has no such plan.
     """
     members = None
+    warn_of_restarts(stacklevel=4)
     if not (dist.is_available() and dist.is_initialized()):
         if "WORLD_SIZE" not in os.environ:
             return run.load_plan([group.name for group in run.read_cluster().groups])
@@ -98,6 +100,19 @@ def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
         plan = run.load_plan(present.names)
         facts |= plan_facts(plan)
     return plan
+
+
+def warn_of_restarts(stacklevel: int) -> None:
+    """torchrun's agents that meet by c10d keep one store for all starts of a job, in which ranks find addresses of processes that
+    have ended; nothing in such a process can change that, so it is said while there is one start."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            "a restart by torchrun would hang in init_process_group: start torchrun with --rdzv-backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as the lines of 'qsync launch --elastic' do "
+            "(docs/coming-and-going.md)",
+            stacklevel=stacklevel,
+        )
 
 
 @functools.lru_cache(maxsize=1)

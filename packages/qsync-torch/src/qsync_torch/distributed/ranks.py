@@ -331,8 +331,11 @@ def versions_text() -> str:
 def _report(what: str, facts: Mapping[str, str], error: BaseException | None) -> Report:
     if error is None:
         return Report(what, facts)
+    if isinstance(error, KeyboardInterrupt):
+        return Report(what, facts, f"an interruption (Ctrl-C) in {what}")
     if not isinstance(error, QSyncError):
-        return Report(what, facts, f"{type(error).__name__} in {what}: {_first_line(error)}")
+        said = _first_line(error)
+        return Report(what, facts, f"{type(error).__name__} in {what}{f': {said}' if said else ''}")
     kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
     return Report(what, facts, str(error) or type(error).__name__, kind)
 

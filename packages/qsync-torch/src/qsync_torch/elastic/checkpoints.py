@@ -25,6 +25,8 @@ from qsync_torch.distributed.ranks import naming_lost_ranks, together, told_by_a
 
 _PREFIX, _SUFFIX = "step-", ".pt"
 _KEYS = {"step", "state", "plan", "random"}
+_BATCHES = "batches"
+"""Samples of a step, of the job and as planned; not in the files of versions that did not keep them."""
 
 
 class Resumable(Protocol):
@@ -33,6 +35,14 @@ class Resumable(Protocol):
     @property
     def place(self) -> str:
         """Which part this process has in its job, whatever its rank is."""
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of a step on all ranks; None where that is not known."""
+
+    @property
+    def planned_batch(self) -> int | None:
+        """Samples of a step as planned; None where that is not known."""
 
     def state_dict(self) -> dict[str, int]:
         """What is equal on all ranks."""
@@ -115,6 +125,7 @@ class Checkpoints:
             "state": dict(state),
             "plan": {} if self._applied is None else self._applied.state_dict(),
             "random": {said["place"]: said["random"] for said in told.values()},
+            _BATCHES: self._batches(),
         }
         with together("Checkpoints.save, writing", slow=True):
             if _writes():
@@ -138,7 +149,8 @@ class Checkpoints:
 
         Raises:
             ArtifactError: on every rank, when the file of one cannot be read.
-            PlanError: as ``applied.load_state_dict``.
+            PlanError: as ``applied.load_state_dict``; on every rank, when the job that saved it had another global batch, and no
+                script has chosen either (docs/coming-and-going.md).
             RankError: when a rank has ended.
         """
         told = told_by_all("Checkpoints.load", {"steps": " ".join(map(str, self.steps()))})
@@ -151,6 +163,7 @@ class Checkpoints:
         with together("Checkpoints.load, reading", slow=True):
             path = self.path(newest)
             found = self._read(path if data is None else io.BytesIO(data), path, map_location)
+            self._check_batches(path, found.get(_BATCHES, []))
             if self._applied is not None and found["plan"]:
                 self._applied.load_state_dict(found["plan"])
             self._restore_random(newest, found["random"])
@@ -195,9 +208,23 @@ class Checkpoints:
                 f"the checkpoint {path} cannot be read ({first}): it may have tensors, numbers, texts, lists and dictionaries, and "
                 "no other objects; where a file is damaged, remove it to go on from the one before"
             ) from None
-        if not isinstance(found, dict) or set(found) != _KEYS:
+        if not isinstance(found, dict) or set(found) - {_BATCHES} != _KEYS:
             raise ArtifactError(f"{path} was not written by Checkpoints.save: read it with torch.load, or give another folder")
         return found
+
+    def _batches(self) -> list[int | None]:
+        return [] if self._applied is None else [self._applied.global_batch, self._applied.planned_batch]
+
+    def _check_batches(self, path: Path, saved: list[int | None]) -> None:
+        """Refuse another global batch where it is the planned one before and now, so that no script has chosen it."""
+        now = self._batches()
+        if None in (*saved, *now) or any(was == is_now for was, is_now in zip(saved, now, strict=False)) or not (saved and now):
+            return
+        raise PlanError(
+            f"the checkpoint {path} is of a job with {saved[0]} samples a step, and this one has {now[0]}: go on with the groups "
+            "that saved it, or say in the job of fewer groups what is to stay, with resize='keep-global' or 'keep-local' "
+            "(docs/coming-and-going.md)"
+        )
 
     def _place(self) -> str:
         if self._applied is not None:

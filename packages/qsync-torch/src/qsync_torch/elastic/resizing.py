@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, get_args
 
 import attrs
+import torch.distributed as dist
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.uneven_batches import split_samples
 from qsync_torch.elastic.job_ranks import JobRanks
 
@@ -23,7 +27,7 @@ class StepBatches:
     """How many samples ranks take in a step.
 
     Attributes:
-        planned: all ranks together, as planned for all groups.
+        planned: all ranks together, as planned for all groups, or for those that the plan recommends where the job is theirs.
         at_once: by rank, the local batch that its group was planned with: what one forward pass takes.
         by_rank: what a rank takes in a step.
     """
@@ -60,29 +64,39 @@ class MicroBatch:
     weight: float
 
 
-def step_batches(plan: PrecisionPlan, whole: PrecisionPlan, job: JobRanks, choice: Resize | None) -> StepBatches | None:
+def step_batches(
+    plan: PrecisionPlan, whole: PrecisionPlan, job: JobRanks, choice: Resize | None, caller: Caller = BY_HAND
+) -> StepBatches | None:
     """What each rank of a job takes in a step; None where the plan does not say what it takes.
 
     Args:
         plan: of the groups that are there.
-        whole: of all groups of the cluster: its global batch is the planned one.
+        whole: of all groups of the cluster: its global batch is the planned one.  A job of just the groups that it recommends needs
+            no choice: it has their batch, and a warning says so.
         job: its ranks.
         choice: what the script keeps.
+        caller: for messages.
 
     Raises:
-        PlanError: when the job has another global batch than planned and nothing was chosen, or the choice cannot be carried out.
+        PlanError: when the job has another global batch than planned and nothing was chosen, or the choice cannot be carried out;
+            in a job that torchrun starts again when ranks are lost, also where the plan recommends just the groups that are left.
     """
     if choice is not None and choice not in CHOICES:
         raise PlanError(f"resize is {' or '.join(map(repr, CHOICES))}, got {choice!r}")
     groups = job.groups
     if set(groups.values()) - set(plan.local_batches) or {entry.group for entry in whole.groups} - set(whole.local_batches):
         if choice is not None:
-            raise PlanError(f"the plan does not say what batches it is for, so {choice!r} cannot be carried out: plan again")
+            raise PlanError(
+                f"the plan does not say what batches it is for, so {choice!r} cannot be carried out: {caller.plan_again}"
+            )
         return None
     at_once = tuple(plan.local_batches[groups[rank]] for rank in sorted(groups))
     planned = sum(entry.count * whole.local_batches[entry.group] for entry in whole.groups)
     if choice is None and sum(at_once) != planned:
-        raise PlanError(_unchosen(whole, groups, sum(at_once), planned))
+        if not _is_recommended(whole, groups) or _may_lose_ranks():
+            raise PlanError(_unchosen(whole, groups, sum(at_once), planned, caller))
+        _tell(_recommended(whole, groups, sum(at_once), planned, caller))
+        return StepBatches(sum(at_once), at_once, at_once)
     if choice != "keep-global":
         return StepBatches(planned, at_once, at_once)
     parts = split_samples(planned, [plan.local_batches[groups[rank]] for rank in job.in_order])
@@ -92,13 +106,39 @@ def step_batches(plan: PrecisionPlan, whole: PrecisionPlan, job: JobRanks, choic
     return StepBatches(planned, at_once, tuple(by_rank[rank] for rank in sorted(groups)))
 
 
-def _unchosen(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int) -> str:
+def _is_recommended(whole: PrecisionPlan, groups: Mapping[int, str]) -> bool:
+    """Whether a job has all ranks of the groups that the plan of all groups says to train with, and no others."""
+    return Counter(groups.values()) == {name: whole.group(name).count for name in whole.recommended_groups}
+
+
+def _may_lose_ranks() -> bool:
+    """Whether torchrun starts this job again when a rank is lost, so that the ranks may have been others a moment ago."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _tell(text: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=6)
+
+
+def _recommended(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int, caller: Caller) -> str:
+    left_out = " and ".join(repr(entry.group) for entry in whole.groups if entry.group not in groups.values())
+    keep_global = caller.with_option("resize='keep-global'")
+    return (
+        f"this job trains without {left_out}, as the plan recommends: a step has {now} samples, and not the {planned} of all "
+        f"groups; where the learning rate is for {planned}, keep them with {keep_global} and the loop over "
+        "applied.micro_batches(ddp) (docs/coming-and-going.md)"
+    )
+
+
+def _unchosen(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int, caller: Caller) -> str:
     here = Counter(groups.values())
     ranks = ", ".join(f"{here[entry.group]} of {entry.count} in {entry.group!r}" for entry in whole.groups)
+    keep_global, keep_local = (caller.with_option(f"resize={choice!r}") for choice in ("keep-global", "keep-local"))
     return (
         f"this job has other ranks than planned ({ranks}), so that a step would have {now} samples instead of {planned}: say what "
-        "is to stay, with apply_(..., resize='keep-global') and the loop over applied.micro_batches(ddp), or with "
-        f"apply_(..., resize='keep-local') and a learning rate of your choice for {now / planned:.3g} of the batch "
+        f"is to stay, with {keep_global} and the loop over applied.micro_batches(ddp), or with "
+        f"{keep_local} and a learning rate of your choice for {now / planned:.3g} of the batch "
         "(docs/coming-and-going.md)"
     )
 

@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.applied_plan import AppliedPlan
-from qsync_torch.apply.communication import BUFFERS
-from qsync_torch.capturing.batches import Loss
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
+from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import MakeOptimizer
 from qsync_torch.capturing.script import hand_over, is_wanted
+from qsync_torch.distributed.communication import BUFFERS
+from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.distributed.loss_scaling import InStepGradScaler
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, apply_for_trainer
 
@@ -118,7 +120,7 @@ def plan_accelerator(
     Raises:
         QSyncError: as :func:`hybrid`.
     """
-    planned = apply_for_trainer(model, run, settings, given)
+    planned = apply_for_trainer(model, run, settings, given, Caller("hybrid", run_folder_of(run)))
     if options := planned.applied.ddp_options():
         accelerator.ddp_handler = _PlannedOptions(accelerator.ddp_handler or DistributedDataParallelKwargs(), options)
     if planned.needs_loss_scaling:

@@ -15,8 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from qsync_core.errors import JobError, PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.script import hand_over, is_wanted
+from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.distributed.loss_scaling import InStepGradScaler
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, apply_for_trainer
 from qsync_torch.job import Batch, Job
@@ -83,7 +85,8 @@ class HybridStrategy(DDPStrategy):
         except AttributeError:
             what = type(module).__name__
             raise PlanError(f"{what} has no module {self._part!r}: HybridStrategy(..., module=...) names one") from None
-        self._planned = planned = apply_for_trainer(model, self._run, self._settings(), self._plan_options)
+        caller = Caller("HybridStrategy", run_folder_of(self._run), "plan_options=dict({})")
+        self._planned = planned = apply_for_trainer(model, self._run, self._settings(), self._plan_options, caller)
         self._ddp_kwargs |= planned.applied.ddp_options()
         if planned.needs_loss_scaling:
             self.precision_plugin = LossScaling(self.root_device.type)
@@ -97,6 +100,12 @@ class HybridStrategy(DDPStrategy):
             rank_zero_info(self._planned.sentence())
             for logger in trainer.loggers:
                 logger.log_metrics(self._planned.metrics(), step=trainer.global_step)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With the batch of the first one looked at, where the plan is for the whole step."""
+        if self._planned is not None and not self._part:
+            self._planned.applied.meet_batch(args, kwargs)
+        return super().training_step(*args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """With the rounding step."""

@@ -17,7 +17,8 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import MARK, AppliedPlan
-from qsync_torch.apply.apply import apply_
+from qsync_torch.apply.apply import apply_for
+from qsync_torch.caller import Caller
 from qsync_torch.distributed.ranks import together
 
 Run = PrecisionPlan | RunFolder | str | os.PathLike[str]
@@ -92,7 +93,9 @@ class PlannedTraining:
         }
 
 
-def apply_for_trainer(model: nn.Module, run: Run, settings: TrainerSettings | None, options: Mapping[str, Any]) -> PlannedTraining:
+def apply_for_trainer(
+    model: nn.Module, run: Run, settings: TrainerSettings | None, options: Mapping[str, Any], caller: Caller
+) -> PlannedTraining:
     """``apply_``, with the trainer's settings held against the plan; a call of all ranks.
 
     Args:
@@ -100,6 +103,7 @@ def apply_for_trainer(model: nn.Module, run: Run, settings: TrainerSettings | No
         run: a plan, or the path of one or of a run folder.
         settings: of the trainer, on this rank; None where they are not known, and the first step alone compares autocast.
         options: keyword arguments of ``apply_``.
+        caller: the adapter, for messages.
 
     Raises:
         PlanError: on every rank, when a rank's trainer has another autocast than the plan's; the model is as it was.
@@ -107,12 +111,12 @@ def apply_for_trainer(model: nn.Module, run: Run, settings: TrainerSettings | No
     """
     if isinstance(run, Mapping):
         raise PlanError("a trainer trains under a whole plan, got variants by operator: give the path of a plan or of a run folder")
-    applied = apply_(model, run, **options)
+    applied = apply_for(caller, model, run, **options)
     with ExitStack() as undo:
         undo.callback(applied.remove)
         with together("qsync_torch.integrations, comparing the trainer's settings"):
             if settings is not None:
-                _check_autocast(applied.base, settings)
+                _check_autocast(applied.base, settings, caller)
         undo.pop_all()
     assert applied.plan is not None
     return PlannedTraining(applied, applied.plan)
@@ -141,7 +145,7 @@ def refuse_loss_scaling(planned: PlannedTraining, trainer: str) -> None:
     )
 
 
-def _check_autocast(base: Precision, settings: TrainerSettings) -> None:
+def _check_autocast(base: Precision, settings: TrainerSettings, caller: Caller) -> None:
     if settings.autocast is base:
         return
     found, planned = (
@@ -150,5 +154,5 @@ def _check_autocast(base: Precision, settings: TrainerSettings) -> None:
     )
     raise PlanError(
         f"{settings.trainer} is set to {settings.now} and trains {found}, but the plan is for a job {planned}: set "
-        f"{settings.wanted[base]}, or plan again for a job {found}"
+        f"{settings.wanted[base]}, or {caller.plan_again} for a job {found}"
     )

@@ -11,7 +11,9 @@ from torch import nn
 from qsync_core.errors import JobError, PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.script import is_wanted
+from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, apply_for_trainer, refuse_loss_scaling
 
 _AUTOCAST = {"float32": Precision.FLOAT32, "bfloat16": Precision.BFLOAT16}
@@ -82,7 +84,8 @@ class HybridConverter:
                 "torchtitan gives its converters the model alone, of which no job can be captured: write a job function, and run "
                 "qsync prepare with file.py:function"
             )
-        self._planned = apply_for_trainer(model, self._run, self._settings, self._options)
+        caller = Caller("HybridConverter", run_folder_of(self._run))
+        self._planned = apply_for_trainer(model, self._run, self._settings, self._options, caller)
         refuse_loss_scaling(self._planned, "torchtitan")
         logging.getLogger(__name__).info(self._planned.sentence())
 

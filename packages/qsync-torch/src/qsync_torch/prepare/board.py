@@ -60,12 +60,13 @@ class Board:
 
         return update
 
-    def note(self, text: str) -> None:
-        """A sentence that rank 0 prints."""
+    def note(self, text: str, *, of_job: bool = False) -> None:
+        """A sentence that rank 0 prints: of this rank, unless it is of the whole job."""
+        text = text if of_job else f"{self.label}{text}"
         if self.rank == 0:
-            self._say(f"{self.label}{text}")
+            self._say(text)
             return
-        self._set(f"note/{self.rank}/{self._notes}", f"{self.label}{text}")
+        self._set(f"note/{self.rank}/{self._notes}", text)
         self._notes += 1
 
     @contextmanager

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
 from qsync_core.errors import ClusterError, PlanError, QSyncError
-from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan, Role
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
 from qsync_torch.devices import any_chips_ladder, job_software
@@ -30,12 +29,13 @@ from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.load_job import job_code, load_job
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
-from qsync_torch.prepare.folder import CLUSTER, WHAT, Folder, Made, merge_disks, open_folder
+from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge_disks, open_folder
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
+from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
+from qsync_torch.prepare.starting import Fewer, fewer_groups
 from qsync_torch.profiling.communication import measure_communication
-from qsync_torch.profiling.paying import CPU_LADDER
 from qsync_torch.tracing.trace import trace
 
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
@@ -56,6 +56,7 @@ class Request:
         device, share: of this process.
         batch_size: in the place of the job's own.
         cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
+        batch: local batches, ``equal`` or ``free``.
         fresh: measure everything anew.
         quiet: show no progress.
     """
@@ -68,6 +69,7 @@ class Request:
     batch_size: int | None = None
     cluster: str | None = None
     wishes: Mapping[str, Wish] = {}
+    batch: str = "equal"
     fresh: bool = False
     quiet: bool = False
 
@@ -96,6 +98,7 @@ class Prepared:
         planned: every set of groups, the whole job first.
         made: parts that were made now; the others were kept.
         report: the page; None where no installed package writes one.
+        fewer: what to start where fewer groups do more; on rank 0.
         seconds: that it took.
     """
 
@@ -106,6 +109,7 @@ class Prepared:
     made: tuple[str, ...]
     seconds: float
     report: Path | None = None
+    fewer: Fewer | None = None
 
 
 def prepare(request: Request) -> Prepared:
@@ -127,7 +131,8 @@ def prepare(request: Request) -> Prepared:
             cluster = flow.run(load)
             planned = flow.planned(cluster) if rank == 0 else ()
             report = folder.run.report if "report" in folder.parts else None
-        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report)
+            fewer = flow.fewer(planned[0]) if planned else None
+        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, fewer)
 
 
 def _of_script(request: Request) -> Callable[[], Job]:
@@ -159,6 +164,7 @@ class _Flow:
     board: Board
     _on_disk: Parts = attrs.field(factory=dict)
     _text: str = ""
+    _groups: Sequence[Group] = ()
 
     def run(self, load: Callable[[], Job]) -> Cluster:
         """All parts; the cluster as its file says it."""
@@ -181,6 +187,7 @@ class _Flow:
         participants = gather(folder, me)
         described = self._described()
         groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
+        self._groups = groups
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
@@ -188,8 +195,26 @@ class _Flow:
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         self._measure(bench, groups, cluster)
+        while described is None and (settled := self._write_cluster(bench, groups, None)) != cluster:
+            # The groups that had not been expected to infer are measured in their ladders: each of them once.
+            if folder.rank == 0:
+                self.board.note(otherwise(cluster, settled, self._profiled(dag, cluster)), of_job=True)
+            cluster = settled
+            self._measure(bench, groups, cluster)
+        if folder.rank == 0 and (warning := contradiction(cluster, self._profiled(dag, cluster))):
+            self.board.note(warning, of_job=True)
         self._plan(dag, cluster)
         return cluster
+
+    def _profiled(self, dag: PrecisionDag, cluster: Cluster | Sequence[Group]) -> dict[str, int]:
+        """By group that has a profile of this job, its step in the base precision in nanoseconds; for rank 0."""
+        found = {}
+        for group in cluster.groups if isinstance(cluster, Cluster) else cluster:
+            name = f"profile {group.name}"
+            part = self.folder.parts.get(name)
+            if part is not None and part.inputs.get(GRAPH) == digest(dag):
+                found[group.name] = from_bytes(self.folder.read(name), Profile, name=name).steps[0].iteration_ns
+        return found
 
     def _trace(self, job: Job) -> PrecisionDag:
         """The part ``graph``: rank 0 traces; the others see that theirs is the same model, and before they measure the same job."""
@@ -200,8 +225,10 @@ class _Flow:
                 self.board.stage("tracing")(0, 1, "")
                 dag = trace(job)
         told = folder.told({"graph": digest(dag) if dag else ""})[0]["graph"]
-        if dag is not None and not folder.is_kept("graph", {"graph": told}):
-            made = {"graph": Made({"graph": told}, folder.run.dag.name, to_bytes(dag))}
+        if dag is not None and not folder.is_kept(GRAPH, {GRAPH: told}):
+            if why := folder.why_anew(GRAPH, {GRAPH: told}):
+                self.board.note(why)
+            made = {GRAPH: Made({GRAPH: told}, folder.run.dag.name, to_bytes(dag))}
         folder.publish(made)
         with folder.together(slow=True) as facts:
             if dag is None:
@@ -237,8 +264,8 @@ class _Flow:
             if texts:
                 if self.request.wishes:
                     raise ClusterError(
-                        f"--group is for groups that nobody has described, and {run.cluster} describes them; write it there, or "
-                        "remove that file"
+                        f"--group and {run.cluster} both describe the groups, because that file was changed by hand or given with "
+                        "--cluster: write into it what --group says, or remove it"
                     )
                 self._text = next(iter(texts.values()))
                 return parse_cluster(self._text, str(run.cluster))
@@ -254,7 +281,7 @@ class _Flow:
             if len(ranks) < 2 or self.folder.is_kept(name := f"communication {'+'.join(sorted(names))}", inputs):
                 continue
             if self.folder.rank == 0 and (why := self.folder.why_anew(name, inputs)):
-                self.board.note(f"{name} is made anew: {why}")
+                self.board.note(why)
             everyone = len(ranks) == dist.get_world_size()
             among = None if everyone else dist.new_group(ranks)
             made: dict[str, Made] = {}
@@ -288,7 +315,7 @@ class _Flow:
             probes = self._probes(bench, groups)
             text = ""
             if self.folder.rank == 0:
-                formed = _roles(groups, probes, self.request.wishes)
+                formed = described_groups(groups, probes, self.request.wishes, self._profiled(bench.dag, groups))
                 links = with_links(formed, *self._hop(groups)) if len(groups) > 1 else ()
                 text = cluster_text(bench.dag.model, formed, links)
             self._text = self.folder.told({"cluster": text})[0]["cluster"]
@@ -352,7 +379,7 @@ class _Flow:
         if self.folder.rank == 0:
             from qsync_torch.prepare.planning import Planning
 
-            steps = Planning(self.folder, dag, cluster, self.board).steps(_observed_rungs(cluster))
+            steps = Planning(self.folder, dag, cluster, self.board, self.request.batch).steps(_observed_rungs(cluster))
         for step in steps:
             with self.folder.together(slow=True):
                 made, removed = step()
@@ -369,6 +396,12 @@ class _Flow:
             found.append(PlannedGroups(names, plan, part.value))
         return tuple(found)
 
+    def fewer(self, whole: PlannedGroups) -> Fewer | None:
+        """What to start where the plan of all groups recommends fewer."""
+        request = self.request
+        script = (request.job, *request.arguments) if is_script(request.job) else ("YOUR_SCRIPT.py",)
+        return None if whole.plan is None else fewer_groups(self.folder.run, whole.plan, self._groups, script)
+
 
 def nothing() -> tuple[Mapping[str, Made], Sequence[str]]:
     """The step of a rank that has none."""
@@ -379,30 +412,3 @@ def _observed_rungs(cluster: Cluster) -> tuple[Variant, ...]:
     """What any chip's ladder has, and what the groups' have besides."""
     own = (rung for group in cluster.groups for rung in group.ladder)
     return tuple(dict.fromkeys((*any_chips_ladder(), *own)))
-
-
-def _roles(groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish]) -> list[DeviceGroup]:
-    """The groups as a cluster has them: the fastest trains, unless a person says otherwise."""
-    roles = {name: wish.role for name, wish in wishes.items() if wish.role}
-    if Role.TRAIN not in roles.values() and (open_ones := [group.name for group in groups if group.name not in roles]):
-        roles[min(open_ones, key=lambda name: probes[name].step_ns if probes else 0)] = Role.TRAIN
-    found = []
-    for group in groups:
-        role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
-        ladder = probes[group.name].ladder if role is Role.INFER else (Variant.plain(Precision.FLOAT32),)
-        if wish.memory_bytes and device.kind is DeviceKind.CPU and len(ladder) == 1 and role is Role.INFER:
-            ladder = CPU_LADDER[1:]  # which saves memory, whatever it takes
-        memory = round(min(member.memory_bytes for member in group.members) * device.share)
-        found.append(
-            DeviceGroup(
-                name=group.name,
-                device=device.name,
-                count=len(group.ranks),
-                role=role,
-                base=Precision.FLOAT32,
-                ladder=ladder,
-                memory_bytes=wish.memory_bytes or (memory if device.kind is DeviceKind.CUDA else 0),
-                share=device.share,
-            )
-        )
-    return found

@@ -30,6 +30,8 @@ from qsync_torch.prepare.ledger import Part, Parts, difference, parts_of, read_p
 WHAT = "qsync prepare"
 CLUSTER = "cluster"
 """The part that is the cluster file."""
+GRAPH = "graph"
+"""The part that is the job's graph; its digest is an input, by that name, of all that is made from it."""
 _PIECE_BYTES = 4 << 20
 """A TCPStore takes values of up to 8 MiB."""
 
@@ -67,6 +69,7 @@ class Folder:
     parts: dict[str, Part] = attrs.field(factory=dict)
     made: list[str] = attrs.field(factory=list)
     _rounds: int = 0
+    _said: set[str] = attrs.field(factory=set)
 
     @property
     def rank(self) -> int:
@@ -79,9 +82,20 @@ class Folder:
         return part is not None and part.inputs == inputs
 
     def why_anew(self, name: str, inputs: Mapping[str, str]) -> str:
-        """Why a part that is there is made again; empty where it is kept or not there."""
+        """A sentence on why a part that is there is made again; empty where it is not, or the same was said of another.
+
+        Another graph is the reason of everything: it is said of the part ``graph`` alone.
+        """
         part = self.parts.get(name)
-        return "" if part is None else difference(part.inputs, inputs)
+        why = "" if part is None else difference(part.inputs, inputs)
+        if not why or why in self._said:
+            return ""
+        self._said.add(why)
+        if name == GRAPH:
+            return f"the job is not the one that {self.run.path} was made for ({why}), so all of it is made anew"
+        if part is not None and part.inputs.get(GRAPH) != inputs.get(GRAPH):
+            return ""
+        return f"{name}, and all that depends on the same, is made anew: {why}"
 
     def publish(self, made: Mapping[str, Made], removed: Sequence[str] = ()) -> None:
         """Write on all disks what this rank and the others have made, and note it in the ledger.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ _FORMAT = 1
 _MAX_BYTES = 64 << 20
 _LONGEST_VALUE = 60
 """Characters of an input that a sentence shows."""
+_DIGEST, _OF_DIGEST = re.compile("[0-9a-f]{32,}"), 8
+"""A digest, and how many of its characters tell two apart for a person."""
 
 
 @attrs.frozen
@@ -96,4 +99,6 @@ def _holds(path: Path, sha256: str) -> bool:
 
 def _short(value: str | None) -> str:
     text = value or "nothing"
+    if _DIGEST.fullmatch(text):
+        return text[:_OF_DIGEST]
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

@@ -149,7 +149,7 @@ class Bench:
         if self.folder.is_kept(name, inputs):
             return {}
         if why := self.folder.why_anew(name, inputs):
-            self.board.note(f"{name} is made anew: {why}")
+            self.board.note(why)
         self._check_job()
         return {name: run(inputs)}
 

@@ -41,6 +41,7 @@ class Participant:
         memory_bytes: of the device; 0 where that is no limit (a CPU).
         group: what ``QSYNC_GROUP`` says, if anything.
         software: versions and settings of the process.
+        gpu: as ``CUDA_VISIBLE_DEVICES`` names it; empty for a CPU.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Participant:
     memory_bytes: int
     group: str
     software: Mapping[str, str]
+    gpu: str = ""
 
     @classmethod
     def here(cls, rank: int, device: torch.device, share: float, software: Mapping[str, str]) -> Participant:
@@ -66,6 +68,7 @@ class Participant:
             memory_bytes=memory,
             group=os.environ.get(GROUP_VARIABLE, ""),
             software={name: value for name, value in software.items() if value},
+            gpu=_name_of_gpu(device.index or 0) if device.type == "cuda" else "",
         )
 
     def disturbs(self, other: Participant) -> bool:
@@ -204,6 +207,11 @@ def waves(groups: Iterable[Group]) -> list[list[Group]]:
         else:
             wave.append(group)
     return found
+
+
+def _name_of_gpu(index: int) -> str:
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[index] if index < len(visible) else str(index)
 
 
 def _name_of(device: DeviceType) -> str:

@@ -28,6 +28,7 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.folder import Folder, Made
 
 _PLANNER = "qsync-planner"
+EQUAL = "equal"
 
 
 def survivors(cluster: Cluster) -> Iterator[tuple[str, ...]]:
@@ -70,13 +71,15 @@ class Planning:
         folder: with finished measurements.
         dag: the job's graph.
         cluster: the whole job's, as its file says.
-        measured_ranks: per group, how many ranks took part in collectives.
+        board: who is told how far it is.
+        batch: local batches, ``equal`` or ``free`` (:func:`qsync_planner.allocator.allocate`).
     """
 
     folder: Folder
     dag: PrecisionDag
     cluster: Cluster
     board: Board
+    batch: str = EQUAL
 
     def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
         """What is to be made, one after the other; ``variants`` are rated.  Each gives its parts, and those that are no more."""
@@ -148,6 +151,7 @@ class Planning:
                 "communication": digest(costs) if costs else "",
                 _PLANNER: __version__,
                 **{f"profile of {name}": digest(profiles[name]) for name in names},
+                **({} if self.batch == EQUAL else {"local batches": self.batch}),
             }
             if self.folder.is_kept(f"plan {key}", inputs):
                 continue
@@ -156,7 +160,8 @@ class Planning:
         wanted = {f"plan {key_of(names)}" for names in sets}
         without = {name for name, one in made.items() if not one.file}
         gone = [name for name in self.folder.parts if name.startswith("plan ") and name not in wanted - without]
-        return made, [*gone, *(name.replace("plan ", "timeline ") for name in gone)]
+        timelines = [name.replace("plan ", "timeline ") for name in (*gone, *made) if name.startswith("plan ")]
+        return made, [*gone, *(name for name in timelines if name not in made)]
 
     def _planned(
         self,
@@ -172,22 +177,23 @@ class Planning:
         as_described = tuple(group for group in self.cluster.groups if group.name in names)
         try:
             try:
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs)
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, batch=self.batch)
             except InfeasibleError:
                 if cluster.groups == as_described:
                     raise
                 cluster = attrs.evolve(cluster, groups=as_described)
-                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs)
+                found = allocate(self.dag, cluster, profiles, sensitivity, communication=costs, batch=self.batch)
         except InfeasibleError as error:
             if len(names) == len(self.cluster.groups):
                 raise
-            self.board.note(f"no plan for {', '.join(names)} alone: {error}")
+            self.board.note(f"no plan for {', '.join(names)} alone: {error}", of_job=True)
             return {f"plan {key}": Made(inputs, value=str(error))}
-        run, timeline = self.folder.run, self._timeline(found, cluster, profiles, costs)
-        return {
-            f"plan {key}": Made(inputs, run.relative(run.plan(names)), to_bytes(found)),
-            f"timeline {key}": Made(inputs, run.relative(run.timeline("predicted", names)), timeline),
-        }
+        run = self.folder.run
+        made = {f"plan {key}": Made(inputs, run.relative(run.plan(names)), to_bytes(found))}
+        if set(found.local_batches.values()) <= {self.dag.batch_size}:  # of others no single operator's cost is known
+            timeline = self._timeline(found, cluster, profiles, costs)
+            made[f"timeline {key}"] = Made(inputs, run.relative(run.timeline("predicted", names)), timeline)
+        return made
 
     def _timeline(
         self, plan: PrecisionPlan, cluster: Cluster, profiles: Mapping[str, Profile], costs: CollectiveCosts | None
@@ -209,7 +215,7 @@ class Planning:
         try:
             require_pages()
         except PlanError as error:
-            self.board.note(f"no report: {error}")
+            self.board.note(f"no report: {error}", of_job=True)
             return {}
         self.board.stage("writing the report")(0, 1, "")
         run = self.folder.run
@@ -231,6 +237,7 @@ class Planning:
             return costs
         self.board.note(
             f"{key_of(names)}: planned without the measured collectives, which were those of "
-            f"{', '.join(f'{count} ranks of {group}' for group, count in costs.ranks.items())}"
+            f"{', '.join(f'{count} ranks of {group}' for group, count in costs.ranks.items())}",
+            of_job=True,
         )
         return None

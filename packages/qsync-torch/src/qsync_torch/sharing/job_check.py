@@ -17,6 +17,7 @@ from torch import nn
 
 from qsync_core.errors import CompatibilityError, PlanError, QSyncError
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.exchange import by_value, rank_list
 from qsync_torch.distributed.ranks import told_by_all
 from qsync_torch.sharing.share import green_share_in_force
@@ -49,7 +50,14 @@ class RankFacts:
 
 
 def check_job(
-    what: str, plan: PrecisionPlan, group: str, model: nn.Module, allowed: Collection[str], *, warn: bool = True
+    what: str,
+    plan: PrecisionPlan,
+    group: str,
+    model: nn.Module,
+    allowed: Collection[str],
+    caller: Caller = BY_HAND,
+    *,
+    warn: bool = True,
 ) -> dict[int, str]:
     """Compare all ranks with the plan and with each other; call it on every rank.
 
@@ -59,6 +67,7 @@ def check_job(
         group: of this process.
         model: on its device, or not yet.
         allowed: ``allow_flags`` of ``apply_``.
+        caller: for messages.
         warn: whether rank 0 says what makes the plan's times void without being refused.
 
     Returns:
@@ -71,10 +80,10 @@ def check_job(
     mine = rank_facts(group, model, allowed)
     heard = told_by_all(f"{what}, comparing GPUs", {"facts": json.dumps(attrs.asdict(mine))})
     ranks = {rank: RankFacts(**json.loads(facts["facts"])) for rank, facts in heard.items()}
-    if problem := job_problem(plan, ranks):
+    if problem := job_problem(plan, ranks, caller):
         raise problem
-    if warn and len(ranks) > 1 and dist.get_rank() == 0 and (warning := job_warning(plan, ranks)):
-        warnings.warn(warning, stacklevel=3)
+    if warn and len(ranks) > 1 and dist.get_rank() == 0 and (warning := job_warning(plan, ranks, caller)):
+        warnings.warn(warning, stacklevel=4)
     return {rank: facts.group for rank, facts in ranks.items()}
 
 
@@ -113,7 +122,7 @@ def _backends() -> str:
     return found if dist.is_nccl_available() else found.replace("nccl", "")
 
 
-def job_problem(plan: PrecisionPlan, ranks: Mapping[int, RankFacts]) -> QSyncError | None:
+def job_problem(plan: PrecisionPlan, ranks: Mapping[int, RankFacts], caller: Caller = BY_HAND) -> QSyncError | None:
     """Why the job cannot run, or not at the plan's times: the first of its problems; None where there is none."""
     versions = {rank: facts.nccl for rank, facts in ranks.items() if facts.nccl}
     if len(set(versions.values())) > 1:
@@ -127,13 +136,13 @@ def job_problem(plan: PrecisionPlan, ranks: Mapping[int, RankFacts]) -> QSyncErr
             together.setdefault(facts.gpu, []).append(rank)
     shares = {group.group: group.device.share for group in plan.groups}
     for gpu, who in together.items():
-        if len(who) > 1 and (problem := _crowded(gpu, who, ranks, shares)):
+        if len(who) > 1 and (problem := _crowded(gpu, who, ranks, shares, caller)):
             return PlanError(problem)
     problem = _unlimited(ranks, shares)
     return PlanError(problem) if problem else None
 
 
-def _crowded(gpu: str, who: Sequence[int], ranks: Mapping[int, RankFacts], shares: Mapping[str, float]) -> str:
+def _crowded(gpu: str, who: Sequence[int], ranks: Mapping[int, RankFacts], shares: Mapping[str, float], caller: Caller) -> str:
     """What is wrong with several ranks on one GPU."""
     where = f"{rank_list(who)} are on one GPU ({ranks[who[0]].device}, {gpu})"
     if any(ranks[rank].nccl for rank in who):
@@ -145,10 +154,11 @@ def _crowded(gpu: str, who: Sequence[int], ranks: Mapping[int, RankFacts], share
     if total <= 1 + 1e-9 or all(ranks[rank].allow_share for rank in who):
         return ""
     groups = ", ".join(dict.fromkeys(repr(ranks[rank].group) for rank in who))
+    exception = caller.with_option("allow_flags=['share']")
     return (
         f"{where}, and the shares of their groups ({groups}) add up to {total:g} of it: move a rank to another GPU, or give the "
-        "groups smaller shares in the cluster file, profile and plan again; apply_(..., allow_flags=['share']) runs the job all "
-        "the same, at other times than were predicted"
+        f"groups smaller shares in the cluster file, and {caller.profile_again}; {exception} runs "
+        "the job all the same, at other times than were predicted"
     )
 
 
@@ -168,7 +178,7 @@ def _unlimited(ranks: Mapping[int, RankFacts], shares: Mapping[str, float]) -> s
     return ""
 
 
-def job_warning(plan: PrecisionPlan, ranks: Mapping[int, RankFacts]) -> str:
+def job_warning(plan: PrecisionPlan, ranks: Mapping[int, RankFacts], caller: Caller = BY_HAND) -> str:
     """How many ranks the job has of each group, where the plan was made for other numbers; else empty."""
     planned = {group.group: group.count for group in plan.groups}
     found = Counter(facts.group for facts in ranks.values())
@@ -177,7 +187,7 @@ def job_warning(plan: PrecisionPlan, ranks: Mapping[int, RankFacts]) -> str:
     differing = ", ".join(
         f"{found[group]} instead of {count} of {group!r}" for group, count in planned.items() if found[group] != count
     )
-    return (
-        f"the plan's times do not hold: this job has other ranks than it was made for ({differing}); plan again from the stored "
-        "profiles, with these counts in the cluster file"
-    )
+    again = "plan again from the stored profiles, with these counts in the cluster file"
+    if caller.run is not None:
+        again = f"{caller.plan_again} with these ranks"
+    return f"the plan's times do not hold: this job has other ranks than it was made for ({differing}); {again}"

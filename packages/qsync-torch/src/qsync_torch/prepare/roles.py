@@ -1,0 +1,89 @@
+"""Which groups train and which infer: what a person says, and for the others what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qsync_core.ir.cluster import Cluster, DeviceGroup
+from qsync_core.ir.plan import Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind
+from qsync_core.ir.variant import Variant
+from qsync_core.units import format_ns
+from qsync_torch.prepare.measuring import Probe
+from qsync_torch.prepare.participants import Group, Wish
+from qsync_torch.profiling.paying import CPU_LADDER
+
+ALIKE = 0.05
+"""Steps that differ by less than this part do not say which group is the faster one: the first guess stays."""
+
+StepsNs = Mapping[str, int]
+"""By group, a step in the job's base precision."""
+
+
+def described_groups(
+    groups: Sequence[Group], probes: Mapping[str, Probe], wishes: Mapping[str, Wish], profiled: StepsNs
+) -> list[DeviceGroup]:
+    """The groups as a cluster has them: the fastest trains, unless a person says otherwise.
+
+    Args:
+        groups: who is there.
+        probes: a few steps of each group, and its rungs; none where one group is all there is.
+        wishes: what a person says.
+        profiled: steps of groups that have a profile, which count more than the probes'.
+    """
+    roles = {name: wish.role for name, wish in wishes.items() if wish.role}
+    if Role.TRAIN not in roles.values() and (open_ones := [group.name for group in groups if group.name not in roles]):
+        roles[_fastest(open_ones, {name: probe.step_ns for name, probe in probes.items()}, profiled)] = Role.TRAIN
+    found = []
+    for group in groups:
+        role, wish, device = roles.get(group.name, Role.INFER), wishes.get(group.name, Wish()), group.first.device
+        ladder = probes[group.name].ladder if role is Role.INFER else (Variant.plain(Precision.FLOAT32),)
+        if wish.memory_bytes and device.kind is DeviceKind.CPU and len(ladder) == 1 and role is Role.INFER:
+            ladder = CPU_LADDER[1:]  # which saves memory, whatever it takes
+        memory = round(min(member.memory_bytes for member in group.members) * device.share)
+        found.append(
+            DeviceGroup(
+                name=group.name,
+                device=device.name,
+                count=len(group.ranks),
+                role=role,
+                base=Precision.FLOAT32,
+                ladder=ladder,
+                memory_bytes=wish.memory_bytes or (memory if device.kind is DeviceKind.CUDA else 0),
+                share=device.share,
+            )
+        )
+    return found
+
+
+def _fastest(names: Sequence[str], probed: StepsNs, profiled: StepsNs) -> str:
+    """By the first guess, unless all have a profile and these say otherwise."""
+    guess = min(names, key=lambda name: probed.get(name, 0))
+    if set(names) - set(profiled):
+        return guess
+    fastest = min(names, key=lambda name: profiled[name])
+    return fastest if profiled[fastest] < (1 - ALIKE) * profiled[guess] else guess
+
+
+def otherwise(was: Cluster, now: Cluster, profiled: StepsNs) -> str:
+    """A sentence on roles that are not what the first steps had said."""
+    first, settled = (next(group.name for group in cluster.groups if group.role is Role.TRAIN) for cluster in (was, now))
+    return (
+        f"{settled} trains, and not {first} as the first few steps had it: by the profiles its step in full precision takes "
+        f"{format_ns(profiled[settled])}, that of {first} {format_ns(profiled[first])}; what depends on the roles is made again"
+    )
+
+
+def contradiction(cluster: Cluster, profiled: StepsNs) -> str:
+    """A sentence on roles that a person gave and the profiles speak against: a group infers that is faster than one that trains."""
+    training, inferring = ([g.name for g in cluster.groups if g.role is role and g.name in profiled] for role in Role)
+    if not training or not inferring:
+        return ""
+    slow, fast = max(training, key=lambda name: profiled[name]), min(inferring, key=lambda name: profiled[name])
+    if profiled[fast] >= (1 - ALIKE) * profiled[slow]:
+        return ""
+    return (
+        f"{slow} trains and {fast} infers, as was said, but by the profiles {slow} is the slower one: its step in full precision "
+        f"takes {format_ns(profiled[slow])}, that of {fast} {format_ns(profiled[fast])}; exchange the roles, unless it is meant so"
+    )

@@ -1,0 +1,70 @@
+"""``--batch free``: the plans of a run folder may move samples, and go back to equal batches; from stored profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from qsync_core.artifacts.files import digest, from_bytes
+from qsync_core.cluster_file import parse_cluster
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.plan import PrecisionPlan
+from qsync_core.run_folder import RunFolder
+from qsync_planner.allocator import allocate
+from qsync_torch.prepare import planning
+from qsync_torch.prepare.board import Board
+from qsync_torch.prepare.folder import Folder, Made
+
+STORED = resources.files("qsync_torch.demo").joinpath("h200_resnet50")
+TOGETHER, TIMELINE = "plan infer+train", "timeline infer+train"
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> tuple[Folder, PrecisionDag]:
+    """A run folder that lacks nothing but plans."""
+    folder = Folder(RunFolder(tmp_path), None, writes=True)
+    folder.run.ledger.parent.mkdir()
+    dag = from_bytes(STORED.joinpath("dag.qsync").read_bytes(), PrecisionDag)
+    files = {f"profile {group}": f"profiles/{group}.qsync" for group in ("train", "infer")} | {
+        "sensitivity": "job.sensitivity.qsync"
+    }
+    stored = {name: STORED.joinpath(f"{name.replace(' ', '.')}.qsync").read_bytes() for name in files}
+    folder.publish({name: Made({"graph": digest(dag)}, files[name], stored[name]) for name in files})
+    folder.made.clear()
+    return folder, dag
+
+
+def test_samples_move_only_where_that_is_asked_for(measured, monkeypatch):
+    folder, dag = measured
+    text = STORED.joinpath("cluster.toml").read_text("utf-8")
+    cluster = parse_cluster(text.replace("count = 2", "count = 1"), "the stored cluster")  # alone, nobody to communicate with
+
+    def uniform(*arguments: Any, batch: str, **options: Any) -> PrecisionPlan:
+        """Quick, and with the batches of a plan that was free to choose them."""
+        plan = allocate(*arguments, solver="uniform", **options)
+        moved = batch == "free" and len(plan.groups) == 2
+        return attrs.evolve(plan, local_batches={"train": 160, "infer": 96}) if moved else plan
+
+    monkeypatch.setattr(planning, "allocate", uniform)
+
+    def plan(batch: str) -> Mapping[str, int]:
+        folder.made.clear()
+        folder.publish(*planning.Planning(folder, dag, cluster, Board(None), batch).plan())
+        return from_bytes(folder.read(TOGETHER), PrecisionPlan).local_batches
+
+    assert plan("equal") == {"train": 128, "infer": 128}
+    timeline = folder.run.path / folder.parts[TIMELINE].file
+    assert timeline.is_file()
+
+    assert plan("free") == {"train": 160, "infer": 96}
+    assert (TIMELINE in folder.parts, timeline.exists()) == (False, False)
+    assert plan("free") == {"train": 160, "infer": 96}
+    assert folder.made == []
+
+    assert plan("equal") == {"train": 128, "infer": 128}
+    assert timeline.is_file()

@@ -1,0 +1,94 @@
+"""What to type where fewer groups do more than all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from qsync_core.artifacts.files import save
+from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import DeviceKind, DeviceType
+from qsync_core.run_folder import RunFolder
+from qsync_torch.prepare.participants import Group, Participant
+from qsync_torch.prepare.starting import Fewer, fewer_groups
+
+CPU = DeviceType("cpu", DeviceKind.CPU)
+H200 = DeviceType("NVIDIA H200", DeviceKind.CUDA, 1.0, 0, "9.0")
+HALF = attrs.evolve(H200, share=0.5)
+
+
+def group(name: str, device: DeviceType, *places: tuple[str, str]) -> Group:
+    """Of a rank for each host and GPU."""
+    return Group(
+        name, tuple(Participant(rank, host, host, (), device, 0, name, {}, gpu) for rank, (host, gpu) in enumerate(places))
+    )
+
+
+def plan_of(groups: list[Group], recommended: tuple[str, ...] = ()) -> PrecisionPlan:
+    entries = tuple(
+        GroupPlan(group.name, Role.INFER if number else Role.TRAIN, len(group.ranks), group.first.device, Precision.FLOAT32, {})
+        for number, group in enumerate(groups)
+    )
+    batches = {group.name: 16 for group in groups}
+    return PrecisionPlan(
+        "m", "", (), {}, "", "", 1, 1, 0.0, None, entries, "", local_batches=batches, recommended_groups=recommended
+    )
+
+
+def found(folder: Path, groups: list[Group], kept: tuple[str, ...], script: tuple[str, ...] = ("train.py",)) -> Fewer | None:
+    run = RunFolder(folder)
+    (folder / "plans").mkdir()
+    save(plan_of([group for group in groups if group.name in kept]), run.plan(kept))
+    return fewer_groups(run, plan_of(groups, kept), groups, script)
+
+
+def test_on_one_machine_it_is_one_line(tmp_path):
+    groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
+    fewer = found(tmp_path, groups, ("b",), ("my train.py", "--lr", "1e-3"))
+    assert fewer is not None
+    line = "QSYNC_GROUP=b torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=29500 "
+    assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
+    assert fewer.sentences("qsync.hybrid") == [
+        "a is better left out; train without, by:",
+        f"  {line}'my train.py' --lr 1e-3",
+        "a step then has 32 samples, each rank its own batch, and not the 48 of all groups; where the learning rate is for 48, "
+        "keep them with qsync.hybrid(..., resize='keep-global') and the loop over applied.micro_batches(ddp) "
+        "(docs/coming-and-going.md)",
+    ]
+
+
+def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path):
+    groups = [
+        group("fast", H200, ("one", "0"), ("one", "1"), ("two", "0")),
+        group("half", HALF, ("three", "0")),
+        group("slow", CPU, ("four", "")),
+    ]
+    fewer = found(tmp_path, groups, ("fast", "half"))
+    assert fewer is not None
+    assert (fewer.left_out, fewer.samples, fewer.of_all) == (("slow",), 64, 80)
+    line, rest = "torchrun --nnodes=3 --node-rank=", "--master-addr=one --master-port=29500 train.py"
+    assert fewer.commands == (
+        ("one", f"QSYNC_GROUP=fast {line}0 --nproc-per-node=2 {rest}"),
+        ("two", f"QSYNC_GROUP=fast {line}1 --nproc-per-node=1 {rest}"),
+        (
+            "three",
+            f"QSYNC_GROUP=half CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 {line}2 --nproc-per-node=1 {rest}",
+        ),
+    )
+    assert [sentence.split(": ")[0].strip() for sentence in fewer.sentences("apply_")[1:4]] == ["one", "two", "three"]
+
+
+def test_the_gpus_of_a_machine_that_has_others_too_are_named(tmp_path):
+    groups = [group("old", H200, ("here", "0"), ("here", "1")), group("new", attrs.evolve(H200, name="B200"), ("here", "5"))]
+    fewer = found(tmp_path, groups, ("new",))
+    assert fewer is not None
+    assert fewer.commands[0][1].startswith("QSYNC_GROUP=new CUDA_VISIBLE_DEVICES=5 torchrun --nnodes=1 ")
+
+
+@pytest.mark.parametrize("recommended", [(), ("a", "b"), ("b",)])
+def test_there_is_nothing_to_say_where_all_train_or_the_others_have_no_plan(tmp_path, recommended):
+    groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
+    assert fewer_groups(RunFolder(tmp_path), plan_of(groups, recommended), groups, ("train.py",)) is None
