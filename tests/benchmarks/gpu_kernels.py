@@ -1,4 +1,4 @@
-"""Rows K1 to K10 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
+"""Rows K1 to K11 of ``docs/results/kernels.json``: what the kernel backends are worth on one GPU.
 
 Run it on a machine with a CUDA device; a row that cannot be measured is missing, with the reason on stderr::
 
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kernels import rows_conv, rows_products, rows_quantize, rows_steps, rows_tuning
+from kernels import rows_conv, rows_producers, rows_products, rows_quantize, rows_steps, rows_tuning
 from kernels.bench import Bench, Row
 from kernels.contenders import compile_ahead
 from kernels.whole_model import Mode, release
@@ -55,6 +55,7 @@ def groups(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], 
         "K9": partial(rows_steps.ablation_rows, bench, backend=backend),
         "K10": partial(rows_tuning.exhaustive_rows, bench),
         "K10b": partial(rows_tuning.duration_rows, bench),
+        "K11": partial(rows_producers.producer_rows, bench),
     }
 
 
@@ -70,7 +71,9 @@ def _compile(bench: Bench, wanted: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for profiles")
-    parser.add_argument("--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b")
+    parser.add_argument(
+        "--only", default="", help="groups of rows, comma-separated: K1,K2,K3,K4 (with K5),K6,K7,K8,K9,K10,K10b,K11"
+    )
     parser.add_argument("--backend", default=None, help="backends of K7 to K9, a+b; default the fastest, tuned first")
     parser.add_argument("--profile", action="store_true", help="write what the steps of K7 and K8 are made of to OUT")
     parser.add_argument("--modes", default="eager,graph,compiled", help="of K7 and K8, in this order")

@@ -26,6 +26,7 @@ from compatibility.job import (
 )
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
 from qsync_torch import apply_
+from qsync_torch.aten.float_products import FORMATS_WITHOUT_HARDWARE
 
 VARIANTS = {name: str(precision) for name, precision in LOWERED.items()}
 
@@ -115,26 +116,24 @@ def test_compiled_autograd(folder: Path) -> None:
 
 
 def test_torch_func() -> None:
-    """Of an operator in 8 bits PyTorch refuses them; of one in bfloat16 where the processor lacks its products."""
+    """Of an operator in 8 bits, or in a format whose products the processor lacks, PyTorch refuses them; of others it does not."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    x, sentence = torch.randn(3, 4), "must override the setup_context staticmethod"
+    x = torch.randn(3, 4)
 
     def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (x,)).square().mean()
 
-    applied = apply_(model, {"0": "int8"}, seed=3)
-    with pytest.raises(RuntimeError, match=sentence):
-        torch.func.grad(loss)(parameters, x)
-    applied.remove()
-    apply_(model, {"0": "bfloat16"}, seed=3)
-    model(x).square().mean().backward()
-    try:
-        found = torch.func.grad(loss)(parameters, x)
-    except RuntimeError:
-        with pytest.raises(RuntimeError, match=sentence):
-            torch.func.grad(loss)(parameters, x)
-        return
-    assert difference(list(found.values()), [parameter.grad for parameter in model.parameters()]) == 0
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
-    assert difference([value.mean(0) for value in each.values()], list(found.values())) < 2e-2
+    for variant, dtype in {"int8": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.items():
+        applied = apply_(model, {"0": variant}, seed=3)
+        if dtype is None or dtype in FORMATS_WITHOUT_HARDWARE:
+            with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
+                torch.func.grad(loss)(parameters, x)
+        else:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            found = torch.func.grad(loss)(parameters, x)
+            assert difference(list(found.values()), [parameter.grad for parameter in model.parameters()]) == 0
+            each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+            assert difference([value.mean(0) for value in each.values()], list(found.values())) < 2e-2
+        applied.remove()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,9 @@ from compatibility.job import (
     state_of,
 )
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
+from qsync_core.ir.precision import Precision
 from qsync_torch import InStepGradScaler, apply_
+from qsync_torch import compile as compile_fused
 
 
 @on_two_ranks
@@ -70,8 +74,6 @@ class Branching(Net):
 
 @on_two_ranks
 def test_find_unused_parameters(folder: Path) -> float:
-    from qsync_core.ir.precision import Precision
-
     variants = LOWERED | {"other": Precision.BFLOAT16}
     found = ddp_loop(planned(Branching, variants), find_unused_parameters=True)
     return difference(found, plain_loop(planned(Branching, variants)))
@@ -236,5 +238,34 @@ def test_ddp_of_a_compiled_model(folder: Path) -> float:
 
 @on_two_ranks
 def test_compiled_ddp(folder: Path) -> float:
-    model = planned()
-    return difference(trained(model, torch.compile(DistributedDataParallel(model), backend="aot_eager")), reference())
+    """Also with several buckets, at whose borders PyTorch cuts the graph."""
+    model, cut = planned(), planned()
+    whole = trained(model, torch.compile(DistributedDataParallel(model), backend="aot_eager"))
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1):
+        pieces = trained(cut, torch.compile(DistributedDataParallel(cut, bucket_cap_mb=1e-3), backend="aot_eager"))
+    return max(difference(whole, reference()), difference(pieces, reference()))
+
+
+@on_two_ranks
+def test_fused_chains_inside_and_outside_ddp(folder: Path) -> float:
+    """The same bits as by hand."""
+
+    def model() -> Any:
+        return planned(variants=dict.fromkeys(LOWERED, Precision.INT8))
+
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("qsync_torch.compiling")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    expected = plain_loop(compile_fused(model(), backend="aot_eager"))
+    inside, outside = model(), model()
+    ways = [
+        trained(inside, DistributedDataParallel(compile_fused(inside, backend="aot_eager"))),
+        trained(outside, compile_fused(DistributedDataParallel(outside), backend="aot_eager")),
+    ]
+    logger.removeHandler(handler)
+    # Of rank 1: batch norm and ReLU before conv2, and the ReLU before fc2, three times; rank 0 trains in float32.
+    assert len(found) == (6 if dist.get_rank() else 0), found
+    return max(difference(way, expected) for way in ways)

@@ -165,11 +165,20 @@ def test_foreach_optimizer(folder: Path) -> float:
 
 @refused_on_two_ranks
 def test_optimizer_in_the_backward_of_ddp(folder: Path) -> None:
-    model = planned()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-    wrapped = DistributedDataParallel(model)
-    for step in range(STEPS):
-        loss_of(wrapped(batch(step))).backward()
+    """PyTorch's own error, word for word as without a plan."""
+
+    def train(model: nn.Module) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+        wrapped = DistributedDataParallel(model)
+        for step in range(STEPS):
+            loss_of(wrapped(batch(step))).backward()
+
+    with pytest.raises(RuntimeError) as without:
+        train(make_model())
+    with pytest.raises(RuntimeError) as found:
+        train(planned())
+    assert str(found.value) == str(without.value)
+    raise found.value
 
 
 @on_two_ranks

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from compatibility.job import difference
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import Assignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 
@@ -93,9 +95,27 @@ def test_adapters_before_apply() -> None:
     assert difference(step(model), before()) == 0
 
 
-def test_a_plan_without_adapters_on_a_model_that_has_them() -> None:
-    with pytest.raises(PlanError, match=r"PeftModel\w* has no linear or convolution"):
-        apply_(adapted(bert()), plan())
+def whole_plan() -> PrecisionPlan:
+    """Of a model without adapters, as ``qsync plan`` makes it: it names every linear."""
+    names = [OpId(name) for name, module in bert().named_modules() if isinstance(module, torch.nn.Linear)]
+    entries = {name: Assignment(VARIANTS.get(name.fqn, Variant.of(Precision.FLOAT32)), "aten", "", "by hand") for name in names}
+    group = GroupPlan("infer", Role.INFER, 1, DeviceType("cpu", DeviceKind.CPU), Precision.FLOAT32, entries)
+    return PrecisionPlan("bert", "", tuple(names), {}, "by hand", "", 1, 1, 0.0, None, (group,), "")
+
+
+@pytest.mark.parametrize("entries", [plan, whole_plan])
+@pytest.mark.parametrize("part", ["", "base_model.model"])
+def test_a_plan_without_adapters_on_a_model_that_has_them(entries: Any, part: str) -> None:
+    said = r"no linear or convolution bert\.encoder.* there are adapters on it that the plan does not know: call apply_ before they"
+    with pytest.raises(PlanError, match=said):
+        apply_(adapted(bert()).get_submodule(part), entries())
+
+
+def test_a_whole_plan_goes_first() -> None:
+    """What the refusal advises: before the adapters are added."""
+    model = bert()
+    apply_(model, whole_plan())
+    assert difference(step(adapted(model)), before()) == 0
 
 
 def test_merged_adapters() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import pytest
 
+from processes import free_port
 from qsync_core.artifacts.files import load
 from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.timeline import Timeline
@@ -41,12 +42,6 @@ class Ended:
     def sentence(self) -> str:
         """The error that it ends with."""
         return self.error.strip().splitlines()[-1]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @contextmanager
@@ -90,8 +85,10 @@ def disks(tmp_path) -> list[Path]:
 
 
 def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(disks):
-    ended = prepare(disks)
+    unequal = [{"FIRST_STEPS_S": "0.1"}, {"STEP_S": "0.03"}]
+    ended = prepare(disks, unequal, roles=False)
     first = made(ended)
+    assert "note: strong trains, and not weak as the first few steps had it: by the profiles" in ended[0].error
     assert {"graph", "communication strong+weak", "profile strong", "profile weak", "observations", "plan strong+weak"} <= first
     assert ended[1].out == ""
     run = RunFolder(disks[0])
@@ -111,7 +108,7 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert filecmp.cmpfiles(*disks, files, shallow=False)[0] == files
     assert not [name for name in files if "partial" in name or "tmp" in name]
 
-    assert made(prepare(disks)) == set()
+    assert made(prepare(disks, unequal, roles=False)) == set()
 
     # A person's word on one disk goes to the other; measurements stay.
     text = run.cluster.read_text()

@@ -14,11 +14,25 @@ from torch import nn
 from qsync_torch.job import Batch, Job
 
 POLL_S = 0.05
+FIRST_STEPS = 4
+
+
+class Delayed(torch.optim.SGD):
+    """On a device that is slow, or a machine that is busy for a while."""
+
+    taken = 0
+
+    def step(self, closure: None = None) -> None:
+        first = Delayed.taken < FIRST_STEPS
+        Delayed.taken += 1
+        time.sleep(float(os.environ.get("STEP_S", "0")) + first * float(os.environ.get("FIRST_STEPS_S", "0")))
+        super().step(closure)
 
 
 def make_job() -> Job:
     """``FAIL``: it raises.  ``WIDTH``: of another net.  ``WAIT_FOR``: only once that file is there.  ``MOST_BYTES``: of a file.
-    ``DIE_AT``: its batches end the process, as a power cut does, once that file is there."""
+    ``DIE_AT``: its batches end the process, as a power cut does, once that file is there.  ``STEP_S``: what a step takes longer,
+    and ``FIRST_STEPS_S`` one of the first few."""
     if os.environ.get("FAIL"):
         raise FileNotFoundError("there is no data set on this machine")
     while (awaited := os.environ.get("WAIT_FOR")) and not Path(awaited).exists():
@@ -39,6 +53,6 @@ def make_job() -> Job:
         nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3)),
         batch,
         lambda output, batch: nn.functional.cross_entropy(output, batch.target),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: Delayed(parameters, lr=0.1),
         batch_size=4,
     )

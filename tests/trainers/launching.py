@@ -23,8 +23,10 @@ def scripts_of_the_page() -> dict[str, str]:
     return dict(blocks)
 
 
-def run_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[str]:
+def run_ranks(script: Path | str, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[str]:
     """Run a script as torchrun would on one machine, in ``folder``; by default the first rank trains, the second is lowered.
+
+    Where ``script`` is ``-m``, the module is the first of the arguments.
 
     Returns:
         What each rank printed.  A rank that fails fails the test.
@@ -34,7 +36,9 @@ def run_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups:
     return [output for _, output in ended]
 
 
-def end_ranks(script: Path, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[tuple[int, str]]:
+def end_ranks(
+    script: Path | str, folder: Path, arguments: Sequence[str] = (), groups: Sequence[str] = GROUPS
+) -> list[tuple[int, str]]:
     """:func:`run_ranks`, with the status of each rank."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("QSYNC_", "ACCELERATE_"))}
     job = {

@@ -27,7 +27,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch import InStepGradScaler, apply_
 from qsync_torch.apply.applied_plan import AppliedPlan
-from qsync_torch.apply.communication import BUFFERS
+from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.integrations import accelerate, lightning, transformers
 from qsync_torch.integrations.torchtitan import HybridConverter
 

@@ -50,7 +50,7 @@ from qsync_planner.allocator import allocate  # noqa: E402
 from qsync_planner.indicate import indicate  # noqa: E402
 from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
 from qsync_torch.apply.apply import apply_  # noqa: E402
-from qsync_torch.apply.communication import options_of  # noqa: E402
+from qsync_torch.distributed.communication import options_of  # noqa: E402
 from qsync_torch.distributed.nccl import nccl_options  # noqa: E402
 from qsync_torch.observing.observe import observe  # noqa: E402
 from qsync_torch.profiling.communication import measure_communication  # noqa: E402

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from processes import free_port
 from qsync_core.run_folder import RunFolder
 from qsync_torch.demo.cores import CpuQuota, remove_abandoned_quotas
 from qsync_torch.demo.weak_worker import ColocatedLoad
@@ -30,12 +32,6 @@ SHARE = 0.65
 REPEATS = 3
 NICENESS = 2
 """Of the process that competes with the weak worker: worth two fifths of the core."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def start(rank: int, core: int, folder: Path, port: int, with_quota: bool) -> subprocess.Popen[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+import qsync_torch
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
 from qsync_core.ir.variant import Variant
@@ -29,6 +30,17 @@ class Mode(enum.StrEnum):
     EAGER = "eager"
     COMPILED = "torch.compile"
     GRAPH = "CUDA graph"
+    COMPILED_GRAPH = "torch.compile, CUDA graph"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether ``torch.compile`` runs the model."""
+        return self in (Mode.COMPILED, Mode.COMPILED_GRAPH)
+
+    @property
+    def captures(self) -> bool:
+        """Whether a whole step is replayed."""
+        return self in (Mode.GRAPH, Mode.COMPILED_GRAPH)
 
 
 @attrs.frozen
@@ -40,6 +52,8 @@ class Setting:
         variant: of every adjustable operator, 8-bit gradients where they are offered; None leaves the model as it is.
         backend, config: whose kernels (see :mod:`qsync_core.kernels.choice`); None for the fastest by the tuning store.
         autocast: the format of ``torch.autocast`` around forward and loss.
+        fused: where it is compiled, by ``qsync_torch.compile``, which fuses chains.
+        saved: what that keeps the inputs of normalizations in; empty: as they are.
     """
 
     name: str
@@ -47,13 +61,28 @@ class Setting:
     backend: str | None = None
     config: str = ""
     autocast: torch.dtype | None = None
+    fused: bool = False
+    saved: str = ""
+
+
+def compiled(model: torch.nn.Module, setting: Setting, device: torch.device) -> Any:
+    """The model as ``torch.compile`` runs it, or ``qsync_torch.compile`` (on a CPU without inductor, to try a script).
+
+    Raises:
+        RuntimeError: where this version has no ``qsync_torch.compile``.
+    """
+    if not setting.fused:
+        return torch.compile(model, **({} if device.type == "cuda" else {"backend": "aot_eager"}))
+    fuse = getattr(qsync_torch, "compile", None)
+    if fuse is None:
+        raise RuntimeError("this version of qsync-torch has no qsync_torch.compile, which the fused settings need")
+    return fuse(model, saved=setting.saved or None, **({} if device.type == "cuda" else {"backend": "aot_eager"}))
 
 
 class WholeModel:
     """A model ready to train; ``step()`` is one forward, backward and optimizer step.
 
-    As a CUDA graph the eager step is captured once and replayed: one batch, and the random numbers of stochastic rounding are those
-    of the step that was captured (dropout draws new ones).  That serves a measurement, not training.
+    As a CUDA graph the step is captured once and replayed, with one batch; stochastic rounding and dropout draw new numbers.
     """
 
     def __init__(
@@ -65,6 +94,7 @@ class WholeModel:
         *,
         mode: Mode = Mode.EAGER,
         assignments: Mapping[OpId, Assignment] | None = None,
+        wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     ) -> None:
         torch.manual_seed(0)
         self.job: Job = load_job(job_text, batch_size)
@@ -75,12 +105,13 @@ class WholeModel:
         self.optimizer = self.job.optimizer([p for p in model.parameters() if p.requires_grad])
         for group in self.optimizer.param_groups:
             group["lr"] = _LEARNING_RATE
-            if mode is Mode.GRAPH and "capturable" in group:
+            if mode.captures and device.type == "cuda" and "capturable" in group:
                 group["capturable"] = True
         self._batches: list[Batch] = [self.job.batch(step, batch_size).to(device) for step in range(2)]
-        self._model: Any = torch.compile(model) if mode is Mode.COMPILED else model
+        model = wrap(model)
+        self._model: Any = compiled(model, setting, device) if mode.compiles else model
         self._device, self._step = device, 0
-        self._graph = self._capture() if mode is Mode.GRAPH else None
+        self._graph = self._capture() if mode.captures and device.type == "cuda" else None
 
     def step(self) -> None:
         """Forward, backward, optimizer."""

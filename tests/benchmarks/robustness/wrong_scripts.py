@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import json
 import multiprocessing
@@ -928,6 +929,204 @@ def checkpointed_sequential() -> Pair:
     return step(model), same()[1]
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """Checkpointing of one's own make, as in guided-diffusion."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Any, length: int, *args: Any) -> Any:
+        ctx.run_function, ctx.inputs, ctx.parameters = run_function, list(args[:length]), list(args[length:])
+        with torch.no_grad():
+            return ctx.run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> Any:
+        inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            output = ctx.run_function(*[x.view_as(x) for x in inputs])
+        return (None, None, *torch.autograd.grad(output, inputs + ctx.parameters, output_grads, allow_unused=True))
+
+
+def own_checkpoint(function: Any, x: torch.Tensor, parameters: Any) -> Any:
+    """A function of one tensor, checkpointed."""
+    return OwnCheckpoint.apply(function, 1, x, *parameters)
+
+
+def with_functions(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The body, by functional calls."""
+    return F.linear(F.linear(x, model.a.weight, model.a.bias).relu(), model.b.weight, model.b.bias)
+
+
+def checkpointed_by(how: Any, run: Any, variants: Mapping[str, Variant] = BOTH) -> Pair:
+    """A body in a checkpoint, and as it is; what is not nearest is compared with the same plan without checkpoints."""
+    model = Two(lambda model, x: how(lambda t: with_functions(model, t), x, list(model.parameters())))
+    apply_(model, plan(variants), seed=3)
+    found = run(model)
+    if all(variant.rounding is Rounding.NEAREST or variant.compute is not Precision.INT8 for variant in variants.values()):
+        return found, same(run)[1]
+    twin = Two()
+    apply_(twin, plan(variants), seed=3)
+    return found, run(twin)
+
+
+@script()
+def own_checkpoint_of_functional_calls() -> Pair:
+    return checkpointed_by(own_checkpoint, step)
+
+
+@script()
+def own_checkpoint_in_an_own_checkpoint() -> Pair:
+    return checkpointed_by(lambda f, x, ps: own_checkpoint(lambda t: own_checkpoint(f, t, ps), x, ps), step)
+
+
+@script()
+def own_checkpoint_by_saved_tensors_hooks() -> Pair:
+    def how(function: Any, x: torch.Tensor, _: Any) -> Any:
+        count, kept = iter(range(99)), []
+
+        def unpack(index: int) -> Any:
+            if not kept:
+                keep = lambda t: (kept.append(t.detach()), t)[1]  # noqa: E731
+                with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                    function(x)
+            return kept[index]
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: next(count), unpack):
+            return function(x)
+
+    return checkpointed_by(how, step)
+
+
+@script()
+def own_checkpoint_and_two_forwards_of_stochastic_rounding() -> Pair:
+    return checkpointed_by(own_checkpoint, twice, {"a": Variant.parse("int8"), "b": Variant.parse("int8")})
+
+
+@script()
+def own_checkpoint_of_a_part_from_outside() -> Pair:
+    def run(model: Any) -> Any:
+        y = own_checkpoint(model.a, batch().requires_grad_(), list(model.a.parameters())).float()
+        model.b(y.relu()).float().square().sum().backward()
+        return gradients(model)
+
+    return same(run)
+
+
+@script()
+def own_checkpoint_under_ddp() -> Pair:
+    model = Two(lambda model, x: own_checkpoint(lambda t: with_functions(model, t), x, list(model.parameters())))
+    with one_rank():
+        apply_(model, plan(), group="infer")
+        return step(nn.parallel.DistributedDataParallel(model)), same()[1]
+
+
+@script()
+def checkpoint_that_is_given_its_weights() -> Pair:
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        part = lambda t, *ps: F.linear(F.linear(t, ps[0], ps[1]).relu(), ps[2], ps[3])  # noqa: E731
+        return checkpoint(part, x, *model.parameters(), use_reentrant=True)
+
+    model = Two(body)
+    apply_(model, plan())
+    return step(model), same()[1]
+
+
+@script()
+def own_function_with_gradients_written_down() -> Pair:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return F.linear(x, weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x
+
+    model, twin = Two(lambda model, x: Own.apply(x, model.a.weight)), Two()
+    apply_(model, plan({"a": INT8, "b": FLOAT32}))
+    x = batch().requires_grad_()
+    y = model(x)
+    y.backward(batch(2))
+    return [x.grad, model.a.weight.grad], [batch(2) @ twin.a.weight.detach(), batch(2).t() @ batch()]
+
+
+@script()
+def training_step_that_calls_functions() -> Pair:
+    run = lambda model: (model.b(F.linear(batch(), model.a.weight)).float().square().sum().backward(), gradients(model))  # noqa: E731
+    return refused_only(run)
+
+
+@script()
+def training_step_that_calls_functions_only() -> Pair:
+    return refused_only(lambda model: (with_functions(model, batch()).square().sum().backward(), gradients(model)))
+
+
+@script()
+def training_step_under_autocast() -> Pair:
+    def run(model: Any) -> Any:
+        y = model.a(batch()).relu()
+        F.linear(y, model.b.weight).float().square().sum().backward()
+        return gradients(model)
+
+    return refused_only(
+        inside(autocast, run), variants={**AMP, "b": attrs.evolve(INT8, output=Precision.BFLOAT16)}, base=Precision.BFLOAT16
+    )
+
+
+@script()
+def functional_call_beside_the_model() -> Pair:
+    model = Two()
+    apply_(model, plan())
+    loss = model(batch()).square().sum() + F.linear(batch(2), model.a.weight).square().sum()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss.backward()
+    named = any("gradient of a comes from a product in full precision too" in str(one.message) for one in said)
+    return torch.tensor(named), torch.tensor(True)
+
+
+@script()
+def compiled_functional_calls_in_a_checkpoint() -> Pair:
+    model = Two(lambda model, x: checkpoint(lambda t: with_functions(model, t), x, use_reentrant=False) + model.a(x))
+    apply_(model, plan())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(torch.compile(model, backend="aot_eager"))
+    named = any("b#0" in str(one.message) and "checkpoint modules" in str(one.message) for one in said)
+    return torch.tensor(named), torch.tensor(True)
+
+
+@script()
+def penalty_on_all_weights() -> Pair:
+    def run(model: Any) -> Any:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        (model.a(batch()).float().square().sum() + penalty).backward()  # b has no call here
+        return gradients(model), step(model)
+
+    return same(run)
+
+
+@script()
+def part_outside_of_autocast() -> Pair:
+    run = lambda model: (model.b(model.a(batch()).relu()).square().sum().backward(), gradients(model))  # noqa: E731
+    return refused_only(run, variants=AMP, base=Precision.BFLOAT16)
+
+
+@script()
+def functional_call_outside_of_autocast() -> Pair:
+    run = lambda model: (with_functions(model, batch()).square().sum().backward(), gradients(model))  # noqa: E731
+    return refused_only(run, variants=AMP, base=Precision.BFLOAT16)
+
+
+@script()
+def part_under_its_autocast() -> Pair:
+    run = inside(autocast, lambda m: (m.b(m.a(batch()).relu()).float().square().sum().backward(), gradients(m))[1])
+    model = Two()
+    apply_(model, plan(AMP, Precision.BFLOAT16))
+    return run(model), plain(run)
+
+
 @script()
 def backward_twice() -> Pair:
     def run(model: Any) -> Any:
@@ -1133,6 +1332,31 @@ def output_of_a_generator_function() -> Pair:
     (y,) = list(model(batch()))
     y.float().square().sum().backward()
     return [y.detach().float(), *gradients(model)], same()[1]
+
+
+@script()
+def output_of_an_iterator() -> Pair:
+    return unpacked(lambda r: next(r), lambda y: iter([y]))
+
+
+@script()
+def output_in_a_closure() -> Pair:
+    return unpacked(lambda r: r(), lambda y: lambda: y)
+
+
+@script()
+def output_in_a_partial() -> Pair:
+    return unpacked(lambda r: r(), lambda y: functools.partial(torch.clone, y))
+
+
+@script()
+def bias_in_bfloat16() -> Pair:
+    def make() -> Any:
+        model = Two()
+        model.a.bias = nn.Parameter(model.a.bias.detach().bfloat16())
+        return model
+
+    return refused_only(step, make)
 
 
 @script()
@@ -1358,6 +1582,8 @@ try:
     else:
         apply_(model, plan(), group="infer")
     run = nn.parallel.DistributedDataParallel(model) if what == "right" else model
+    if what == "a training step of functions":
+        step = lambda m, x: with_functions(m, x).square().sum().backward()
     context = autocast if what == "autocast on one rank" and rank == 0 else contextlib.nullcontext
     found = inside(context, lambda m: step(m, batch(rank)))(run)
     if what == "right":
@@ -1399,7 +1625,15 @@ def ranks(what: str) -> Pair:
     ).float()
 
 
-for _what in ("right", "rank without a plan", "another plan", "another width", "wrong group", "autocast on one rank"):
+for _what in (
+    "right",
+    "rank without a plan",
+    "another plan",
+    "another width",
+    "wrong group",
+    "autocast on one rank",
+    "a training step of functions",
+):
     SCRIPTS[f"two_ranks_{_what.replace(' ', '_')}"] = ((lambda what: lambda: ranks(what))(_what), ())
 
 

@@ -443,6 +443,42 @@ def checkpointed_closure_reentrant() -> nn.Module:
     return _CheckpointedClosure(use_reentrant=True)
 
 
+class _Rerun(torch.autograd.Function):
+    """Checkpointing of one's own make, as in guided-diffusion."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Any, length: int, *args: Any) -> Any:
+        ctx.run_function, ctx.inputs, ctx.parameters = run_function, list(args[:length]), list(args[length:])
+        with torch.no_grad():
+            return run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> Any:
+        inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            output = ctx.run_function(*[x.view_as(x) for x in inputs])
+        return (None, None, *torch.autograd.grad(output, inputs + ctx.parameters, output_grads, allow_unused=True))
+
+
+@entry()
+class OwnCheckpoint(nn.Module):
+    """Checkpoints a method with a functional call and a module inside by an autograd function of its own; only in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(F.linear(x, self.weight).relu()).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        if torch.compiler.is_exporting():
+            return self.out(self.part(x))
+        return self.out(_Rerun.apply(self.part, 1, x, self.weight, *self.inner.parameters()))
+
+
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

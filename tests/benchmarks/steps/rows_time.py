@@ -1,0 +1,131 @@
+"""Rows L1, L1-fused, L1f, L2 (replayed steps) and L3 (plain eager DDP): int8 over 16 bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+from kernels.bench import Bench, Row
+from kernels.peaks import copy_calls
+from kernels.timing import race
+from kernels.whole_model import Mode, release
+from torch.nn.parallel import DistributedDataParallel
+
+from .jobs import AMP, BERT, FLOAT8, FUSED16, INT8, PLAIN16, RESNET, Contender, StepJob, Steps, best, low_settings, ratio
+from .roofline import lines
+
+GRAPH, COMPILED, EAGER = Mode.GRAPH, Mode.COMPILED_GRAPH, Mode.EAGER
+CONTENDERS = {
+    "L1": [
+        Contender(AMP, GRAPH),
+        Contender(PLAIN16, GRAPH),
+        Contender(FUSED16, COMPILED),
+        *(Contender(setting, GRAPH) for setting in low_settings(INT8, fused=False)),
+        *(Contender(setting, COMPILED) for setting in low_settings(INT8, fused=True)),
+    ],
+    "L2": [
+        Contender(AMP, COMPILED),
+        Contender(FUSED16, COMPILED),
+        *(Contender(setting, GRAPH) for setting in low_settings(INT8, fused=False)),
+        *(Contender(setting, COMPILED) for compute in (INT8, FLOAT8) for setting in low_settings(compute, fused=True)),
+    ],
+    "L3": [
+        Contender(AMP, EAGER),
+        Contender(PLAIN16, EAGER),
+        *(Contender(setting, EAGER) for setting in low_settings(INT8, fused=False)),
+    ],
+}
+"""By row: what is measured in turns; PyTorch's own first."""
+JOBS = {"L1": (RESNET,), "L2": (BERT,), "L3": (RESNET, BERT)}
+
+
+def chosen(row: str, words: str) -> list[Contender]:
+    """Contenders of a row: 16-bit ones, and of the others those with one of the words in their names; empty: all."""
+    wanted = [word for word in words.split("|") if word]
+    keep = lambda c: c.family in ("amp", "float16") or not wanted or any(word in c.name for word in wanted)  # noqa: E731
+    return [contender for contender in CONTENDERS[row] if keep(contender)]
+
+
+def prepare_rows(bench: Bench, row: str, *, tuned: bool, words: str) -> Iterator[Row]:
+    """No rows: compiles and tunes the kernels of a row, and runs what it compiles once, so that caches are warm."""
+    for job in JOBS[row]:
+        steps = Steps(bench, job, tuned=tuned)
+        contenders = chosen(row, words)
+        steps.prepare(contenders)
+        for contender in contenders:
+            if contender.mode is COMPILED:
+                model = steps.open(contender)
+                model.step()
+                bench.say(f"{job.title}, {contender.name}: compiled")
+                del model
+                release()
+    yield from ()
+
+
+def step_rows(bench: Bench, row: str, *, tuned: bool, words: str) -> Iterator[Row]:
+    """L1 with L1-fused and L1f, or L2."""
+    (job,) = JOBS[row]
+    steps, contenders = Steps(bench, job, tuned=tuned), chosen(row, words)
+    steps.prepare(contenders)
+    times = steps.times(contenders)
+    amp, float16, low = (best(times, *families) for families in (("amp",), ("float16",), ("int8", "float8")))
+    every = "; ".join(f"{contender.name} {found.median_ms:.2f} ms" for contender, found in times.items())
+
+    def made(id_: str, over: Contender, under: Contender, bound: float) -> Row:
+        value, spread = ratio(times[over], times[under])
+        what = f"{job.title}, whole step: {over.name}, over {under.name}"
+        if value > bound:
+            explain(bench, id_, steps, (over, under))
+        return bench.row(id_, what, value, "ratio", f"≤ {bound:.2f}", f"{spread}; {every}")
+
+    if row == "L1":
+        yield made("L1", low, amp, 0.90)
+        yield made("L1-fused", low, float16, 1.03)
+        yield made("L1f", float16, amp, 0.84)
+    else:
+        yield made("L2", low, amp, 1.00)
+
+
+def eager_rows(bench: Bench, *, tuned: bool, words: str) -> Iterator[Row]:
+    """L3: one rank under DistributedDataParallel, whose hooks and buckets are those of any number of ranks."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    kind = "nccl" if bench.device.type == "cuda" else "gloo"
+    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        worst: list[tuple[float, str, StepJob]] = []
+        for job in JOBS["L3"]:
+            steps, contenders = Steps(bench, job, tuned=tuned), chosen("L3", words)
+            steps.prepare(contenders)
+            times = steps.times(contenders, wrap=DistributedDataParallel)
+            amp, low = best(times, "amp"), best(times, "int8")
+            value, spread = ratio(times[low], times[amp])
+            every = "; ".join(f"{contender.name} {found.median_ms:.2f} ms" for contender, found in times.items())
+            what = f"{job.title}, whole step under DDP: {low.name}, over {amp.name}"
+            yield bench.row(f"L3-{job.name}", what, value, "ratio", "≤ 1.15", f"{spread}; {every}")
+            if value > 1.15:
+                explain(bench, f"L3-{job.name}", steps, (low, amp))
+            worst.append((value, what, job))
+        value, what, _ = max(worst, key=lambda entry: entry[0])
+        yield bench.row("L3", f"the worse of the models: {what}", value, "ratio", "≤ 1.15")
+    finally:
+        dist.destroy_process_group()
+
+
+def explain(bench: Bench, id_: str, steps: Steps, contenders: Sequence[Contender]) -> None:
+    """Say, and write to the folder of profiles, what the steps of a row that missed are made of."""
+    measured, _ = race({"copy": copy_calls(bench.device)}, bench.device, rounds=7, timer=bench.timer)
+    rate = 2 * (1 << 30 if bench.device.type == "cuda" else 1 << 25) / (measured["copy"].median_ns * 1e-9)
+    text: list[str] = []
+    for contender in contenders:
+        model = steps.open(contender)
+        for _ in range(3):
+            model.step()
+        text += lines(contender.name, model.step, steps.kernels.dag, contender.setting, bench.device, rate)
+        del model
+        release()
+    for line in text:
+        bench.say(f"{id_} missed: {line}")
+    if bench.out is not None:
+        bench.out.mkdir(parents=True, exist_ok=True)
+        (bench.out / f"roofline-{id_}.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
