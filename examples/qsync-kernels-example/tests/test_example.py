@@ -51,7 +51,7 @@ def test_the_command_line_lists_it():
         [sys.executable, "-m", "qsync_core.cli", "backends", "--json"], capture_output=True, text=True, check=True
     )
     offered = {backend["name"]: backend for backend in json.loads(result.stdout)["backends"]}
-    assert [spec["op"] for spec in offered["example"]["kernels"]] == ["linear.output"]
+    assert [spec["op"] for spec in offered["example"]["kernels"]] == ["linear.output", "activation.output", "activation.grad_input"]
 
 
 def test_a_plan_that_names_it_runs_on_it(monkeypatch):
@@ -67,5 +67,5 @@ def test_a_plan_that_names_it_runs_on_it(monkeypatch):
 
 
 def test_alone_it_refuses_what_it_does_not_offer():
-    with pytest.raises(BackendError, match=r"it offers linear\.output only"):
+    with pytest.raises(BackendError, match=r"it offers linear\.output, activation\.output, activation\.grad_input only"):
         step("example")
