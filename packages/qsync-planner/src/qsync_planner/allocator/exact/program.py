@@ -216,10 +216,9 @@ class Program:
         import highspy
 
         if self._solver is None:
-            create: Any = highspy.Highs
-            self._solver = create()
+            self._solver = _silent_solver()
             for name, value in (
-                ("output_flag", False), ("threads", 1), ("random_seed", 0), ("mip_feasibility_tolerance", _INTEGRALITY),
+                ("threads", 1), ("random_seed", 0), ("mip_feasibility_tolerance", _INTEGRALITY),
                 ("primal_feasibility_tolerance", _FEASIBILITY), ("mip_abs_gap", 1e-9),
             ):  # fmt: skip
                 self._solver.setOptionValue(name, value)
@@ -265,3 +264,14 @@ class Program:
         has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         values = np.asarray(solver.getSolution().col_value) if has_point else nothing
         return Solved(outcome, values, info.objective_function_value if has_point else math.inf, info.mip_dual_bound)
+
+
+def _silent_solver() -> Any:
+    """A solver that leaves stdout to its caller: since 1.16 it prints its name while it is made, before an option can be set."""
+    import highspy
+
+    def enable_callbacks(solver: Any) -> None:
+        solver.setOptionValue("output_flag", False)
+        highspy.Highs.enableCallbacks(solver)
+
+    return type("Silent", (highspy.Highs,), {"enableCallbacks": enable_callbacks})()
