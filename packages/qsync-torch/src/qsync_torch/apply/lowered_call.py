@@ -37,13 +37,13 @@ from qsync_torch.operators.step_counter import DEVICE_KINDS, StepCounter
 
 _NO_SEEDS = Seeds()
 _NUMBERS = itertools.count()
-_TRACED: set[int] = set()
+_TRACED: set[str] = set()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traces(number: int) -> bool:
+def _traces(name: str) -> bool:
     """A compiler reads a call; this runs while it reads, and is nothing in what it makes."""
-    _TRACED.add(number)
+    _TRACED.add(name)
     return True
 
 
@@ -72,7 +72,7 @@ class LoweredCall:
         self._steps, self._cache, self._module, self._base = steps, cache, module, base
         self.prepared_weight: PreparedWeight | None = None
         self.has_run = False
-        self._number = next(_NUMBERS)
+        self._name = str(next(_NUMBERS))  # text: a compiler takes the second int that it meets for a symbol, in torch 2.11 at least
         self.assign(assigned)
 
     def assign(self, assigned: Assigned) -> None:
@@ -93,7 +93,7 @@ class LoweredCall:
     @property
     def was_traced(self) -> bool:
         """Whether compiled code has this call."""
-        return self._number in _TRACED
+        return self._name in _TRACED
 
     @property
     def is_quantized(self) -> bool:
@@ -119,7 +119,7 @@ class LoweredCall:
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
         if torch.compiler.is_compiling():
-            _traces(self._number)
+            _traces(self._name)
             if self._linear.is_quantized:
                 return lowered_linear(input, weight, bias, self._linear, self.seeds_for(weight))
             return run_linear(input, weight, bias, self._linear, _NO_SEEDS, self._cache)
@@ -152,7 +152,7 @@ class LoweredCall:
             input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
             binding = operator_binding(self.assigned.variant, self.assigned.choice, geometry)
         if torch.compiler.is_compiling():
-            _traces(self._number)
+            _traces(self._name)
             if binding.is_quantized:
                 return lowered_conv2d(input, weight, bias, binding, self.seeds_for(weight))
             return run_conv2d(input, weight, bias, binding, _NO_SEEDS, self._cache)
