@@ -63,6 +63,7 @@ def test_plan_keeps_the_global_batch_and_says_what_happens_to_local_ones(seed: i
         assert sentence in plan.notes
     assert {a.variant.label for group in plan.groups for a in group.assignments.values()} == {"float32"}
     assert plan.predicted_iteration_ns == plan.baselines["dynamic-batch"]
+    assert all(sum(plan.memory[group.group].values()) == group.predicted_peak_bytes for group in plan.groups)
 
 
 def doubled(profile: Profile, fixed_ns: int) -> Profile:

@@ -84,6 +84,7 @@ def test_a_free_batch_is_never_worse_and_keeps_every_limit(
     assert sum(counts[name] * batch for name, batch in free.local_batches.items()) == TRACED * sum(counts.values())
     for group in free.groups:
         assert group.predicted_peak_bytes <= group.memory_budget_bytes
+        assert sum(free.memory[group.group].values()) == group.predicted_peak_bytes
     if free.local_batches == equal.local_batches:
         assert free.predicted_iteration_ns == equal.predicted_iteration_ns
         return

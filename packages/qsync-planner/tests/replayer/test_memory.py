@@ -71,6 +71,26 @@ def two_layers() -> PrecisionDag:
     return attrs.evolve(g.build(), buckets=(Bucket(("fc2.weight", "fc1.weight"), 1024),))
 
 
+@given(batch=st.integers(1, 64), bucket_views=st.booleans())
+def test_another_batch_is_as_if_it_had_been_traced(batch: int, bucket_views: bool) -> None:
+    """With few samples the peak is at the end of the backward pass, where all gradients are; with many at its start."""
+
+    def traced(batch: int) -> MemoryEstimate:
+        g = GraphBuilder("m", batch)
+        x = g.unary("norm", "layer_norm", g.input("x", (batch, 8)), guarded=True)
+        g.loss(g.linear("fc2", g.linear("fc1", x, 16, bias=False), 8, bias=False))
+        dag = attrs.evolve(g.build(), buckets=(Bucket(("fc2.weight", "fc1.weight"), 1024),))
+        measured = profile(dag, {"fc1": KEEPS_INPUT, "fc2": KEEPS_INPUT}, input_bytes=32 * batch, optimizer_state_bytes=1000)
+        return estimate_memory(dag, measured, {op("fc1"): FP32, op("fc2"): FP32}, bucket_views=bucket_views)
+
+    scaled, direct = traced(4).at_batch(batch), traced(batch)
+    loss = 2 * 4 * batch  # the loss and its gradient are one number whatever the batch is, and were taken as proportional
+    assert abs(scaled.peak_bytes - direct.peak_bytes) <= loss
+    assert (scaled.static_bytes, sum(scaled.parts.values())) == (direct.static_bytes, scaled.peak_bytes)
+    for name, nbytes in direct.parts.items():
+        assert abs(scaled.parts[name] - nbytes) <= loss
+
+
 def test_gradients_in_the_buckets_are_there_once() -> None:
     dag = two_layers()
     measured = profile(dag, {"fc1": KEEPS_INPUT, "fc2": KEEPS_INPUT})

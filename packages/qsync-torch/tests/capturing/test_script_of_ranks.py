@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import free_port
 from qsync_core.errors import JobError
 from qsync_torch.capturing.script import job_of_script
 
@@ -53,14 +54,6 @@ def test_another_process_group_is_made_in_place_of_the_scripts(tmp_path, torchru
 def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, **pipes)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def test_a_script_cannot_make_its_process_group_where_there_is_one(tmp_path):

@@ -117,7 +117,7 @@ class PrecisionPlan:
         software: per group the versions and settings of the process that measured its profile (:mod:`qsync_core.settings`): the
             prediction holds for a job that has the same.  Groups of which they are not known are absent.
         weight_shapes: by the FQN of an operator the shape of its weight, which ``apply_`` compares with the model's.
-        memory: per group what one process takes of its device, by part, in bytes; empty where batches differ from the traced one.
+        memory: per group what one process takes of its device with its local batch, by part, in bytes.
         communication: how the job is to communicate; None where nothing was measured of it, and PyTorch's defaults stand.
         estimated: by group the device from whose measurements its costs were scaled (docs/absent-gpus.md); none where measured.
         batch_axes: where the model's arguments say how large a local batch is (:attr:`~qsync_core.ir.dag.PrecisionDag.batch_axes`).

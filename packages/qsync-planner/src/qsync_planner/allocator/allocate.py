@@ -387,7 +387,7 @@ def _plan(
             if not operator.is_adjustable and (operator.op_class is OpClass.ADJUSTABLE or operator.kind in ("linear", "conv2d"))
         ),
         software={name: profile.software for name, profile in problem.profiles.items()},
-        memory={} if solution.local_batches else memory_parts(ways.at(solution.way), variants),
+        memory=memory_parts(ways.at(solution.way), variants, local_batches),
         base=dag.base,
         estimated=estimated,
         weight_shapes={operator.op_id.fqn: operator.parameter_shape for operator in dag.adjustable},

@@ -10,13 +10,13 @@ A second profile at another batch size shows for every operator what really does
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.cluster import DeviceGroup
-from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.profile import Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator.communication import Ways, fastest
@@ -57,12 +57,12 @@ def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mappi
     """
     dag, groups, replayer = problem.dag, problem.cluster.groups, ways.at(ways.settings[0])
     scalings = {g.name: BatchScaling(problem, g, full.prediction.groups[g.name].busy_ns, further.get(g.name)) for g in groups}
-    memory = {g.name: MemoryScaling.of(dag, replayer.memory(g.name)) for g in groups}
+    memory = {g.name: replayer.memory(g.name) for g in groups}
     counts = [group.count for group in groups]
     traced = max(1, dag.batch_size)
     total = traced * sum(counts)
     unlimited = [(total - sum(counts)) // count + 1 for count in counts]
-    limited = [min(most, memory[g.name].largest_batch(g, most)) for g, most in zip(groups, unlimited, strict=True)]
+    limited = [largest_batch(memory[g.name], g.memory_bytes, most) for g, most in zip(groups, unlimited, strict=True)]
     times = [scalings[group.name].busy_ns for group in groups]
     batches = balance(counts, total, limited, times, traced)
     does_not_fit = ""
@@ -75,8 +75,8 @@ def balance_batches(problem: Problem, ways: Ways, full: Solution, further: Mappi
     ways = ways.with_profiles(scaled_profiles(problem, scalings, local, further))
     periods = ways.periods_ns({})
     way = fastest(periods)
-    predicted = ways.at(way).replay({})
-    predicted = with_peaks(predicted, {name: entry.peak_bytes(local[name]) for name, entry in memory.items()})
+    replayer = ways.at(way)
+    predicted = with_peaks(replayer.replay({}), peaks_at(replayer, {}, local))
     notes = tuple(batch_note(traced, name, batch, name in further) for name, batch in local.items())
     solution = Solution(full.rungs, predicted, local_batches=local, notes=notes, way=way, periods_ns=periods)
     return Balanced(solution.with_one_reason(problem, "dynamic-batch changes local batches, not precisions"), does_not_fit)
@@ -119,15 +119,19 @@ def replay_batches(
     dag, cluster = replayer.dag, replayer.cluster
     problem = build_problem(dag, cluster, replayer.profiles, None)
     profiles: dict[str, Profile] = {}
-    peaks: dict[str, int] = {}
+    local = {group.name: local_batches.get(group.name, dag.batch_size) for group in cluster.groups}
     for group in cluster.groups:
-        batch = local_batches.get(group.name, dag.batch_size)
-        profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(batch)
-        peaks[group.name] = MemoryScaling.of(dag, replayer.memory(group.name, variants[group.name])).peak_bytes(batch)
+        profiles[group.name] = BatchScaling(problem, group, 0, further.get(group.name)).profile_at(local[group.name])
     scaled = Replayer(
         dag, cluster, profiles, communication=replayer.communication, settings=replayer.settings, without=replayer.without
     )
-    return scaled, with_peaks(scaled.replay(variants), peaks)
+    return scaled, with_peaks(scaled.replay(variants), peaks_at(replayer, variants, local))
+
+
+def peaks_at(replayer: Replayer, variants: Mapping[str, Variants], local: Mapping[str, int]) -> dict[str, int]:
+    """Predicted peaks at these local batches; groups that are not in ``variants`` are at their base precision."""
+    chosen = {name: variants.get(name) or replayer.base_variants(name) for name in local}
+    return {name: replayer.memory(name, chosen[name]).at_batch(batch).peak_bytes for name, batch in local.items()}
 
 
 def with_peaks(prediction: Prediction, peaks: Mapping[str, int]) -> Prediction:
@@ -328,28 +332,10 @@ class BatchScaling:
         return lines
 
 
-@attrs.frozen
-class MemoryScaling:
-    """Peak memory as a function of the local batch: what is not static, and the batch itself, is proportional to it."""
+def largest_batch(estimate: MemoryEstimate, budget_bytes: int, most: int) -> int:
+    """The largest batch up to ``most`` whose tensors fit a budget (0: no limit); 0 where one sample does not."""
 
-    static_bytes: int
-    rest_bytes: int
-    batch_size: int
+    def does_not_fit(batch: int) -> bool:
+        return bool(budget_bytes) and estimate.at_batch(batch).peak_bytes > budget_bytes
 
-    @classmethod
-    def of(cls, dag: PrecisionDag, estimate: MemoryEstimate) -> MemoryScaling:
-        """What an estimate at the traced batch size says of others."""
-        rest = max(0, estimate.peak_bytes - estimate.static_bytes) + estimate.parts.get("batch", 0)
-        return cls(estimate.peak_bytes - rest, rest, max(1, dag.batch_size))
-
-    def peak_bytes(self, batch: int) -> int:
-        """Predicted peak at a local batch."""
-        return self.static_bytes + -(-self.rest_bytes * batch // self.batch_size)
-
-    def largest_batch(self, group: DeviceGroup, most: int) -> int:
-        """The largest batch up to ``most`` whose peak fits the group's budget; 0 where one sample does not."""
-        if group.memory_bytes == 0 or self.peak_bytes(most) <= group.memory_bytes:
-            return most
-        if group.memory_bytes < self.static_bytes:
-            return 0
-        return (group.memory_bytes - self.static_bytes) * self.batch_size // max(1, self.rest_bytes)
+    return most if not does_not_fit(most) else bisect_left(range(1, most), True, key=does_not_fit)

@@ -19,9 +19,10 @@ from qsync_planner.allocator.communication import Ways
 from qsync_planner.allocator.dynamic_batch import (
     BatchProfile,
     BatchScaling,
-    MemoryScaling,
     balance,
     batch_note,
+    largest_batch,
+    peaks_at,
     scaled_profiles,
     with_peaks,
 )
@@ -134,9 +135,7 @@ class _Splits:
         busy = {name: entry.busy_ns for name, entry in equal.prediction.groups.items()}
         self._scalings = {g.name: BatchScaling(problem, g, busy[g.name], further.get(g.name)) for g in groups}
         replayer = ways.at(ways.settings[0])
-        self._memory = {
-            g.name: MemoryScaling.of(problem.dag, replayer.memory(g.name, replayer.base_variants(g.name))) for g in groups
-        }
+        self._memory = {g.name: replayer.memory(g.name, replayer.base_variants(g.name)) for g in groups}
 
     def all(self) -> list[dict[str, int]]:
         """Local batches by group, the nearest to equal ones first; training ranks' fit their memory."""
@@ -150,8 +149,9 @@ class _Splits:
         found = []
         for batch in range(self._traced - 1, 0, -max(1, self._traced // MOST_SPLITS)):
             # No training rank takes more than all that is moved.
-            most = [self._memory[g.name].largest_batch(g, total - batch * ranks) for g in training]
-            theirs = self._share(training, total - batch * ranks, most)
+            moved = total - batch * ranks
+            most = [largest_batch(self._memory[g.name], g.memory_bytes, moved) for g in training]
+            theirs = self._share(training, moved, most)
             ours = self._share(inference, batch * ranks, [self._traced] * len(inference))
             if theirs is not None and ours is not None:
                 found.append({g.name: (theirs | ours)[g.name] for g in self._problem.cluster.groups})
@@ -183,13 +183,7 @@ class _Splits:
     def peaks(self, split: Mapping[str, int], solution: Solution) -> dict[str, int]:
         """Predicted peaks at these batches."""
         assert solution.way is not None
-        replayer, variants = self._equal_ways.at(solution.way), self._problem.variants(solution.rungs)
-        return {
-            name: MemoryScaling.of(
-                replayer.dag, replayer.memory(name, variants.get(name) or replayer.base_variants(name))
-            ).peak_bytes(batch)
-            for name, batch in split.items()
-        }
+        return peaks_at(self._equal_ways.at(solution.way), self._problem.variants(solution.rungs), split)
 
     def notes(self, split: Mapping[str, int]) -> list[str]:
         """What becomes of every local batch."""

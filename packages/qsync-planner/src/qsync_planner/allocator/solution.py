@@ -117,9 +117,11 @@ def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:
     return next(rows, "") if chosen.fused else ""
 
 
-def memory_parts(replayer: Replayer, variants: Mapping[str, Variants]) -> dict[str, Mapping[str, int]]:
+def memory_parts(
+    replayer: Replayer, variants: Mapping[str, Variants], local_batches: Mapping[str, int]
+) -> dict[str, Mapping[str, int]]:
     """Per group what one of its processes takes of its device under a plan, by part."""
-    return {name: replayer.memory(name, chosen).process_parts for name, chosen in variants.items()}
+    return {name: replayer.memory(name, chosen).at_batch(local_batches[name]).process_parts for name, chosen in variants.items()}
 
 
 def memory_notes(problem: Problem) -> Iterator[str]:

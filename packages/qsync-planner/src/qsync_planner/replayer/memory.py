@@ -18,9 +18,11 @@ updates, each of which costs O(log V) for every operator whose memory changes.  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, zip_longest
+from math import ceil
 from typing import NamedTuple
 
 import attrs
@@ -41,6 +43,9 @@ OwnBytes = tuple[int, int, int, int]
 """Own saved bytes, workspace forward, workspace and gradient copies backward, calibration."""
 Replaced = tuple[list[tuple[int, Intervals]], list[tuple[int, OwnBytes]], Intervals, list[tuple[int, int]]]
 _EMPTY = (0, 0, 0)
+Moment = tuple[int, int, int]
+"""Bytes at a moment: gradients of parameters outside buckets, workspace, and both with activations."""
+_BESIDE = "measured beside these"
 
 
 @attrs.frozen
@@ -55,6 +60,8 @@ class MemoryEstimate:
         peak_bytes: the sum of the three.
         parts: the peak by what is alive at its moment.
         process: what a process takes beside its tensors.
+        moments: bytes of all that is not static, at every moment.
+        batch_size: samples of the rank.
     """
 
     static_bytes: int
@@ -63,6 +70,37 @@ class MemoryEstimate:
     peak_bytes: int
     parts: Mapping[str, int] = attrs.field(factory=dict, eq=False)
     process: ProcessMemory = attrs.field(factory=ProcessMemory)
+    moments: Sequence[Moment] = attrs.field(default=(), eq=False, repr=False)
+    batch_size: int = attrs.field(default=0, eq=False)
+
+    def at_batch(self, batch_size: int) -> MemoryEstimate:
+        """The same step with another number of samples.
+
+        At every moment the batch, activations and workspace are proportional to them, and the peak may come at another moment.
+        What was measured beside these is taken as what makes the peak larger: unchanged, or proportional too.
+        """
+        if batch_size == self.batch_size:
+            return self
+        share, beside = Fraction(batch_size, max(1, self.batch_size)), self.parts[_BESIDE]
+        parts = {
+            "parameters": self.parts["parameters"],
+            "optimizer state": self.parts["optimizer state"],
+            "batch": ceil(share * self.parts["batch"]),
+            **max((self._alive(moment, share) for moment in self.moments), key=lambda alive: sum(alive.values())),
+            _BESIDE: max(beside, ceil(share * beside)),
+        }
+        static, saved = self.static_bytes - self.parts["batch"] + parts["batch"], ceil(share * self.saved_bytes)
+        peak = sum(parts.values())
+        return MemoryEstimate(static, saved, peak - static - saved, peak, parts, self.process, batch_size=batch_size)
+
+    def _alive(self, moment: Moment, share: Fraction) -> dict[str, int]:
+        gradients, workspace, whole = moment
+        buckets = self.static_bytes - sum(self.parts[name] for name in ("parameters", "optimizer state", "batch"))
+        return {
+            "gradients": gradients + buckets,
+            "activations": ceil(share * (whole - gradients - workspace)),
+            "workspace": ceil(share * workspace),
+        }
 
     @property
     def reserved_bytes(self) -> int:
@@ -328,25 +366,26 @@ class MemoryLedger:
 
     def estimate(self) -> MemoryEstimate:
         """The whole estimate."""
-        saved, peak = self.saved_bytes(), self.peak_bytes()
-        process = ProcessMemory.of(self._layout.profile)
-        return MemoryEstimate(self.static_bytes, saved, peak - self.static_bytes - saved, peak, self._parts(peak), process)
+        layout, whole = self._layout, self.moments_bytes()
+        saved, peak, process = self.saved_bytes(), self.peak_bytes(), ProcessMemory.of(layout.profile)
+        moments = list(zip(layout.parameter_gradients_until, self._moment, whole, strict=False))  # those have one more, of no bytes
+        parts = self._parts(peak, max(moments, key=lambda moment: moment[2]))
+        transient = peak - self.static_bytes - saved
+        return MemoryEstimate(self.static_bytes, saved, transient, peak, parts, process, moments, layout.dag.batch_size)
 
-    def _parts(self, peak_bytes: int) -> dict[str, int]:
+    def _parts(self, peak_bytes: int, highest: Moment) -> dict[str, int]:
         """The peak by what is alive at its moment, each at least 0 but for the last, which is what calibration adds."""
         layout, profile = self._layout, self._layout.profile
-        moments = self.moments_bytes()
-        at = max(range(len(moments)), key=moments.__getitem__)
-        gradients, workspace = layout.parameter_gradients_until[at], self._moment[at]
+        gradients, workspace, whole = highest
         state, batch = profile.optimizer_state_bytes, profile.input_bytes
         return {
             "parameters": self.static_bytes - state - batch - layout.bucket_bytes,
             "optimizer state": state,
             "batch": batch,
             "gradients": gradients + layout.bucket_bytes,
-            "activations": moments[at] - gradients - workspace,
+            "activations": whole - gradients - workspace,
             "workspace": workspace,
-            "measured beside these": peak_bytes - self.static_bytes - moments[at],
+            _BESIDE: peak_bytes - self.static_bytes - whole,
         }
 
 
