@@ -96,7 +96,7 @@ _LINALG = (
         "tensorsolve",
     ),
 )
-_FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")))
+_FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")) and not name.startswith("_"))
 _OLDER = (
     *("cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve", "matrix_exp"),
     *("ormqr", "pinverse", "polar", "qr", "slogdet", "stft", "svd", "triangular_solve", "view_as_complex"),
