@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -288,6 +288,19 @@ def chain_result(chain: Chain, variants: Mapping[OpId, Variant]) -> ChainResult:
     copy = next((target for target in wanted if target is not None), None)
     others = len(chain.readers) > len(chain.product_readers)
     return ChainResult(copy, copy is None or others or any(target != copy for target in wanted))
+
+
+def possible_results(chain: Chain, rungs: Sequence[Collection[Variant]]) -> tuple[ChainResult, ...]:
+    """All that a fused chain may have to write for product readers of these rungs, perhaps more."""
+    takes = [{readable_copy(chain.producer, variant) for variant in options} for options in rungs]
+    copies = [copy for copy in dict.fromkeys(target for options in takes for target in options) if copy is not None]
+    found = [ChainResult(None, True)]
+    for copy in copies:
+        if len(chain.readers) > 1:
+            found.append(ChainResult(copy, True))
+        if len(chain.readers) == len(takes) and all(copy in options for options in takes):
+            found.append(ChainResult(copy, False))
+    return tuple(found)
 
 
 @attrs.frozen(cache_hash=True)

@@ -15,6 +15,7 @@ from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, Profile
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import FLOAT_BACKEND
 from qsync_core.units import format_bytes
 from qsync_planner.allocator.problem import Problem, SearchState, Unit
 from qsync_planner.allocator.recovery import History, Refusal
@@ -112,9 +113,10 @@ def group_plan(problem: Problem, group: DeviceGroup, solution: Solution) -> Grou
 
 
 def _producer(profile: Profile, name: OpId, chosen: ChainVariant) -> str:
-    """Whose producer was measured for a chain; empty where it is not fused."""
+    """Whose producers were measured for a chain, as a chain of backends; empty where it is not fused."""
     rows = (entry.cost.backend for entry in profile.chains if name in entry.chains)
-    return next(rows, "") if chosen.fused else ""
+    used = {backend for row in rows for backend in row.split("+")} if chosen.fused else set()
+    return "+".join(sorted(used, key=lambda backend: (backend == FLOAT_BACKEND, backend)))
 
 
 def memory_parts(

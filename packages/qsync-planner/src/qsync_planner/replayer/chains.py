@@ -7,7 +7,7 @@ nothing else of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -18,7 +18,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import OpCost, Profile
-from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, keeps_input, readable_copy
+from qsync_core.ir.semantics import ChainResult, ChainRun, chain_result, chain_run, keeps_input, possible_results
 from qsync_core.ir.variant import Variant
 
 Chosen = Variant | ChainVariant
@@ -164,16 +164,3 @@ class Chains:
             return all((run.form, run.variant) in ways for run in runs)
 
         return tuple(sorted(filter(is_whole, chosen), key=lambda candidate: candidate.saved or ""))
-
-
-def possible_results(chain: Chain, rungs: Sequence[Collection[Variant]]) -> tuple[ChainResult, ...]:
-    """All that a fused chain may have to write for product readers of these rungs, perhaps more."""
-    takes = [{readable_copy(chain.producer, variant) for variant in options} for options in rungs]
-    copies = [copy for copy in dict.fromkeys(target for options in takes for target in options) if copy is not None]
-    found = [ChainResult(None, True)]
-    for copy in copies:
-        if len(chain.readers) > 1:
-            found.append(ChainResult(copy, True))
-        if len(chain.readers) == len(takes) and all(copy in options for options in takes):
-            found.append(ChainResult(copy, False))
-    return tuple(found)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="equal: every rank has the job's batch; free: samples may move to training ranks, and the script must honour it.",
 )
+@click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
 @click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
 @json_option
 def prepare(
@@ -59,6 +60,7 @@ def prepare(
     wishes: tuple[str, ...],
     batch_size: int | None,
     batch: str,
+    chains: bool,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -82,6 +84,11 @@ def prepare(
         raise QSyncError("--cluster and --group both describe groups; use one of them")
     if arguments and not is_script(job):
         raise QSyncError(f"{job} takes no arguments ({' '.join(arguments)}): they are for a script; options go before --")
+    if chains and is_script(job):
+        raise QSyncError(
+            f"--chains plans fused kernels, which run where a model is compiled by qsync.compile(model, plan), and {job} says "
+            "qsync.hybrid(...), which runs it eagerly: prepare the job as file.py:function, or leave --chains out"
+        )
     text = _text_of(cluster_path)
     share = _take_share(device, cluster_path, output, wanted)
     request = Request(
@@ -94,6 +101,7 @@ def prepare(
         cluster=text,
         wishes=wanted,
         batch=batch,
+        chains=chains,
         fresh=fresh,
     )
     try:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     help="Kernel backend; a+b takes b for what a does not offer, auto whatever is tuned fastest.  [auto on a GPU, aten on a CPU]",
 )
 @click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
+@click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
 def profile(
@@ -60,6 +61,7 @@ def profile(
     batch_size: int | None,
     backend: str | None,
     tuning: Path | None,
+    chains: bool,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -108,6 +110,7 @@ def profile(
                 backend=backend,
                 tuning=tuning,
                 resume=partial,
+                with_chains=chains,
                 progress=update,
                 note=lambda text: click.echo(f"note: {text}", err=True),
             )
@@ -125,6 +128,7 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
         "device": found.device.name,
         "distinct_costs": len(found.costs),
         "operators": len(found.cost_index),
+        "chains": len({name for entry in found.chains for name in entry.chains}),
         "casts": [
             {
                 "source": str(model.key.source),
@@ -148,6 +152,9 @@ def _render(found: Profile, output: Path, console: Console) -> None:
     from rich.table import Table
 
     console.print(f"{found.model} on {found.device.name}: {len(found.costs)} distinct costs for {len(found.cost_index)} operators")
+    if found.chains:
+        count = len({name for entry in found.chains for name in entry.chains})
+        console.print(f"{count} chains measured in {len(found.chains)} distinct ways to run fused")
     table = Table(
         "every adjustable operator in", "step", "forward", "backward", "optimizer", "peak memory", box=None, pad_edge=False
     )

@@ -57,6 +57,7 @@ class ProducerBinding(Bound):
         variant: formats of the copy (``compute``), the result (``output``), what is kept (``saved``) and the gradient of the input.
         choice: whose kernels.
         chain: what is fused.
+        writes_copy, saves_copy: the result, and what is kept, are written in 8 bit.
     """
 
     def __init__(self, producer: Producer, variant: Variant, choice: KernelChoice, chain: ChainForm) -> None:
@@ -65,7 +66,7 @@ class ProducerBinding(Bound):
         self.dtype, self.output, self.grad_input = (
             TORCH_DTYPE[precision] for precision in (variant.compute, variant.output, variant.grad_input)
         )
-        self.saves_copy = variant.saved.needs_scale
+        self.writes_copy, self.saves_copy = variant.compute.needs_scale, variant.saved.needs_scale
         self.saved = TORCH_DTYPE[variant.saved]
         self._register("producer", producer, variant, choice.backend, choice.config, chain)
 
@@ -90,8 +91,8 @@ class ProducerBinding(Bound):
         wanted = {
             "out": chain.float_result,
             "absmax": chain.float_result and is_image,
-            "q": self.variant.compute.needs_scale,
-            "scale": self.variant.compute.needs_scale,
+            "q": self.writes_copy,
+            "scale": self.writes_copy,
             "mean": normalizes,
             "spread": normalizes,
             "kept": keep and (self.saves_copy or (self.producer is Producer.LAYER_NORM and chain.residual)),

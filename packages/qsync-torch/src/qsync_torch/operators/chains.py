@@ -1,7 +1,8 @@
 """Chains in compiled graphs: producers with their gradients, ``torch.ops.qsync.batch_norm_chain`` and its like.
 
-A chain's result is read as its 8-bit copy, and where others read it as a float tensor too.  Autograd carries the gradient to the
-float result, so that there is one either way; where nothing reads it, it is one element that counts for all (strides of 0).
+A chain's result is read as its 8-bit copy, as a float tensor, or as both.  Autograd carries the gradient to the float result, so
+that there is one either way; where nothing reads it, it is one element that counts for all (strides of 0).  Each operator gives the
+float result; then, where one is written, the copy and its scale; then, of a batch norm with a float result, its largest magnitude.
 
 What is kept for backward is the input, or its 8-bit copy, statistics and bits: never the result.
 """
@@ -165,7 +166,7 @@ def _as_images(results: list[torch.Tensor], x: torch.Tensor, binding: ProducerBi
     """Result and copy in the layout that the operators of the chain would give: that of their input."""
     if _is_channels_last(x):
         return results
-    whole = 2 if binding.variant.compute.needs_scale else 1
+    whole = 2 if binding.writes_copy else 1
     if not binding.chain.float_result:  # nothing lies in memory whose layout could matter
         return [results[0], *(tensor.contiguous() for tensor in results[1:whole]), *results[whole:]]
     return [*(tensor.contiguous() for tensor in results[:whole]), *results[whole:]]
@@ -215,19 +216,19 @@ def _layer_norm_chain(
     offset: torch.Tensor,
 ) -> list[torch.Tensor]:
     matrix, added = (None if t is None else rows(t).contiguous() for t in (x, residual))
-    out, q, scale, _, _ = apply_of(LayerNormChain)(matrix, weight, bias, added, eps, _binding(key), (seed, offset))
-    return [out.view(x.shape), q.view(x.shape), scale]
+    *results, _, _ = apply_of(LayerNormChain)(matrix, weight, bias, added, eps, _binding(key), (seed, offset))
+    return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
 
 
 def _activation_chain(x: torch.Tensor, images: bool, key: str, seed: int, offset: torch.Tensor) -> list[torch.Tensor]:
     binding = _binding(key)
     if not images:
-        out, q, scale = apply_of(ActivationChain)(rows(x).contiguous(), binding, (seed, offset))
-        return [out.view(x.shape), q.view(x.shape), scale]
+        results = apply_of(ActivationChain)(rows(x).contiguous(), binding, (seed, offset))
+        return [*(tensor.view(x.shape) for tensor in results[:2]), *results[2:]]
     by_position = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    out, q, scale = apply_of(ActivationChain)(rows(by_position), binding, (seed, offset))
-    back = [tensor.view(by_position.shape).permute(0, 3, 1, 2) for tensor in (out, q)]
-    return _as_images([*back, scale], x, binding)
+    results = apply_of(ActivationChain)(rows(by_position), binding, (seed, offset))
+    back = [tensor.view(by_position.shape).permute(0, 3, 1, 2) for tensor in results[:2]]
+    return _as_images([*back, *results[2:]], x, binding)
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")

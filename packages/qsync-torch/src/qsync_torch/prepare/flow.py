@@ -57,6 +57,7 @@ class Request:
         batch_size: in the place of the job's own.
         cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
         batch: local batches, ``equal`` or ``free``.
+        chains: profiles measure fused chains, and plans may fuse them.
         fresh: measure everything anew.
         quiet: show no progress.
     """
@@ -70,6 +71,7 @@ class Request:
     cluster: str | None = None
     wishes: Mapping[str, Wish] = {}
     batch: str = "equal"
+    chains: bool = False
     fresh: bool = False
     quiet: bool = False
 
@@ -191,7 +193,7 @@ class _Flow:
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
-        bench = Bench(job, dag, request.device, me, folder, self.board)
+        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         self._measure(bench, groups, cluster)

@@ -68,6 +68,7 @@ class Bench:
         job, dag: what is trained, and its graph; device: where.
         me: what this process has said of itself.
         folder: where finished parts are; board: who is told how far it is.
+        chains: whether profiles measure fused chains.
     """
 
     job: Job
@@ -76,6 +77,7 @@ class Bench:
     me: Participant
     folder: Folder
     board: Board
+    chains: bool = False
     _checked: list[bool] = attrs.field(factory=list)
 
     def probe(self, group: Group) -> dict[str, Made]:
@@ -110,6 +112,7 @@ class Bench:
                 ladder=group.ladder,
                 resume=self._partial(self.folder.run.profile(group.name)),
                 with_collectives=False,
+                with_chains=self.chains,
                 progress=self.board.stage("profiling"),
                 note=self.board.note,
             )
@@ -118,7 +121,8 @@ class Bench:
         ladder, known = _texts(group.ladder), self.folder.parts.get(f"profile {group.name}")
         if known is not None and set(ladder.split()) <= set(known.inputs.get("ladder", "").split()):
             ladder = known.inputs["ladder"]  # more was measured
-        inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job))
+        chains = {"chains": "measured"} if self.chains else {}
+        inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains)
         return self._unless_kept(f"profile {group.name}", inputs, run)
 
     def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:

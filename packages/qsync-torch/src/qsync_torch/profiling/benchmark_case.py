@@ -57,12 +57,14 @@ class BenchmarkCase:
         make_ready: makes the forward call ready; what happens here is not timed.
         activations, parameters: tensors, for telling what autograd keeps.
         gradient_dtype: format in which the output's gradient arrives; None for the output's own.
+        gradient_layout: how it lies in memory.
     """
 
     make_ready: Callable[[], ReadyCall]
     activations: tuple[torch.Tensor, ...]
     parameters: tuple[torch.Tensor, ...]
     gradient_dtype: torch.dtype | None = None
+    gradient_layout: torch.memory_format = torch.preserve_format
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:

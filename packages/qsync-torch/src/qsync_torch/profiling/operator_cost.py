@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,7 @@ def measure_operator(
     effort: Effort,
     base: Precision = Precision.FLOAT32,
 ) -> OpCost:
-    """Measure one operator.
-
-    Several sets of operands are made and used in turn: all forward calls run before all backward calls, the latter in reverse
-    order, so that a backward finds its saved tensors as cold in the caches as it does in training.
+    """Measure one operator as :func:`measure_case` does.
 
     Args:
         operator, variant, layouts, choice: what runs, as in :func:`~qsync_torch.profiling.benchmark_case.make_case`.
@@ -43,17 +41,41 @@ def measure_operator(
         base: of the graph; under AMP, operators that no plan lowers run as autocast runs them.
     """
     device = stopwatch.device
-    first = make_case(operator, variant, layouts, device, choice, base)
-    call = first.make_ready()
     forwarding = autocast(Precision.FLOAT32 if operator.is_adjustable else base, device)
+    make = partial(make_case, operator, variant, layouts, device, choice, base)
+    return measure_case(make, choice, stopwatch, effort, forwarding)
+
+
+def measure_case(
+    make: Callable[[], BenchmarkCase],
+    choice: KernelChoice,
+    stopwatch: Stopwatch,
+    effort: Effort,
+    forwarding: AbstractContextManager[Any] | None = None,
+) -> OpCost:
+    """Measure a call forward and backward.
+
+    Several sets of operands are made and used in turn: all forward calls run before all backward calls, the latter in reverse
+    order, so that a backward finds its saved tensors as cold in the caches as it does in training.
+
+    Args:
+        make: makes a set of operands.
+        choice: whose kernels run it, for the record.
+        stopwatch: of the device.
+        effort: how long to repeat.
+        forwarding: what forward calls run in, again and again.
+    """
+    device, forwarding = stopwatch.device, nullcontext() if forwarding is None else forwarding
+    first = make()
+    call = first.make_ready()
     with forwarding:
         saved = watch_saved(call.run, first.activations, first.parameters)
-    gradients = [_gradient(output, first.gradient_dtype) for output in differentiable_outputs(saved.result)]
+    gradients = [_gradient(output, first) for output in differentiable_outputs(saved.result)]
     workspaces = _workspaces(first, gradients, device, forwarding)
 
     nbytes = sum(t.nbytes for t in (*first.activations, *first.parameters))
     sets = rotation_count(nbytes, device, most=_MOST_SETS_CUDA if device.type == "cuda" else _MOST_SETS_CPU)
-    cases = [first, *(make_case(operator, variant, layouts, device, choice, base) for _ in range(sets - 1))]
+    cases = [first, *(make() for _ in range(sets - 1))]
 
     def sample() -> tuple[int, int, int, int]:
         while True:
@@ -94,8 +116,9 @@ def measure_operator(
     )
 
 
-def _gradient(output: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    gradient = torch.empty_like(output, dtype=dtype or output.dtype, requires_grad=False)
+def _gradient(output: torch.Tensor, case: BenchmarkCase) -> torch.Tensor:
+    dtype = case.gradient_dtype or output.dtype
+    gradient = torch.empty_like(output, dtype=dtype, requires_grad=False, memory_format=case.gradient_layout)
     return gradient.normal_()
 
 

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,17 @@ from qsync_core.errors import ArtifactError, JobError, QSyncError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import CastKey, CastModel, DeviceKind, DeviceMemory, OpCost, Profile, RungMemory, StepMeasurement
+from qsync_core.ir.profile import (
+    CastKey,
+    CastModel,
+    ChainCost,
+    DeviceKind,
+    DeviceMemory,
+    OpCost,
+    Profile,
+    RungMemory,
+    StepMeasurement,
+)
 from qsync_core.ir.semantics import Autocast, CastSite
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.choice import KernelChoice
@@ -38,9 +49,10 @@ from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
 from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, measure_cast, possible_casts
+from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
-from qsync_torch.profiling.operator_cost import measure_operator
+from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
@@ -91,6 +103,7 @@ def profile(
     tuning: Path | None = None,
     resume: Path | None = None,
     with_collectives: bool = True,
+    with_chains: bool = False,
     progress: ProgressCallback = silent,
     note: Callable[[str], None] = lambda text: None,
     operator_effort: Effort = OPERATOR_EFFORT,
@@ -119,6 +132,9 @@ def profile(
         resume: file in which finished measurements are kept, so that a killed run continues; the caller removes it.  One of
             another job, optimizer, loss, ladder, device, version or setting is not continued, and a note says what differs.
         with_collectives: measure all-reduces; without, ranks need not finish at the same time.
+        with_chains: measure fused chains too, in every way that some backend runs, so that plans may fuse them; training is then by
+            ``qsync_torch.compile`` (docs/design/fused-chains.md).  Each takes as long as a kind of cast at one size
+            (``cast_effort``).
         progress: receives how far it is.
         note: receives sentences that a reader of the profile should know.
         operator_effort, cast_effort, step_effort: how long to repeat.
@@ -140,6 +156,8 @@ def profile(
     dag_digest = digest(dag)
     items = distinct_items(dag, variants, type_.kind)
     choices = {item: _choice(chooser, item) for item in items}
+    asked = {item: chooser.for_chain(item.requests(target)) for item in (distinct_chains(dag, variants) if with_chains else ())}
+    fused = {item: choice for item, choice in asked.items() if choice is not None}
     efforts = (operator_effort, cast_effort, step_effort)
     store = ResumeStore(
         resume,
@@ -166,7 +184,7 @@ def profile(
     layouts = dict(job.model.named_parameters())
     bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
     cast_sites = possible_casts(variants)
-    total = len(items) + len(cast_sites) + len(variants) + 1
+    total = len(items) + len(cast_sites) + len(fused) + len(variants) + 1
     done = 0
 
     def advance(what: str) -> None:
@@ -192,6 +210,10 @@ def profile(
         for key, sites in cast_sites.items():
             advance(f"cast {key.source}→{key.target}")
             casts.append(bench.cast(key, sites))
+        chains: list[ChainCost] = []
+        for chain, choice in fused.items():
+            advance(f"chain {chain.chain.producer}")
+            chains.append(ChainCost(chain.holders, chain.run.form, chain.run.variant, bench.chain(chain, choice)))
         runner = StepRunner.start(job, target)
         _watch_autocast(runner.model, target, store)
         steps: list[StepMeasurement] = []
@@ -215,7 +237,7 @@ def profile(
         software={
             **{name: value for name, value in software.items() if value},
             "autocast": store.read(_AUTOCAST, str) or software["autocast"],
-            **chooser.versions(choices.values()),
+            **chooser.versions((*choices.values(), *fused.values())),
         },
         model=dag.model,
         dag_digest=dag_digest,
@@ -230,6 +252,7 @@ def profile(
         steps=tuple(steps),
         synchronises=runner.watch_synchronising(target),
         memory=memory,
+        chains=tuple(chains),
     )
 
 
@@ -331,6 +354,16 @@ class _Bench:
         return self.store.read(name, CastModel) or self.store.write(
             name, measure_cast(key, shapes, self.stopwatch, self.cast_effort, self.chooser)
         )
+
+    def chain(self, item: ChainItem, choice: KernelChoice) -> OpCost:
+        """The cost of a fused chain; like a cast's it is the time of passes over memory, so that it is repeated as long."""
+        name = f"{item.name} {choice.backend} {choice.config}"
+        known = self.store.read(name, OpCost)
+        if known is not None:
+            return known
+        with self._noting(f"chain {item.holders[0]}"):
+            make = partial(chain_case, self.dag, item, choice, self.stopwatch.device)
+            return self.store.write(name, measure_case(make, choice, self.stopwatch, self.cast_effort))
 
     def step(
         self, runner: StepRunner, variant: Variant, choices: Mapping[OpId, KernelChoice], base: StepMeasurement | None

@@ -93,6 +93,21 @@ class KernelChooser:
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
+    def for_chain(self, requests: Sequence[KernelRequest]) -> KernelChoice | None:
+        """Whose kernels run a fused chain, given its requests; None where no backend that may be asked has one of them."""
+        ops: dict[str, OpChoice] = {}
+        for request in requests:
+            if self._is_trivial:
+                if reasons_against(request, KernelChoice()):
+                    return None
+                continue
+            try:
+                answer = self.answer(request)
+            except BackendError:
+                return None
+            ops[request.op] = OpChoice(answer.backend, answer.config)
+        return _chosen(ops) if ops else KernelChoice()
+
     def versions(self, chosen: Iterable[KernelChoice]) -> dict[str, str]:
         """Versions of the backends that were chosen, other than PyTorch's own kernels, as a profile records them."""
         used = {name for kernels in chosen for name in kernels.chain} - {DEFAULT_BACKEND}
@@ -114,7 +129,7 @@ class KernelChooser:
             able = [by_name[name] for name in names if not by_name[name].reasons]
             answers = able[:1] or answers
         answer = registry.choose(request, answers)
-        if answer.latency_ns is None:
+        if answer.latency_ns is None and request.op not in Op.PRODUCERS:  # which 'qsync tune' does not tune
             self.untuned.add(request)
         return answer
 

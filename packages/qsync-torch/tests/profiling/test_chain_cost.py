@@ -1,0 +1,162 @@
+"""Fused chains in a profile: which ways to run are measured, what is kept, and that plans can be made of it."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_core.artifacts import files as artifact
+from qsync_core.errors import BackendError
+from qsync_core.ir.chain import ChainVariant, Producer, chains_of
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.profile import Profile
+from qsync_core.ir.semantics import chain_result, chain_run
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.job import Batch, Job
+from qsync_torch.profiling import profile as profile_module
+from qsync_torch.profiling.chain_cost import chain_case, distinct_chains
+from qsync_torch.profiling.profile import profile
+from qsync_torch.timing import Effort
+from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning.chooser import KernelChooser
+
+from ..compiling.chained_models import Bert, ResNet, Vgg, images
+
+QUICK = Effort(min_repeats=1, max_repeats=1, budget_s=0.0, warmup=0)
+EFFORTS = {"operator_effort": QUICK, "cast_effort": QUICK, "step_effort": QUICK}
+INT8, BFLOAT16, FLOAT32 = (Variant.of(p) for p in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
+LADDER = (INT8, BFLOAT16, FLOAT32)
+CPU = torch.device("cpu")
+
+
+def job_of(model, make=images):
+    return Job(
+        "chained",
+        model,
+        lambda step, size: Batch((make(size),), target=torch.arange(size) % 4),
+        lambda output, batch: F.cross_entropy(output.reshape(len(batch.target), -1), batch.target),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=4,
+    )
+
+
+def tokens(batch):
+    return torch.randn(batch, 5, 16)
+
+
+@pytest.fixture(scope="module")
+def job():
+    return job_of(Vgg())
+
+
+@pytest.fixture(scope="module")
+def dag(job):
+    return trace(job)
+
+
+@pytest.fixture(scope="module")
+def found(job, dag):
+    return profile(job, dag, ladder=LADDER, with_chains=True, **EFFORTS)
+
+
+def test_every_chain_is_measured_however_its_neighbours_run(dag, found):
+    """By trying all variants of the readers, and formats that may arrive; ReLU's input is not kept in 8 bit."""
+    wanted = set()
+    for chain in chains_of(dag):
+        for variant in LADDER:
+            result = chain_result(chain, dict.fromkeys(chain.product_readers, variant))
+            for saved in (None,) if chain.producer is Producer.ACTIVATION else (None, Precision.INT8):
+                for arriving in (Precision.FLOAT32, Precision.BFLOAT16):
+                    run = chain_run(chain, ChainVariant(saved=saved), result, arriving)
+                    wanted.add((chain.name, run.form, run.variant))
+    assert wanted == set(found.chain_index)
+    assert len({chain.name for chain in chains_of(dag)}) == 4
+    for entry in found.chains:
+        assert entry.cost.backend == "aten"
+        assert entry.cost.forward_compute_ns > 0
+        assert entry.cost.backward_compute_ns > 0
+
+
+def test_it_can_be_stored_and_nothing_else_differs(job, dag, found):
+    assert artifact.from_bytes(artifact.to_bytes(found), Profile) == found
+    without = profile(job, dag, ladder=LADDER, **EFFORTS)
+    assert without.chains == ()
+    assert b"chains" not in artifact.to_bytes(without)
+    assert without.cost_index == found.cost_index
+
+
+def test_chains_that_cost_the_same_are_measured_once():
+    dag = trace(job_of(ResNet()))
+    together = {frozenset(map(str, item.holders)) for item in distinct_chains(dag, LADDER)}
+    assert frozenset(["blocks.0.bn1#0", "blocks.1.bn1#0", "blocks.2.bn1#0"]) in together
+    assert frozenset(["bn#0"]) in together
+
+
+def elements_kept(dag, item):
+    """What backward reads besides an input kept as it is, in bytes, by the text of docs/design/fused-chains.md."""
+    chain, variant, form = item.chain, item.run.variant, item.run.form
+    numel = 1
+    for size in item.shape:
+        numel *= size
+    groups = item.shape[1] if chain.producer is Producer.BATCH_NORM else item.shape[0]
+    statistics = 0 if chain.producer is Producer.ACTIVATION else 2 * 4 * groups
+    kept = numel * variant.saved.nbytes if chain.normalizes_a_sum else 0
+    bits = 0
+    if chain.producer is Producer.BATCH_NORM and form.activation == "relu" and (form.residual or variant.saved.needs_scale):
+        batch, channels, height, width = item.shape
+        bits = batch * height * width * -(-channels // 8)
+    return statistics + (numel + 4 * groups if variant.saved.needs_scale else kept) + bits
+
+
+@pytest.mark.parametrize("model, make", [(ResNet, images), (Bert, tokens)])
+def test_what_a_chain_keeps(model, make):
+    """Channels-last images, and rows: no copy of the input is made."""
+    dag = trace(job_of(model().to(memory_format=torch.channels_last), make))
+    measured = 0
+    for item in distinct_chains(dag, LADDER):
+        choice = KernelChooser(CPU).for_chain(item.requests(CPU))
+        if choice is None:
+            continue
+        cost = profile_module.measure_case(
+            lambda item=item: chain_case(dag, item, KernelChoice(), CPU), choice, profile_module.make_stopwatch(CPU), QUICK
+        )
+        assert cost.saved_own_bytes == elements_kept(dag, item), item.run
+        assert (0 in cost.saves_inputs) == (not item.run.variant.saved.needs_scale and not item.chain.normalizes_a_sum)
+        measured += 1
+    assert measured >= 20
+
+
+def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path, monkeypatch):
+    measured, original = [], profile_module.measure_case
+
+    def counting(*arguments):
+        measured.append(1)
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(profile_module, "measure_case", counting)
+    with pytest.raises(KeyboardInterrupt):
+        profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
+    profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
+    ways = [item for item in distinct_chains(dag, LADDER) if KernelChooser(CPU).for_chain(item.requests(CPU)) is not None]
+    assert len(measured) == len(ways) + 1
+
+
+def test_whose_kernels(dag, monkeypatch):
+    """The first of the named backends that has both directions; without one the chain is left out, and nothing asks for tuning."""
+    item = distinct_chains(dag, LADDER)[0]
+    chooser = KernelChooser(CPU, "auto")
+    chosen = chooser.for_chain(item.requests(CPU))
+    assert chosen is not None
+    assert set(chosen.backends) <= {"aten", "triton"}
+    assert not chooser.untuned
+
+    def refuse(*_):
+        raise BackendError("none does")
+
+    monkeypatch.setattr(KernelChooser, "answer", refuse)
+    assert chooser.for_chain(item.requests(CPU)) is None
+    beyond = attrs.evolve(item, run=attrs.evolve(item.run, form=attrs.evolve(item.run.form, activation="silu")))
+    assert KernelChooser(CPU).for_chain(beyond.requests(CPU)) is None
