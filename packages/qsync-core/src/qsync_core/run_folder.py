@@ -57,6 +57,11 @@ class RunFolder:
         return self.path / "report.perfetto.json"
 
     @property
+    def start(self) -> Path:
+        """What to type to train, as the report shows it: sentences, and indented the lines for a shell."""
+        return self.path / "start.txt"
+
+    @property
     def ledger(self) -> Path:
         """What is finished, and from what it was made: by which ``qsync prepare`` continues."""
         return self.path / ".prepare" / "ledger.json"

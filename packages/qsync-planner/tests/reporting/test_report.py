@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import re
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import leanest, random_case
-from report_cases import job_of, measured_like, stored_run
+from report_cases import EVIL, job_of, measured_like, stored_run
 
 from qsync_core.cli.root import cli
 from qsync_core.errors import ArtifactError, PlanError
@@ -221,6 +222,14 @@ def test_a_report_is_written_with_its_trace(run: RunFolder) -> None:
     trace = json.loads(run.trace.read_text())
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     assert names == {f"rank {r} ({g}, {s})" for r, g in ((0, "train"), (1, "infer")) for s in ("predicted", "measured")}
+
+
+def test_the_page_says_what_to_type(tmp_path: Path) -> None:
+    run = stored_run(tmp_path / "run")
+    run.start.write_text(f"train by:\n  torchrun train.py {EVIL}\n", encoding="utf-8")
+    text = write_report(run).read_text(encoding="utf-8")
+    assert f"<h2>How to train</h2>\n<pre>{run.start.read_text().strip()}</pre>" in html.unescape(text)
+    assert EVIL not in text
 
 
 def test_the_command_says_where_it_wrote(run: RunFolder) -> None:

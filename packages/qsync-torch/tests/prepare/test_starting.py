@@ -1,11 +1,10 @@
-"""What to type where fewer groups do more than all."""
+"""What to type to train with the groups that the verdict recommends."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import attrs
-import pytest
 
 from qsync_core.artifacts.files import save
 from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
@@ -13,7 +12,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.run_folder import RunFolder
 from qsync_torch.prepare.participants import Group, Participant
-from qsync_torch.prepare.starting import Fewer, fewer_groups
+from qsync_torch.prepare.starting import Start, how_to_start
 
 CPU = DeviceType("cpu", DeviceKind.CPU)
 H200 = DeviceType("NVIDIA H200", DeviceKind.CUDA, 1.0, 0, "9.0")
@@ -38,25 +37,27 @@ def plan_of(groups: list[Group], recommended: tuple[str, ...] = ()) -> Precision
     )
 
 
-def found(folder: Path, groups: list[Group], kept: tuple[str, ...], script: tuple[str, ...] = ("train.py",)) -> Fewer | None:
+def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str, **options: bool) -> Start:
     run = RunFolder(folder)
     (folder / "plans").mkdir()
     save(plan_of([group for group in groups if group.name in kept]), run.plan(kept))
-    return fewer_groups(run, plan_of(groups, kept), groups, script)
+    start = how_to_start(run, plan_of(groups, kept), groups, script or ("train.py",), **options)
+    assert start is not None
+    return start
 
 
 def test_on_one_machine_it_is_one_line(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
-    fewer = found(tmp_path, groups, ("b",), ("my train.py", "--lr", "1e-3"))
-    assert fewer is not None
+    fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3")
     line = "QSYNC_GROUP=b torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=29500 "
     assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
-    assert fewer.sentences("qsync.hybrid") == [
+    assert fewer.sentences(Path("run"), from_script=True) == [
         "a is better left out; train without, by:",
         f"  {line}'my train.py' --lr 1e-3",
         "a step then has 32 samples, each rank its own batch, and not the 48 of all groups; where the learning rate is for 48, "
         "keep them with qsync.hybrid(..., resize='keep-global') and the loop over applied.micro_batches(ddp) "
         "(docs/coming-and-going.md)",
+        "the line of the script is qsync.hybrid(..., run='run')",
     ]
 
 
@@ -67,7 +68,6 @@ def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path
         group("slow", CPU, ("four", "")),
     ]
     fewer = found(tmp_path, groups, ("fast", "half"))
-    assert fewer is not None
     assert (fewer.left_out, fewer.samples, fewer.of_all) == (("slow",), 64, 80)
     line, rest = "torchrun --nnodes=3 --node-rank=", "--master-addr=one --master-port=29500 train.py"
     assert fewer.commands == (
@@ -78,17 +78,42 @@ def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path
             f"QSYNC_GROUP=half CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 {line}2 --nproc-per-node=1 {rest}",
         ),
     )
-    assert [sentence.split(": ")[0].strip() for sentence in fewer.sentences("apply_")[1:4]] == ["one", "two", "three"]
+    assert [sentence.split(": ")[0].strip() for sentence in fewer.sentences(tmp_path, from_script=False)[1:4]] == [
+        "one",
+        "two",
+        "three",
+    ]
 
 
 def test_the_gpus_of_a_machine_that_has_others_too_are_named(tmp_path):
     groups = [group("old", H200, ("here", "0"), ("here", "1")), group("new", attrs.evolve(H200, name="B200"), ("here", "5"))]
     fewer = found(tmp_path, groups, ("new",))
-    assert fewer is not None
     assert fewer.commands[0][1].startswith("QSYNC_GROUP=new CUDA_VISIBLE_DEVICES=5 torchrun --nnodes=1 ")
 
 
-@pytest.mark.parametrize("recommended", [(), ("a", "b"), ("b",)])
-def test_there_is_nothing_to_say_where_all_train_or_the_others_have_no_plan(tmp_path, recommended):
+def test_where_all_train_each_group_has_its_line_and_batches_that_differ_are_said(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
-    assert fewer_groups(RunFolder(tmp_path), plan_of(groups, recommended), groups, ("train.py",)) is None
+    start = found(tmp_path, groups, ("a", "b"))
+    lines = [
+        f"  QSYNC_GROUP={name} torchrun --nnodes=2 --node-rank={node} --nproc-per-node=1 --master-addr=127.0.0.1 "
+        "--master-port=29500 train.py"
+        for node, name in enumerate("ab")
+    ]
+    line = "the line of the script is qsync.apply_(model, 'run')"
+    assert start.sentences(Path("run"), from_script=False) == ["train by:", *lines, line]
+    uneven = attrs.evolve(start, local_batches={"a": 20, "b": 12}).sentences(Path("run"), from_script=False)
+    assert uneven[-2].startswith("local batches differ (20 a rank of a, 12 a rank of b): the script takes applied.local_batch ")
+
+
+def test_one_process_without_torchrun_is_started_by_python(tmp_path):
+    start = found(tmp_path, [group("cpu", CPU, ("here", ""))], ("cpu",), "train.py", "--lr", "1e-3", torchrun=False)
+    assert start.sentences(Path("run"), from_script=True)[:2] == ["train by:", "  python train.py --lr 1e-3"]
+
+
+def test_of_groups_that_are_not_here_or_have_no_plan_nothing_is_said(tmp_path):
+    a, b = group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))
+    run, whole = RunFolder(tmp_path), plan_of([a, b])
+    assert how_to_start(run, whole, [a, b], ("train.py",)) is None
+    (tmp_path / "plans").mkdir()
+    save(whole, run.plan(["a", "b"]))
+    assert how_to_start(run, whole, [a], ("train.py",)) is None

@@ -89,12 +89,20 @@ class Table:
 
 
 @attrs.frozen
+class Lines:
+    """What a person types, as a terminal has it."""
+
+    text: str
+    kind = "lines"
+
+
+@attrs.frozen
 class Section:
-    """A title, sentences, and figures and tables."""
+    """A title, sentences, and figures, tables and lines."""
 
     title: str
     sentences: Sequence[str] = ()
-    parts: Sequence[Figure | Table] = ()
+    parts: Sequence[Figure | Table | Lines] = ()
 
 
 @attrs.frozen

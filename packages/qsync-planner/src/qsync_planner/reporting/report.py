@@ -10,7 +10,7 @@ from pathlib import Path
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.files import load
 from qsync_core.artifacts.perfetto import comparison_to_perfetto, to_perfetto
-from qsync_core.errors import PlanError
+from qsync_core.errors import ArtifactError, PlanError
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import PrecisionPlan
@@ -29,7 +29,7 @@ from qsync_planner.reporting.charts import (
     steps_figure,
     timeline_figure,
 )
-from qsync_planner.reporting.page import Fact, Page, Section, Table, render, require_pages
+from qsync_planner.reporting.page import Fact, Lines, Page, Section, Table, render, require_pages
 from qsync_planner.reporting.tradeoff_page import tradeoff_section
 from qsync_planner.reporting.ways_to_run import Job, WayToRun, predicted_timeline, ways_to_run
 
@@ -58,7 +58,7 @@ def write_report(run: RunFolder, *, first: Sequence[Section] = (), title: str = 
     require_pages()
     job, measured = read_job(run)
     plans = [(names, run.load_plan(names)) for names in run.planned_groups()]
-    return write_job_report(run, job, measured, plans, first=first, title=title)
+    return write_job_report(run, job, measured, plans, first=(*first, *_start_section(run)), title=title)
 
 
 def write_job_report(
@@ -104,6 +104,16 @@ def read_job(run: RunFolder) -> tuple[Job, Timeline | None]:
         load(costs, CollectiveCosts) if costs.is_file() else None,
     )
     return job, load(measured, Timeline) if measured.is_file() else None
+
+
+def _start_section(run: RunFolder) -> list[Section]:
+    """What ``qsync prepare`` says in its end of how training is started."""
+    if not run.start.is_file():
+        return []
+    try:
+        return [Section("How to train", (), (Lines(run.start.read_text(encoding="utf-8").strip()),))]
+    except (OSError, UnicodeDecodeError) as reason:
+        raise ArtifactError(f"cannot read {run.start}: {reason}") from None
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -182,8 +182,8 @@ def _facts(found: Prepared) -> dict[str, Any]:
             }
             for entry in found.planned
         ],
-        "train_with": list(found.fewer.groups) if found.fewer else [group.name for group in found.cluster.groups],
-        "commands": [line for _, line in found.fewer.commands] if found.fewer else [],
+        "train_with": list(found.start.groups) if found.start else [group.name for group in found.cluster.groups],
+        "commands": [line for _, line in found.start.commands] if found.start else [],
         "made": list(found.made),
         "report": None if found.report is None else str(found.report),
         "seconds": round(found.seconds, 1),
@@ -211,20 +211,8 @@ def _render(found: Prepared, from_script: bool, console: Console) -> None:
     )
     if found.report is not None:
         console.print(f"report: {found.report}", markup=False)
-    folder = repr(str(found.run.path))
-    line = f"qsync.hybrid(..., run={folder})" if from_script else f"qsync.apply_(model, {folder})"
-    if found.fewer is None:
-        plan = found.planned[0].plan
-        if plan is not None and len(set(plan.local_batches.values())) > 1:
-            sizes = ", ".join(f"{size} a rank of {group}" for group, size in plan.local_batches.items())
-            console.print(
-                f"local batches differ ({sizes}): the script takes applied.local_batch samples a step, and calls "
-                "applied.weight_gradients(ddp) (docs/uneven-batches.md)",
-                markup=False,
-                soft_wrap=True,
-            )
-        console.print(f"train with the same ranks: the line of the script is {line}", markup=False)
+    if found.start is None:
+        console.print("some of the groups to train with are not here: train with their machines too", markup=False)
         return
-    for sentence in found.fewer.sentences("qsync.hybrid" if from_script else "qsync.apply_"):
+    for sentence in found.start.sentences(found.run.path, from_script=from_script):
         console.print(sentence, markup=False, soft_wrap=True)
-    console.print(f"the line of the script is {line}", markup=False)

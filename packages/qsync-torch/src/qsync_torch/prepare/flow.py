@@ -34,13 +34,13 @@ from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
 from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
-from qsync_torch.prepare.starting import Fewer, fewer_groups
+from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import measure_communication
 from qsync_torch.tracing.trace import trace
 
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
 """Makes parts, and names those that are no more."""
-STEPS = 4
+STEPS = 5
 """Of planning."""
 _LONGEST_PART_S = 24 * 3600.0
 """How long one part may take while its process shows that it lives."""
@@ -100,7 +100,7 @@ class Prepared:
         planned: every set of groups, the whole job first.
         made: parts that were made now; the others were kept.
         report: the page; None where no installed package writes one.
-        fewer: what to start where fewer groups do more; on rank 0.
+        start: how training is started; on rank 0, None where some of the recommended groups are not here.
         seconds: that it took.
     """
 
@@ -111,7 +111,7 @@ class Prepared:
     made: tuple[str, ...]
     seconds: float
     report: Path | None = None
-    fewer: Fewer | None = None
+    start: Start | None = None
 
 
 def prepare(request: Request) -> Prepared:
@@ -133,8 +133,8 @@ def prepare(request: Request) -> Prepared:
             cluster = flow.run(load)
             planned = flow.planned(cluster) if rank == 0 else ()
             report = folder.run.report if "report" in folder.parts else None
-            fewer = flow.fewer(planned[0]) if planned else None
-        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, fewer)
+            start = flow.start(cluster) if rank == 0 else None
+        return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, start)
 
 
 def _of_script(request: Request) -> Callable[[], Job]:
@@ -381,7 +381,8 @@ class _Flow:
         if self.folder.rank == 0:
             from qsync_torch.prepare.planning import Planning
 
-            steps = Planning(self.folder, dag, cluster, self.board, self.request.batch).steps(_observed_rungs(cluster))
+            planning = Planning(self.folder, dag, cluster, self.board, self.request.batch, start=lambda: self._start_text(cluster))
+            steps = planning.steps(_observed_rungs(cluster))
         for step in steps:
             with self.folder.together(slow=True):
                 made, removed = step()
@@ -398,11 +399,19 @@ class _Flow:
             found.append(PlannedGroups(names, plan, part.value))
         return tuple(found)
 
-    def fewer(self, whole: PlannedGroups) -> Fewer | None:
-        """What to start where the plan of all groups recommends fewer."""
-        request = self.request
+    def start(self, cluster: Cluster) -> Start | None:
+        """How training is started, once there are plans."""
+        request, run = self.request, self.folder.run
         script = (request.job, *request.arguments) if is_script(request.job) else ("YOUR_SCRIPT.py",)
-        return None if whole.plan is None else fewer_groups(self.folder.run, whole.plan, self._groups, script)
+        whole = run.load_plan([group.name for group in cluster.groups])
+        return how_to_start(run, whole, self._groups, script, torchrun=self.folder.members is not None)
+
+    def _start_text(self, cluster: Cluster) -> str:
+        start = self.start(cluster)
+        if start is None:
+            return ""
+        sentences = start.sentences(self.folder.run.path, from_script=is_script(self.request.job))
+        return "".join(f"{sentence}\n" for sentence in sentences)
 
 
 def nothing() -> tuple[Mapping[str, Made], Sequence[str]]:

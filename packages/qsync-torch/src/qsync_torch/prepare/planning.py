@@ -73,6 +73,7 @@ class Planning:
         cluster: the whole job's, as its file says.
         board: who is told how far it is.
         batch: local batches, ``equal`` or ``free`` (:func:`qsync_planner.allocator.allocate`).
+        start: how training is started, of the finished plans; empty where that cannot be said.
     """
 
     folder: Folder
@@ -80,10 +81,17 @@ class Planning:
     cluster: Cluster
     board: Board
     batch: str = EQUAL
+    start: Callable[[], str] = str
 
     def steps(self, variants: tuple[Variant, ...]) -> list[Callable[[], tuple[Mapping[str, Made], Sequence[str]]]]:
         """What is to be made, one after the other; ``variants`` are rated.  Each gives its parts, and those that are no more."""
-        return [lambda: (self.join_profiles(), ()), lambda: (self.rate(variants), ()), self.plan, lambda: (self.report(), ())]
+        return [
+            lambda: (self.join_profiles(), ()),
+            lambda: (self.rate(variants), ()),
+            self.plan,
+            lambda: (self.tell_start(), ()),
+            lambda: (self.report(), ()),
+        ]
 
     def profiles(self) -> dict[str, Profile]:
         """Of every group.
@@ -203,9 +211,17 @@ class Planning:
         replayer = Replayer(self.dag, cluster, profiles, communication=costs, settings=settings)
         return to_bytes(replayer.timeline(plan_variants(plan, cluster)))
 
+    def tell_start(self) -> dict[str, Made]:
+        """The part ``start``: what to type to train."""
+        text = self.start()
+        inputs = {"text": text}
+        if not text or self.folder.is_kept("start", inputs):
+            return {}
+        return {"start": Made(inputs, self.folder.run.start.name, text.encode())}
+
     def report(self) -> dict[str, Made]:
         """The parts ``report`` and ``trace``; none where no page can be made here."""
-        used = ("graph", "cluster", "sensitivity")
+        used = ("graph", "cluster", "sensitivity", "start")
         inputs = {
             name: part.sha256 for name, part in self.folder.parts.items() if name in used or name.startswith(("profile ", "plan "))
         }

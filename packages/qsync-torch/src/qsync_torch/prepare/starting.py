@@ -1,9 +1,11 @@
-"""How training is started without the groups that the verdict leaves out."""
+"""How training is started with the groups that the verdict recommends."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import attrs
 
@@ -17,13 +19,14 @@ _HERE = "127.0.0.1"
 
 
 @attrs.frozen
-class Fewer:
-    """A job of fewer groups than are here, which does more than that of all.
+class Start:
+    """The job that the verdict recommends: of all groups, or of fewer that do more.
 
     Attributes:
         groups: that train; left_out: the others.
         commands: a shell's lines, by host.
         samples: of its step; of_all: of a step of all groups.
+        local_batches: by group, where they differ.
     """
 
     groups: tuple[str, ...]
@@ -31,39 +34,60 @@ class Fewer:
     commands: tuple[tuple[str, str], ...]
     samples: int
     of_all: int
+    local_batches: Mapping[str, int] = {}
 
-    def sentences(self, call: str) -> list[str]:
-        """What to type, and what it means for training; ``call`` is the script's, such as ``qsync.hybrid``."""
+    def sentences(self, folder: Path, *, from_script: bool) -> list[str]:
+        """What to type, each line of it indented, and what it means for the script.
+
+        Args:
+            folder: the run folder.
+            from_script: whether the job is what a script says at its line ``qsync.hybrid(...)``.
+        """
         several = len({host for host, _ in self.commands}) > 1
-        lines = [f"{host}: {line}" if several else line for host, line in self.commands]
-        return [
-            f"{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train without, by:",
-            *(f"  {line}" for line in lines),
-            f"a step then has {self.samples} samples, each rank its own batch, and not the {self.of_all} of all groups; where the "
-            f"learning rate is for {self.of_all}, keep them with {call}(..., resize='keep-global') and the loop over "
-            "applied.micro_batches(ddp) (docs/coming-and-going.md)",
-        ]
+        call = "qsync.hybrid" if from_script else "qsync.apply_"
+        told = [f"  {host}: {line}" if several else f"  {line}" for host, line in self.commands]
+        if self.left_out:
+            told = [
+                f"{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train without, by:",
+                *told,
+                f"a step then has {self.samples} samples, each rank its own batch, and not the {self.of_all} of all groups; where "
+                f"the learning rate is for {self.of_all}, keep them with {call}(..., resize='keep-global') and the loop over "
+                "applied.micro_batches(ddp) (docs/coming-and-going.md)",
+            ]
+        else:
+            told = ["train by:", *told]
+        if self.local_batches:
+            sizes = ", ".join(f"{size} a rank of {group}" for group, size in self.local_batches.items())
+            told.append(
+                f"local batches differ ({sizes}): the script takes applied.local_batch samples a step, and calls "
+                "applied.weight_gradients(ddp) (docs/uneven-batches.md)"
+            )
+        return [*told, f"the line of the script is {call}({'..., run=' if from_script else 'model, '}{str(folder)!r})"]
 
 
-def fewer_groups(run: RunFolder, plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str]) -> Fewer | None:
-    """What to start where the plan of all groups recommends fewer of them; None where it does not.
+def how_to_start(
+    run: RunFolder, plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str], *, torchrun: bool = True
+) -> Start | None:
+    """What to start; None where some of the recommended groups are not here, or have no plan.
 
     Args:
         run: the run folder.
         plan: for all groups of its cluster.
         here: the groups that are here, with the machines of their ranks.
-        script: what torchrun starts, with arguments.
+        script: what trains, with arguments.
+        torchrun: whether torchrun starts it; without, there is one process.
     """
-    kept = plan.recommended_groups
-    if len(kept) in (0, len(plan.groups)) or not run.plan(kept).is_file() or set(kept) - {group.name for group in here}:
+    kept = plan.recommended_groups or tuple(entry.group for entry in plan.groups)
+    if not run.plan(kept).is_file() or set(kept) - {group.name for group in here}:
         return None
-    alone = run.load_plan(kept)
-    return Fewer(
+    chosen = run.load_plan(kept)
+    return Start(
         groups=kept,
         left_out=tuple(entry.group for entry in plan.groups if entry.group not in kept),
-        commands=tuple(_commands(alone, here, script)),
-        samples=_samples(alone),
+        commands=tuple(_commands(chosen, here, script)) if torchrun else ((here[0].first.host, shlex.join(("python", *script))),),
+        samples=_samples(chosen),
         of_all=_samples(plan),
+        local_batches=chosen.local_batches if len(set(chosen.local_batches.values())) > 1 else {},
     )
 
 
