@@ -63,6 +63,7 @@ class OfBatches:
     global_batch: int | None
     planned_batch: int | None
     place: str = "train/0"
+    resize: str | None = None
 
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -81,6 +82,15 @@ def test_another_global_batch_that_was_not_chosen_is_refused(tmp_path, saved, no
     said = f"is of a job with {saved.global_batch} samples a step, and this one has {now.global_batch}: go on with the groups"
     with pytest.raises(PlanError, match=said):
         Checkpoints(tmp_path, now).load()
+
+
+@pytest.mark.parametrize("resize", ["keep-local", "keep-global"])
+def test_a_job_of_the_recommended_groups_goes_on_with_all_where_the_script_says_what_stays(tmp_path, resize):
+    Checkpoints(tmp_path, RECOMMENDED).save(1, {})
+    with pytest.warns(
+        UserWarning, match="is of a job with 32 samples a step, and this one has 64: the learning rate is to be for 64"
+    ):
+        assert Checkpoints(tmp_path, attrs.evolve(WHOLE, resize=resize)).load().step == 1
 
 
 @pytest.mark.parametrize(

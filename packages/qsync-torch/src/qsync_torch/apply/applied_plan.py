@@ -158,6 +158,7 @@ class AppliedPlan(PlannedForwards):
             if _in_job() or resize is not None:
                 resized = step_batches(plan, whole or plan, job, resize, planned.caller)
         by_script = FLAG in planned.allow_flags
+        self._resize = resize
         self._batches = LocalBatches(plan, planned.group, groups, by_script=by_script, resized=resized, caller=planned.caller)
 
     @property
@@ -211,6 +212,11 @@ class AppliedPlan(PlannedForwards):
         A script that keeps local batches may scale its learning rate by ``global_batch / planned_batch``.
         """
         return self._batches.planned
+
+    @property
+    def resize(self) -> Resize | None:
+        """What the script has said is to stay where the job has other ranks than planned."""
+        return self._resize
 
     def micro_batches(self, ddp: nn.Module, samples: int | None = None) -> Iterator[MicroBatch]:
         """The parts in which this rank takes its batch of one step, each what one forward pass was planned with::

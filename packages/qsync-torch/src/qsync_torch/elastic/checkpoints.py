@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +44,10 @@ class Resumable(Protocol):
     @property
     def planned_batch(self) -> int | None:
         """Samples of a step as planned; None where that is not known."""
+
+    @property
+    def resize(self) -> str | None:
+        """What the script has said is to stay where the job has other ranks than planned."""
 
     def state_dict(self) -> dict[str, int]:
         """What is equal on all ranks."""
@@ -150,7 +155,7 @@ class Checkpoints:
         Raises:
             ArtifactError: on every rank, when the file of one cannot be read.
             PlanError: as ``applied.load_state_dict``; on every rank, when the job that saved it had another global batch, and no
-                script has chosen either (docs/coming-and-going.md).
+                script has said what is to stay (docs/coming-and-going.md).
             RankError: when a rank has ended.
         """
         told = told_by_all("Checkpoints.load", {"steps": " ".join(map(str, self.steps()))})
@@ -216,20 +221,24 @@ class Checkpoints:
         return [] if self._applied is None else [self._applied.global_batch, self._applied.planned_batch]
 
     def _check_batches(self, path: Path, saved: list[int | None]) -> None:
-        """Refuse another global batch where it is the planned one before and now, so that no script has chosen it."""
+        """Refuse another global batch where it is the planned one before and now, and this script does not say what is to stay."""
         now = self._batches()
         if None in (*saved, *now) or any(was == is_now for was, is_now in zip(saved, now, strict=False)) or not (saved and now):
             return
-        raise PlanError(
-            f"the checkpoint {path} is of a job with {saved[0]} samples a step, and this one has {now[0]}: go on with the groups "
-            "that saved it, or say in the job of fewer groups what is to stay, with resize='keep-global' or 'keep-local' "
-            "(docs/coming-and-going.md)"
-        )
+        differ = f"the checkpoint {path} is of a job with {saved[0]} samples a step, and this one has {now[0]}"
+        assert self._applied is not None
+        if self._applied.resize is None:
+            raise PlanError(
+                f"{differ}: go on with the groups that saved it, or say in this script what is to stay, with resize='keep-global' "
+                f"or 'keep-local', and a learning rate for {now[0]} samples (docs/coming-and-going.md)"
+            )
+        if _rank() == 0:
+            warnings.warn(f"{differ}: the learning rate is to be for {now[0]} samples", stacklevel=3)
 
     def _place(self) -> str:
         if self._applied is not None:
             return self._applied.place
-        return f"rank/{dist.get_rank() if dist.is_available() and dist.is_initialized() else 0}"
+        return f"rank/{_rank()}"
 
     def _restore_random(self, step: int, by_place: Mapping[str, str]) -> None:
         if (kept := by_place.get(self._place())) is None:
@@ -251,6 +260,10 @@ def _random_state() -> str:
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _writes() -> bool:
