@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qsync_core.artifacts.files import digest
 from qsync_core.errors import ObservationError
+from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
@@ -14,7 +15,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.interface import Omega, RatesFlips
+from qsync_planner.indicators.interface import Omega, RatesFlips, RatesKeptInputs
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
@@ -56,7 +57,8 @@ def indicate(
         check_values(observations)
     ladder, _ = ladder_under(dag.base, variants)
     # Without AMP, plain float32 is rated 0 where it is named; the base of a job under AMP is 0 without being rated.
-    rated = [v for v in ladder if dag.base is Precision.FLOAT32 or v != Variant.plain(dag.base)] or _observed_variants(observations)
+    rated = [v for v in ladder if dag.base is Precision.FLOAT32 or v != Variant.plain(dag.base)]
+    rated = rated or _observed_variants(observations, dag)
     if not rated:
         raise ObservationError(
             f"no variants to rate with indicator {chosen.name!r}: the observations mention none; "
@@ -68,6 +70,8 @@ def indicate(
         _check_omega(chosen.name, omega, dag, rated)
         flips = chosen.flips(dag, rated, observations) if isinstance(chosen, RatesFlips) else {}
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
+        kept = chosen.kept_inputs(observations) if isinstance(chosen, RatesKeptInputs) and observations is not None else {}
+        _check_kept(chosen.name, kept, dag)
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)
     return Sensitivity(
@@ -75,16 +79,18 @@ def indicate(
         dag_digest=digest(dag),
         observations_digest=digest(observations) if observations is not None else "",
         indicator=chosen.name,
-        omega=lowered_last(omega, blind),
+        omega={**lowered_last(omega, blind), **kept},
         notes=(*because, *notes, *unreached_note(blind)),
         flips=flips,
     )
 
 
-def _observed_variants(observations: Observations | None) -> list[Variant]:
+def _observed_variants(observations: Observations | None, dag: PrecisionDag) -> list[Variant]:
     if observations is None:
         return []
-    return list(dict.fromkeys(series.variant for series in observations.series if series.variant is not None))
+    chains = {chain.name for chain in chains_of(dag)}
+    series = (one for one in observations.series if one.op_id not in chains)
+    return list(dict.fromkeys(one.variant for one in series if one.variant is not None))
 
 
 def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: PrecisionDag, variants: Iterable[Variant]) -> None:
@@ -97,6 +103,16 @@ def _check_omega(name: str, omega: Mapping[OpId, Mapping[Variant, float]], dag: 
                 raise ObservationError(
                     f"indicator {name!r} gave {got} for {operator.op_id} at {variant.label}; Ω must be a finite number ≥ 0"
                 )
+
+
+def _check_kept(name: str, kept: Omega, dag: PrecisionDag) -> None:
+    """The same for what it says of chains."""
+    chains = {chain.name for chain in chains_of(dag)} if kept else set()
+    for op_id, by_variant in kept.items():
+        for variant, value in by_variant.items():
+            if op_id not in chains or not math.isfinite(value) or value < 0:
+                what = f"{value!r} for the kept input of {op_id} at {variant.saved}"
+                raise ObservationError(f"indicator {name!r} gave {what}; Ω must be a finite number ≥ 0, of a chain of {dag.model}")
 
 
 def unreached(observations: Observations | None, dag: PrecisionDag, collectors: Sequence[str]) -> list[OpId]:

@@ -20,6 +20,7 @@ from qsync_core.ir.profile import OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.verdict import error_notes
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
 LADDER = (I8, BF16, FP32)
@@ -119,6 +120,9 @@ def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> 
     assert saved
     operators = sum({I8: 4.0, BF16: 1.0, FP32: 0.0}[entry.variant] for entry in tightest.groups[0].assignments.values())
     assert tightest.objective == pytest.approx(operators + 0.5 * len(saved))
+    flips = {o.op_id: {I8: 2.0, BF16: 0.5} for o in model().adjustable}
+    [note] = error_notes(attrs.evolve(rated(model()), flips=flips), tightest.groups)
+    assert f"Σ Ω {tightest.objective:.3g}:" in note
     # Without chains no plan is that small.
     cluster = single_group(memory_bytes=min(peaks))
     cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))

@@ -138,6 +138,11 @@ class Chain:
         """Whether backward reads the sum of input and residual, which the chain itself makes, and neither of them."""
         return self.producer is Producer.LAYER_NORM and self.residual is not None
 
+    @property
+    def may_round_input(self) -> bool:
+        """Whether its input may be kept in 8 bit: not that of a ReLU alone, which would lose the signs of small numbers."""
+        return self.producer is not Producer.ACTIVATION or self.activation is not Activation.RELU
+
     def form(self, float_result: bool) -> ChainForm:
         """What a kernel for it is asked for."""
         return ChainForm(self.activation, self.residual is not None, float_result)

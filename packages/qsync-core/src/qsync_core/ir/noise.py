@@ -6,14 +6,27 @@ with an equal value.  Both read this one, so that variants share what was measur
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget, steps_of
 from qsync_core.ir.variant import Variant
 
 EXACT = CastTarget(Precision.FLOAT32)
 """Rounds nothing."""
+
+
+def kept_formats(variants: Iterable[Variant]) -> tuple[Precision, ...]:
+    """The 8-bit formats in which plans of these variants may keep the inputs of fused chains, each once."""
+    return tuple(dict.fromkeys(variant.compute for variant in variants if variant.compute.needs_scale))
+
+
+def kept_input(saved: Precision) -> CastTarget:
+    """What the kept input of a fused chain is rounded to, as a matrix with a scale for each entry of dimension 0: a batch norm's
+    channels, else rows (docs/design/fused-chains.md)."""
+    return CastTarget(saved, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
 
 
 @attrs.frozen(cache_hash=True)

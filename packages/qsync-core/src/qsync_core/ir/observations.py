@@ -58,8 +58,16 @@ Calls of one module read one rounded weight; each is written an equal part of wh
 A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise``
 (docs/design/indicator.md#flips).
 
+It also writes one series per (chain, variant under which its kept input is rated), for every 8-bit format on the ladders:
+
+====================  ================================================================================================
+``kept_input``        the same sum over what the chain keeps for backward (docs/design/indicator.md#kept-inputs); absent for a
+                      chain whose calls were not found, or to which no gradient came back
+====================  ================================================================================================
+
 Collector ``montecarlo``, the truth, one series per (adjustable operator, variant that is not the base precision's) with the
-operator alone in that variant, and one with ``op_id=None`` for all adjustable operators in it together:
+operator alone in that variant, and one with ``op_id=None`` for all adjustable operators in it together; where it is asked to, also
+one per (chain, variant under which its kept input is rated):
 
 ====================  ================================================================================================
 ``first_half``        mean over the first half of the draws of ‖Δ∂L/∂θ‖², the squared change of all parameters' gradients
@@ -120,6 +128,7 @@ OPERANDS_FLIPS = "operands_flips"
 OUTPUT_FLIPS = "output_flips"
 OPERANDS_NOISE = "operands_noise"
 OUTPUT_NOISE = "output_noise"
+KEPT_INPUT = "kept_input"
 
 MONTECARLO = "montecarlo"
 FIRST_HALF = "first_half"

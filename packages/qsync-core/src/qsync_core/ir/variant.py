@@ -98,7 +98,10 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short text for tables: the compute format, and the output's where it is not the usual one."""
+        """Short text for tables: the compute format, and the output's where it is not the usual one; for what a fused chain keeps
+        in 8 bit the format of that."""
+        if self.saved.needs_scale and not self.compute.needs_scale:
+            return f"{self.saved} saved"
         usual = Precision.FLOAT32 if self.compute.is_fixed_point else self.compute
         return str(self.compute) if self.output is usual else f"{self.compute}>{self.output}"
 

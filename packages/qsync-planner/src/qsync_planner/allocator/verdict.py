@@ -242,6 +242,7 @@ def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) ->
         if sensitivity is None or group.role is not Role.INFER:
             continue
         variants = {op_id: assignment.variant for op_id, assignment in group.assignments.items()}
+        variants |= {name: assignment.variant.rated_as for name, assignment in group.chains.items()}
         total = sum(sensitivity.omega.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
         together = plan_error(sensitivity, variants)
         if together < total * (1 - 1e-9):

@@ -173,10 +173,12 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():
         check_writable(request.truth)
-    variants = sorted({variant for by_variant in sensitivity.omega.values() for variant in by_variant}, key=str)
-    omegas = {sensitivity.indicator: sensitivity.omega}
+    adjustable = {operator.op_id for operator in dag.adjustable}  # the truth is of these; what chains keep is rated as well
+    omega = {op_id: by_variant for op_id, by_variant in sensitivity.omega.items() if op_id in adjustable}
+    variants = sorted({variant for by_variant in omega.values() for variant in by_variant}, key=str)
     others, notes = _others(observations, dag, variants, request.against, sensitivity.indicator)
-    omegas |= {name: other.omega for name, other in others.items()}
+    rest = {name: {op_id: other.omega[op_id] for op_id in other.omega if op_id in adjustable} for name, other in others.items()}
+    omegas = {sensitivity.indicator: omega, **rest}
     measured = _truth(observations, dag, variants, request)
     check = compare(omegas, read_truth(measured, dag), [*notes, *_differences(observations, measured)])
     if request.page is not None:

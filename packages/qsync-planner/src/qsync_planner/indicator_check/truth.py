@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -76,11 +77,14 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
     """
     check_observations(observations, dag, "the truth is of", "measure it for this one")
     check_values(observations)
+    every = subjects_of(dag)
+    known: set[OpId | None] = {None, *itertools.chain(*every)}
     found: dict[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]] = {}
     for series in observations.series:
-        if series.collector == terms.MONTECARLO and series.term == terms.FIRST_HALF and series.variant is not None:
+        if (series.collector, series.term) != (terms.MONTECARLO, terms.FIRST_HALF) or series.op_id not in known:
+            continue
+        if series.variant is not None:
             found[series.op_id, series.variant] = _halves(observations, series.op_id, series.variant)
-    every = subjects_of(dag)
     variants = sorted({variant for op_id, variant in found if op_id is not None}, key=str)
     subjects = [subject for subject in every if all((op_id, v) in found for op_id in subject for v in variants)]
     if not variants or not subjects:

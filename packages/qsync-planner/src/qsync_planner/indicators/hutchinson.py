@@ -58,6 +58,16 @@ class Hutchinson:
             for op_id, by_variant in _parts(dag, variants, observations).items()
         }
 
+    def kept_inputs(self, observations: Observations) -> Omega:
+        """Ω of what chains keep in 8 bit; see :class:`RatesKeptInputs`."""
+        found: dict[OpId, dict[Variant, float]] = {}
+        for series in observations.series:
+            if series.term == terms.KEPT_INPUT and series.collector == terms.HUTCHINSON and series.op_id and series.variant:
+                what = f"{terms.HUTCHINSON}.{terms.KEPT_INPUT} of {series.op_id} at {series.variant.saved}"
+                rated = geometric_mean(non_negative(series.values, observations.iterations, what))
+                found.setdefault(series.op_id, {})[series.variant] = rated
+        return found
+
     def notes(self, dag: PrecisionDag, observations: Observations | None) -> tuple[str, ...]:
         """How it was averaged, and whether masks flip."""
         assert observations is not None

@@ -56,3 +56,13 @@ class RatesFlips(Protocol):
         Arguments as in :meth:`Indicator.omega`.
         """
         ...
+
+
+@runtime_checkable
+class RatesKeptInputs(Protocol):
+    """What an indicator may offer beside :class:`Indicator`; without it, no plan keeps the input of a fused chain in 8 bit."""
+
+    def kept_inputs(self, observations: Observations) -> Omega:
+        """Ω of keeping a chain's input in 8 bit, by the chain's name and :attr:`~qsync_core.ir.chain.ChainVariant.rated_as`; those
+        of chains that it knows something of."""
+        ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 
 import attrs
 import torch
@@ -15,14 +16,17 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, VariantNoise
+from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, VariantNoise, kept_formats, kept_input
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
+from qsync_torch.observing.kept_inputs import KeptInputs
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
@@ -121,6 +125,8 @@ class _Pass:
         self._grad_inputs = {casts.grad_input for casts in gradients if casts.grad_input}
         self._grad_weights = {casts.grad_weight for casts in gradients if casts.grad_weight}
         self._sums: dict[Phase, defaultdict[Key, _Sums]] = {phase: defaultdict(_Sums) for phase in Phase}
+        self._kept = kept_formats(self._noise)
+        self._kept_sums: defaultdict[tuple[OpId, Precision], DeferredSum] = defaultdict(DeferredSum)
         by_group: defaultdict[str, list[OpId]] = defaultdict(list)
         self._calls: dict[OpId, list[OpId]] = {}
         """All calls that share an operator's module, or its weight."""
@@ -160,10 +166,15 @@ class _Pass:
     def _one(self, number: int, part: Batch, share: float, parameters: Sequence[torch.Tensor]) -> None:
         step, masks = self._step, Masks()
         response = NoiseResponse(self._respond, masks)
+        kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
+        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, kept if self._kept else nullcontext())
         try:
             with step.undisturbed():
                 _forget_gradients(parameters)
-                with PairedDropout(), LeanAttention(), LeanNorms(), masks, hooked_calls(step.model, step.dag.adjustable, response):
+                with ExitStack() as active:
+                    for mode in lean:
+                        active.enter_context(mode)
+                    active.enter_context(hooked_calls(step.model, step.dag.adjustable, response))
                     loss = share * step.job.compute_loss(part, step.model)
                 self._has_masks = bool(masks.seen)
                 self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
@@ -179,12 +190,14 @@ class _Pass:
                 if not self._scale:
                     self._set_scale(norm)
                 response.respond(self._direction, again=bool(masks.seen))
+                kept.finish()
                 _forget_gradients(parameters)
                 flips = [(mask.edge, mask.flips.float()) for mask in masks.seen if mask.flips is not None]
                 if flips:
                     response.carry_back(Phase.FLIPS, *zip(*flips, strict=True), again=False)
         finally:
             masks.seen.clear()
+            kept.release()
             response.release()
 
     def _mask_seeds(self, masks: Masks, number: int) -> list[torch.Tensor]:
@@ -276,9 +289,15 @@ class _Pass:
                 if (mean := mean_error(cast, copied)) is not None:
                     into.bias.add(_dot(mean, response))
 
+    def _add_kept(self, chain: OpId, tensor: torch.Tensor, h: torch.Tensor) -> None:
+        scales: Scales = {}
+        for saved in self._kept:
+            add_response(kept_input(saved), tensor, h, self._kept_sums[chain, saved], scales)
+
     def _terms(self, parts: int) -> dict[StepTerm, float]:
         found: dict[StepTerm, float] = {}
-        fetched = Fetched(one for by_key in self._sums.values() for sums in by_key.values() for one in (sums.squares, sums.bias))
+        sums_of_operators = (sums for by_key in self._sums.values() for sums in by_key.values())
+        fetched = Fetched([*(one for sums in sums_of_operators for one in (sums.squares, sums.bias)), *self._kept_sums.values()])
 
         def total(phase: Phase, op_id: OpId, place: Place, source: Source | None) -> float:
             """Σ σ²·h² + (Σ μ·h)²; calls of one module are shifted alike, so that each counts a part of what all do together."""
@@ -313,6 +332,8 @@ class _Pass:
                         + total(Phase.RESPONSE, op_id, Place.GRAD_INPUT, casts.grad_input)
                         + total(Phase.GRADIENT, op_id, Place.WEIGHT, casts.grad_weight)
                     )
+        for (chain, saved), kept in self._kept_sums.items():
+            found[chain, ChainVariant(saved=saved).rated_as, terms.KEPT_INPUT] = fetched.value(kept) / self._scale**2
         return found
 
 

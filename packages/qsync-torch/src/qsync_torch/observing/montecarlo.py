@@ -7,6 +7,7 @@ for checking, not planning.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -15,7 +16,9 @@ import torch
 
 from qsync_core.errors import NumericsError, ObservationError
 from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import Chain, ChainVariant, chains_of
 from qsync_core.ir.dag import Operator, PrecisionDag
+from qsync_core.ir.noise import kept_formats
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.variant import Variant
@@ -24,6 +27,7 @@ from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.observing.collector import ObservedStep, StepTerm, low_precision
+from qsync_torch.observing.kept_inputs import ProducerCalls, RoundedInput
 from qsync_torch.observing.replaced_functions import PairedDropout
 
 DRAWS = 8
@@ -87,6 +91,7 @@ class MonteCarloCollector:
         draws: passes for each operator in a variant that rounds at random, even and at least 2.
         operators: lower only these one by one; None for all adjustable ones.
         together: also lower all adjustable operators at once, in each variant.
+        chains: also keep the input of each fused chain in each 8-bit format of the variants, one at a time.
         progress: receives ``(passes done, passes of this batch, operator and variant)``.
     """
 
@@ -98,17 +103,19 @@ class MonteCarloCollector:
         draws: int = DRAWS,
         operators: Collection[OpId] | None = None,
         together: bool = True,
+        chains: bool = False,
         progress: ProgressCallback = silent,
     ) -> None:
         if draws < 2 or draws % 2:
             raise ValueError(f"draws is an even number of at least 2, so that halves can be compared; got {draws}")
-        self.draws, self.together = draws, together
+        self.draws, self.together, self.chains = draws, together, chains
         self.operators = None if operators is None else tuple(operators)
         self._progress = progress
 
     def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
         """Forward and backward passes over each observed batch."""
-        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together)
+        kept = sum(chain.may_round_input for chain in chains_of(dag)) * len(kept_formats(variants)) if self.chains else 0
+        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together) + kept * self.draws
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """Both halves for every (operator, variant), and the squared norm of the gradient.
@@ -122,10 +129,11 @@ class MonteCarloCollector:
             step = attrs.evolve(step, job=attrs.evolve(step.job, amp=str(step.dag.base)))
         alone = subjects(step.dag, self.operators)
         lowered = low_precision(variants)
-        total = passes(len(alone), lowered, self.draws, together=self.together)
+        total = self.passes(step.dag, lowered)
         done = 1
         self._progress(0, total, "full precision")
-        undisturbed = step_gradients(step)
+        with ProducerCalls(step.dag) as calls:
+            undisturbed = step_gradients(step)
         squared = squared_norm(undisturbed)
         if not math.isfinite(squared):
             raise ObservationError(
@@ -144,8 +152,25 @@ class MonteCarloCollector:
                 for term, value in zip((terms.FIRST_HALF, terms.SECOND_HALF), halves, strict=True):
                     for op_id in [operator.op_id for operator in group] if is_alone else [None]:
                         found[op_id, variant, term] = value / len(group) if is_alone else value
+        for saved, chain in itertools.product(kept_formats(lowered), calls.found()) if self.chains else ():
+            variant = ChainVariant(saved=saved).rated_as
+            self._progress(done, total, f"input of {chain.name} kept in {saved}")
+            first, second = self._kept(step, chain, variant, undisturbed)
+            found |= {(chain.name, variant, terms.FIRST_HALF): first, (chain.name, variant, terms.SECOND_HALF): second}
+            done += self.draws
         self._progress(total, total, "")
         return found
+
+    def _kept(
+        self, step: ObservedStep, chain: Chain, variant: Variant, undisturbed: Sequence[torch.Tensor | None]
+    ) -> tuple[float, float]:
+        """Mean squared change over the first and over the second half of the draws."""
+        changes = []
+        for draw in range(self.draws):
+            with RoundedInput(step.dag, chain.name, variant, stream_key(step.seed, step.update * self.draws + draw)):
+                changes.append(squared_norm(step_gradients(step), undisturbed))
+        half = self.draws // 2
+        return sum(changes[:half]) / half, sum(changes[half:]) / half
 
     def _halves(
         self,

@@ -116,6 +116,10 @@ class NoiseResponse:
         respond: called for every site and place with a response of the tensor's shape; in the pass of the gradient for weights
             and biases alone, with their gradients.
         masks: active during the forward pass.
+
+    Attributes:
+        sites: the calls of the forward pass.
+        phase: what the present backward pass carries.
     """
 
     def __init__(self, respond: Respond, masks: Masks) -> None:
@@ -124,7 +128,7 @@ class NoiseResponse:
         self._masks = masks
         self._leaves: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._phase = Phase.FORWARD
+        self.phase = Phase.FORWARD
 
     def start_forward(self) -> None:
         """The model's forward begins."""
@@ -140,8 +144,8 @@ class NoiseResponse:
         if not torch.is_grad_enabled():
             return product(x, weight, bias, geometry)
         refuse_checkpointing(operator.op_id)
-        x_copy, weight_copy = self._copy(x), self._copy(weight)
-        bias_copy = None if bias is None else self._copy(bias)
+        x_copy, weight_copy = self.copy(x), self.copy(weight)
+        bias_copy = None if bias is None else self.copy(bias)
         output = differentiable_product(x_copy, weight_copy, bias_copy, geometry)
         bias_values = None if bias is None else bias.detach()
         kept = output.detach() if weight.dim() == 4 else None
@@ -161,12 +165,12 @@ class NoiseResponse:
             edges: where the graphs of the tensors begin; seeds: of the tensors' shapes.
             again: whether the graph is needed once more.
         """
-        self._phase = phase
+        self.phase = phase
         torch.autograd.backward(list(edges), list(seeds), retain_graph=again)
 
     def differentiate(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Backward pass of the gradient; the norm of that of all parameters, 0-d."""
-        self._phase = Phase.GRADIENT
+        self.phase = Phase.GRADIENT
         gradients = torch.autograd.grad(loss, list(parameters), create_graph=True, allow_unused=True)
         self._gradients = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
         return torch.nn.utils.get_total_norm([g.detach() for _, g in self._gradients])
@@ -180,7 +184,7 @@ class NoiseResponse:
             direction: u, a tensor per parameter.
             again: whether the graph of the forward pass is needed once more.
         """
-        self._phase = Phase.RESPONSE
+        self.phase = Phase.RESPONSE
         pairs = [(g, direction[p]) for p, g in self._gradients if g.requires_grad]
         self._gradients.clear()
         if pairs:
@@ -193,7 +197,7 @@ class NoiseResponse:
         self._leaves.clear()
         self.sites.clear()
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values with a response of its own."""
         if tensor.requires_grad:
             return tensor.view_as(tensor)
@@ -203,21 +207,21 @@ class NoiseResponse:
 
     def _passed(self, site: Site, place: Place, grad: torch.Tensor) -> torch.Tensor | None:
         """A backward pass reaches a tensor of a call."""
-        if self._phase is not Phase.GRADIENT:
-            self._hand_on(self._phase, site, place, grad.detach())
+        if self.phase is not Phase.GRADIENT:
+            self._hand_on(self.phase, site, place, grad.detach())
             return None
         if place in (Place.WEIGHT, Place.BIAS):
-            self._hand_on(self._phase, site, place, grad.detach())
+            self._hand_on(self.phase, site, place, grad.detach())
             return None
         noisy = Place.GRAD_OUTPUT if place is Place.OUTPUT else Place.GRAD_INPUT
         # Only the gradient of the output is in memory anyway; of the other one, two bytes tell the spacing of a format as well.
         setattr(site, noisy, grad.detach() if noisy is Place.GRAD_OUTPUT else grad.detach().bfloat16())
-        copy = self._copy(grad)
+        copy = self.copy(grad)
         copy.register_hook(functools.partial(self._responded, site, noisy))
         return copy
 
     def _responded(self, site: Site, place: Place, response: torch.Tensor) -> None:
-        self._hand_on(self._phase, site, place, response.detach())
+        self._hand_on(self.phase, site, place, response.detach())
 
 
 def lowered_copies(

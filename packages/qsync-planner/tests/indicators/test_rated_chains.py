@@ -1,0 +1,90 @@
+"""Ω of what fused chains keep in 8 bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import attrs
+import pytest
+from chained_models import IMAGE, ChainBuilder, block
+from test_cli_check import run
+from test_indicators import observe
+
+from qsync_core.artifacts.files import digest, save
+from qsync_core.errors import ObservationError, PluginError
+from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import ChainVariant, chains_of
+from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.observations import Observations
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
+from qsync_planner.indicate import indicate
+from qsync_planner.indicators.hutchinson import Hutchinson
+from qsync_planner.indicators.interface import Omega
+
+I8, F32 = Variant.of(Precision.INT8), Variant.of(Precision.FLOAT32)
+SAVED = ChainVariant(saved=Precision.INT8)
+NORM = OpId("a.norm")
+
+
+def model() -> PrecisionDag:
+    g = ChainBuilder("m")
+    g.loss(g.conv2d("head", block("a", g, g.input("x", IMAGE)), 3, 1))
+    return g.build()
+
+
+def observed(dag: PrecisionDag, kept: tuple[float, float] = (1.0, 4.0)) -> Observations:
+    rows: dict[tuple[OpId, Variant | None, str, str], tuple[float, ...]] = {
+        (operator.op_id, I8, terms.HUTCHINSON, term): (1.0, 1.0)
+        for operator in dag.adjustable
+        for term in (terms.OPERANDS, terms.OUTPUT, terms.GRADIENT)
+    }
+    rows |= {(o.op_id, I8, terms.MONTECARLO, half): (3.0, 3.0) for o in dag.adjustable for half in HALVES}
+    rows |= {(chain.name, SAVED.rated_as, terms.MONTECARLO, half): (1.0, 1.0) for chain in chains_of(dag) for half in HALVES}
+    return observe(dag, rows | {(NORM, SAVED.rated_as, terms.HUTCHINSON, terms.KEPT_INPUT): kept})
+
+
+HALVES = (terms.FIRST_HALF, terms.SECOND_HALF)
+
+
+def test_hutchinson_rates_a_kept_input_by_the_geometric_mean() -> None:
+    dag = model()
+    for variants in ((), (I8, F32)):
+        found = indicate(observed(dag), dag, variants)
+        assert found.indicator == "hutchinson"
+        assert found.omega[NORM] == {SAVED.rated_as: pytest.approx(2.0)}
+        assert {op_id for op_id, by in found.omega.items() if I8 in by} == {o.op_id for o in dag.adjustable}
+    assert SAVED.rated_as.label == "int8 saved"
+
+
+def test_an_indicator_that_knows_nothing_of_it_rates_none() -> None:
+    dag = model()
+    assert NORM not in indicate(observed(dag), dag, [I8, F32], "random").omega
+
+
+@pytest.mark.parametrize(("name", "value"), [(NORM, math.nan), (NORM, -1.0), (OpId("head"), 1.0), (OpId("elsewhere"), 1.0)])
+def test_what_an_indicator_says_of_chains_is_checked(name: OpId, value: float) -> None:
+    class Mine(Hutchinson):
+        def kept_inputs(self, observations: Observations) -> Omega:
+            return {name: {SAVED.rated_as: value}}
+
+    dag = model()
+    with pytest.raises((ObservationError, PluginError), match="kept input of"):
+        indicate(observed(dag), dag, [I8], Mine())
+
+
+def test_the_check_against_the_truth_is_of_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dag = model()
+    save(dag, "dag.qsync")
+    save(attrs.evolve(observed(dag), dag_digest=digest(dag)), "o.qsync")
+    result = run("o.qsync", "--dag", "dag.qsync", "--check", "--truth", "o.qsync", "--json")
+    assert result.exit_code == 0, result.exception
+    data = json.loads(result.stdout)
+    assert {row["label"] for row in data["omega"]} == {"int8", "int8 saved"}
+    assert data["check"]["operators"] == [str(o.op_id) for o in dag.adjustable]
+    assert [variant["name"] for variant in data["check"]["variants"]] == ["int8"]
+    assert data["check"]["variants"][0]["truth"] == pytest.approx([3.0, 3.0])
