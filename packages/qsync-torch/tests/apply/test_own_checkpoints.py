@@ -4,6 +4,7 @@ The reference is the same model without checkpointing, with the same seed and st
 """
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
 from qsync_torch import apply_
+from qsync_torch.apply import recomputation
 
 from .small_models import BFLOAT16, FLOAT32, INT8, named
 
@@ -395,3 +397,194 @@ def test_several_runs_of_one_part_are_not_told_apart():
     y = Halves.apply(model, torch.randn(8, 8), *model.parameters())
     with pytest.raises(PlanError, match="nothing tells which forward it repeats"):
         y.sum().backward()
+
+
+class Elsewhere(torch.autograd.Function):
+    """As DeepSpeed does it on request: inputs wait in other memory."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function, ctx.x = function, x.detach().clone()
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.clone().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def elsewhere(function, x, parameters):
+    return Elsewhere.apply(function, x)
+
+
+def reentrant(function, x, parameters):
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def inside_of_reentrant(function, x, parameters):
+    return reentrant(lambda t: checkpoint(function, t, use_reentrant=False), x, parameters)
+
+
+class Attached(torch.autograd.Function):
+    """Gives what was computed before, and computes it again for its gradient."""
+
+    @staticmethod
+    def forward(ctx, function, y, x, *parameters):
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return None, None, *torch.autograd.grad(y, [x, *ctx.parameters], grad, allow_unused=True)
+
+
+def attached(function, x, parameters):
+    with torch.no_grad():
+        y = function(x)
+    return Attached.apply(function, y, x, *parameters)
+
+
+def attached_inside(function, x, parameters):
+    return diffusion(lambda t: attached(function, t, parameters), x, parameters)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, elsewhere, reentrant, inside_of_reentrant, attached, attached_inside])
+@pytest.mark.parametrize("how", ["modules", "functions"])
+def test_an_input_that_an_operator_before_the_checkpoint_read_is_rounded_again_as_it_was(x, how, kind):
+    ran = []
+
+    class Context(Block):
+        def forward(self, x):
+            keys = self.a(x)
+            values = self.kind(self.values, x, [self.b.weight, self.b.bias])
+            return keys + values + self.b(x)
+
+        def values(self, x):
+            y = self.b(x) if self.how == "modules" else F.linear(x, self.b.weight, self.b.bias)
+            ran.append(y.detach())
+            return y + (self.right @ x.t()).t()
+
+    model = Context(how, kind)
+    applied = apply_(model, named(a=INT8, b=INT8, right=FLOAT32), seed=5)
+    gradients_of(model, model(x).square().sum())
+    assert len(ran) >= 2
+    assert equal(ran[1:], ran[:1] * (len(ran) - 1))
+    assert applied.cache.held_casts == 0
+
+
+@pytest.mark.parametrize("how", ["modules", "functions"])
+def test_what_ran_without_gradients_and_is_attached_later_runs_again_as_it_did(x, how):
+    class Context(Block):
+        def forward(self, x):
+            return self.a(x) + Block.forward(self, x)
+
+    def gradients(kind):
+        model = Context(how, kind)
+        apply_(model, VARIANTS, seed=5)
+        first, second = model(x), model(2 * x)
+        return gradients_of(model, first.square().sum() + second.square().sum())
+
+    assert equal(gradients(attached), gradients(None))
+
+
+@pytest.mark.parametrize("how", ["modules", "functions", "model"])
+@pytest.mark.parametrize("after", [lambda y: y, torch.sin])
+def test_hooks_around_the_model_compute_its_pieces_again_as_they_ran(x, how, after):
+    def gradients(kind):
+        model = Block("functions" if how == "functions" else "modules", None)
+        applied = apply_(model, VARIANTS, seed=5)
+
+        def run(t):
+            return after(model(t) if how == "model" or not repeats else model.forward.__wrapped__(model, t))
+
+        repeats = False
+        found = 0
+        for scale in (1, 2):
+            y = run(scale * x) if kind is None else kind(run, scale * x, [])
+            found = found + y.square().sum()
+        repeats = how != "model"
+        return gradients_of(model, found), applied.step
+
+    expected, found = gradients(None), gradients(hooks)
+    assert equal(found[0], expected[0])
+    assert found[1] == expected[1] == 2
+
+
+def test_hooks_that_several_forwards_ran_under_do_not_tell_them_apart(x):
+    model = Block("functions", None)
+    apply_(model, VARIANTS)
+    again = lambda packed: F.linear(packed, model.a.weight)[:, :16]  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+        pass  # left: nothing begins under these
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: x, again):
+        first = model(x)
+        y = torch.sin(first + model(2 * x))
+    with pytest.raises(PlanError, match=r"several forwards have begun under these hooks.*use_reentrant=False"):
+        y.sum().backward()
+
+
+def test_hooks_that_stay_for_all_of_training_remember_no_more_with_each_step(x):
+    model = Block("modules", None)
+    applied = apply_(model, VARIANTS)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+        for _ in range(5):
+            model(x).sum().backward()
+        assert sum(len(begun) for begun in recomputation._HOOKED) == 2
+    assert not recomputation._HOOKED
+    assert applied.step == 5
+
+
+class Failing(torch.autograd.Function):
+    """Its forward runs a module, and fails."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        module(x)
+        raise ValueError("out of range", ctx)
+
+
+def test_a_forward_that_failed_is_over_though_its_exception_is_kept(x):
+    model = Block("modules", None)
+    apply_(model, VARIANTS)
+    kept = []
+    for _ in range(3):
+        try:
+            Failing.apply(model.a, x)
+        except ValueError as error:
+            kept.append(error)
+    model(x).sum().backward()
+    assert not recomputation.OPEN
+    assert [len(error.args[1].qsync_passage.begun) for error in kept] == [1, 1, 1]
+
+
+def test_an_autograd_function_outside_of_forwards_costs_two_frames(x):
+    model = Block("modules", None)
+    apply_(model, VARIANTS)
+    model(x).sum().backward()
+
+    def frames(apply):
+        seen = []
+        sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_qualname) if event == "call" else None)
+        try:
+            apply(x)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+    class Theirs(Own):
+        __module__ = "torch.somewhere"
+
+    first, second = frames(Own.apply), frames(Own.apply)
+    assert first == second
+    assert len(second) - len(frames(Theirs.apply)) == 1

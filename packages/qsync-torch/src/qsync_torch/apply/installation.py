@@ -42,12 +42,14 @@ class Installation(abc.ABC):
         model: the model.
         cache: casts that consumers share within a forward.
         running: whether an entry runs now in which operators are replaced.
+        may_repeat_unseen: whether an autograd function that begins now may run in its backward what has not run in its forward:
+            nothing is replaced in this entry, or operators have run in it under ``no_grad``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.cache = CastCache()
-        self.running = False
+        self.running = self.may_repeat_unseen = False
         self._suspended = False
         self._thread = 0
         self._calls = WeightCalls(())
@@ -154,12 +156,13 @@ class Installation(abc.ABC):
         """A part runs in a backward pass, and no forward is known that it repeats."""
 
     @contextlib.contextmanager
-    def again(self, position: Any, *, by_gradient: bool = False) -> Iterator[None]:
+    def again(self, position: Any, *, by_gradient: bool = False, around: bool = False) -> Iterator[None]:
         """Run a piece of an earlier entry again, as gradient checkpointing does in a backward pass.
 
         Args:
             position: of the entry.
             by_gradient: around the whole backward of an autograd function, whose formula may multiply with weights as well.
+            around: around what may call the model, or parts of it, as a script does.
         """
         if position is None:
             yield
@@ -168,7 +171,7 @@ class Installation(abc.ABC):
             with self._suspension():
                 yield
             return
-        was_running, self.running = self.running, True
+        was_running, self.running = self.running, self.running or not around
         ACTIVE.append(self)  # what is checkpointed inside runs once more
         try:
             with self.at_position(position), self._calls.repeating(by_gradient), self._around:
@@ -182,14 +185,14 @@ class Installation(abc.ABC):
     @contextlib.contextmanager
     def _suspension(self) -> Iterator[None]:
         """An entry in which nothing is replaced."""
-        before = self.running, self._suspended
-        self.running, self._suspended = False, True
+        before = self.running, self._suspended, self.may_repeat_unseen
+        self.running, self._suspended, self.may_repeat_unseen = False, True, True
         ACTIVE.append(self)
         try:
             yield
         finally:
             ACTIVE.remove(self)
-            self.running, self._suspended = before
+            self.running, self._suspended, self.may_repeat_unseen = before
 
     def _operator(self, call: OperatorCall, owner: Any, inner: Forward) -> Forward:
         """An operator that is a module's forward; inside a forward of the model, no frame stands before its call."""
@@ -254,6 +257,7 @@ class Installation(abc.ABC):
                 return replaced(module, *args, **kwargs)
         self._thread = threading.get_ident()
         self._calls.start_forward()
+        self.may_repeat_unseen = False
         ACTIVE.append(self)
         try:
             return self._run(whole, replaced, module, args, kwargs)

@@ -23,7 +23,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
-from qsync_torch.apply.recomputation import OPEN, operator_runs
+from qsync_torch.apply.recomputation import OPEN, SCOPES, operator_runs
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
@@ -127,12 +127,13 @@ class LoweredCall:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
                 self._check(weight)
+                cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
                         return run_linear(
-                            input, weight, bias, self._linear, self.seeds_for(weight), self._cache, self._weight_copy(weight)
+                            input, weight, bias, self._linear, self.seeds_for(weight), cache, self._weight_copy(weight)
                         )
-                return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), self._cache, self._weight_copy(weight))
+                return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -159,12 +160,11 @@ class LoweredCall:
         try:
             with torch._C.DisableTorchFunction():
                 self._check(weight)
+                cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
-                        return run_conv2d(
-                            input, weight, bias, binding, self.seeds_for(weight), self._cache, self._weight_copy(weight)
-                        )
-                return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), self._cache, self._weight_copy(weight))
+                        return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache, self._weight_copy(weight))
+                return run_conv2d(input, weight, bias, binding, self.seeds_for(weight), cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
 
@@ -175,14 +175,19 @@ class LoweredCall:
             PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
         """
         self.has_run = True
-        if OPEN:
-            operator_runs()
         if type(weight) not in PLAIN_TENSORS:
             check_ordinary(self.op_id.fqn, weight)
         if weight.dtype is not torch.float32:
             check_weight_dtype(self.op_id.fqn, weight, self._caller)
         if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
             check_autocast(self._base, weight.device, f"operator {self.op_id}", self._caller)
+
+    def _casts(self) -> CastCache:
+        """Where this call's casts are shared; float ones, which draw no random numbers, always among all."""
+        if not (OPEN or SCOPES) and torch.is_grad_enabled():
+            return self._cache
+        cache = operator_runs(self._cache)
+        return cache if self._linear.is_quantized else self._cache
 
     def _named(self, error: NumericsError) -> NumericsError:
         return NumericsError(f"operator {self.op_id}: {error}")

@@ -7,33 +7,52 @@ in its random numbers.  :func:`wrap_checkpointing` makes one for every way that 
 
 - ``torch.utils.checkpoint``;
 - autograd functions of the user's, whose node is the same object in both passes: checkpointing of another make is one whose forward
-  runs operators of a plan;
+  runs operators of a plan, or which begins after such have run under ``no_grad``, whose results it may attach;
 - ``saved_tensors_hooks``, whose ``unpack`` hook may compute what its ``pack`` hook did not keep.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
+from qsync_core.errors import PlanError
+from qsync_torch.operators.casts import CastCache
+
 
 class Replayable(Protocol):
-    """An installation, as far as checkpointing is concerned."""
+    """An installation, as far as checkpointing is concerned.
+
+    Attributes:
+        running: whether an entry runs now, and not what a script does around its entries.
+        may_repeat_unseen: whether a function that begins now may run in its backward what has not run in its forward.
+    """
+
+    running: bool
+    may_repeat_unseen: bool
 
     def present(self) -> Any:
         """The place of the present entry in its random numbers; ``PLAIN`` where it replaces nothing."""
         ...
 
-    def again(self, position: Any, *, by_gradient: bool = False) -> Any:
-        """A context in which a piece of an earlier entry runs again; ``by_gradient``: among the products of a gradient formula."""
+    def again(self, position: Any, *, by_gradient: bool = False, around: bool = False) -> Any:
+        """A context in which a piece of an earlier entry runs again.
+
+        Args:
+            position: of the entry.
+            by_gradient: among the products of a gradient formula.
+            around: what runs may call the model, as the script does.
+        """
         ...
 
 
@@ -42,34 +61,95 @@ PLAIN = -1
 ACTIVE: list[Replayable] = []
 """Installations with an entry that runs now, the outermost first."""
 
-_Begun = list[tuple[Replayable, object, Any]]
+_Begun = list[tuple[weakref.ref[Any], weakref.ref[Any], Any]]
 """Entries: the installation, the module that was called, and the position."""
+
+
+class Scope(dict[CastCache, CastCache]):
+    """The casts that are shared within one run of a function, by the cache of their model.
+
+    A checkpoint that is reentrant, or of another make, runs again with other tensors as inputs: what an operator before the
+    function has made of one of them could not be found then.
+    """
+
+    def __missing__(self, cache: CastCache) -> CastCache:
+        """None is shared yet."""
+        self[cache] = cache.apart()
+        return self[cache]
+
+
+class _Attached(Scope):
+    """Of a function that runs again what ran outside of it: with the seeds that the casts of its inputs had there."""
+
+    def __init__(self, outer: Scope | None) -> None:
+        super().__init__()
+        self._outer = outer
+
+    def __missing__(self, cache: CastCache) -> CastCache:
+        """None is shared yet."""
+        self[cache] = (cache if self._outer is None else self._outer[cache]).apart(detached=True)
+        return self[cache]
+
+
+SCOPES: list[Scope | None] = []
+"""Of functions that run, or run again; None: the casts of the whole forward."""
+
+
+class _Replay(NamedTuple):
+    """What may run again now: entries that began in a function, in turn or in any order, and those in which a tensor was saved."""
+
+    begun: _Begun
+    in_turn: Iterator[tuple[weakref.ref[Any], weakref.ref[Any], Any]] | None
+    saved_in: Sequence[tuple[Replayable, Any]] = ()
+    is_known: bool = True
+
 
 _RECORDERS: list[_Begun] = []
 _HOOKED: list[_Begun] = []
-_REPLAYS: list[tuple[_Begun, Iterator[tuple[Replayable, object, Any]] | None]] = []
-"""What began in functions that run again now; an iterator over it where they run again in the same order."""
+_REPLAYS: list[_Replay] = []
 
 
 class Passage:
-    """What is in force where a function begins to run, and the entries that begin inside it."""
+    """What is in force where a function begins to run, and the entries that begin inside it.
 
-    def __init__(self) -> None:
-        self.inside = [(installation, installation.present()) for installation in ACTIVE]
+    Args:
+        inside: which entries are active there.
+        scope: makes the scope of the casts in a run in the backward pass.
+    """
+
+    def __init__(self, inside: Sequence[Replayable], scope: Callable[[], Scope | None]) -> None:
+        self.inside = [(installation, installation.present()) for installation in inside]
         self.begun: _Begun = []
+        self.scope = scope
 
     @contextmanager
-    def again(self, *, by_gradient: bool = False, in_order: bool = True) -> Iterator[None]:
+    def again(
+        self,
+        *,
+        by_gradient: bool = False,
+        in_order: bool = True,
+        saved_in: Sequence[tuple[Replayable, Any]] = (),
+        is_known: bool = True,
+    ) -> Iterator[None]:
         """Around the run in the backward pass.
 
         Args:
             by_gradient: among the products of a gradient formula.
             in_order: whether all runs again in the order of the forward pass.
+            saved_in: entries that began inside, and their positions: what runs again belongs to these.
+            is_known: whether it does; otherwise operators are refused.
+
+        Raises:
+            PlanError: when operators run again, and nothing tells of which entry.
         """
         with ExitStack() as stack:
             for installation, position in self.inside:
                 stack.enter_context(installation.again(position, by_gradient=by_gradient))
-            _REPLAYS.append((self.begun, iter(self.begun) if in_order else None))
+            for installation, position in saved_in:
+                stack.enter_context(installation.again(position, around=True))
+            SCOPES.append(self.scope())
+            stack.callback(SCOPES.pop)
+            _REPLAYS.append(_Replay(self.begun, iter(self.begun) if in_order else None, saved_in, is_known))
             stack.callback(_REPLAYS.pop)
             yield
 
@@ -78,12 +158,15 @@ def record(installation: Replayable, module: object) -> None:
     """Remember an entry that begins inside functions which may run again."""
     if not (_RECORDERS or _HOOKED or OPEN) or torch.compiler.is_compiling():
         return
-    entry = (installation, module, installation.present())
-    for begun in (*_RECORDERS, *_HOOKED):
+    entry = (weakref.ref(installation), weakref.ref(module), installation.present())
+    for begun in _RECORDERS:
         begun.append(entry)
-    for node, passage in _open_functions():
-        passage.begun.append(entry)
-        _replay(node, passage)
+    for begun in _HOOKED:
+        # Hooks may stay for all of training: of more than one entry, which one runs again cannot be told anyway.
+        if sum(earlier[:2] == entry[:2] for earlier in begun) < 2:
+            begun.append(entry)
+    for function in _open_functions():
+        function.passage().begun.append(entry)
 
 
 def is_recording() -> bool:
@@ -95,22 +178,32 @@ def next_replayed(installation: Replayable, module: object) -> Any:
     """The position of the entry of a checkpointed function that runs again now; None where there is none, or more than one."""
     if not _REPLAYS:
         return None
-    begun, in_turn = _REPLAYS[-1]
-    entries = begun if in_turn is None else in_turn
-    found = (position for whose, called, position in entries if whose is installation and called is module)
-    if in_turn is not None:
+    replay = _REPLAYS[-1]
+    if replay.is_known:
+        for whose, position in replay.saved_in:
+            if whose is installation:
+                return position
+    entries = replay.begun if replay.in_turn is None else replay.in_turn
+    found = (position for whose, called, position in entries if whose() is installation and called() is module)
+    if replay.in_turn is not None:
         return next(found, None)
     positions = list(found)  # a backward of one's own may run its parts in any order: of several, which one cannot be told
     return positions[0] if len(positions) == 1 else None
 
 
 class Checkpointed:
-    """A function that runs in the forward pass and again in the backward pass."""
+    """A function that runs in the forward pass and again in the backward pass.
 
-    def __init__(self, function: Callable[..., Any], has_run: bool) -> None:
+    Args:
+        function: what runs.
+        reentrant: whether the first call is that of the forward pass, and both are given detached inputs.
+    """
+
+    def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._has_run = function, has_run
-        self._passage = Passage()
+        self._function, self._has_run = function, not reentrant
+        scope = _scope(_open_functions())
+        self._passage = Passage(ACTIVE, Scope if reentrant else lambda: scope)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -125,41 +218,102 @@ class Checkpointed:
         """Run the function, for the first time or again."""
         if not self._has_run:
             self._has_run = True
-            with self.recorded():
-                return self._function(*args, **kwargs)
+            SCOPES.append(Scope())
+            try:
+                with self.recorded():
+                    return self._function(*args, **kwargs)
+            finally:
+                SCOPES.pop()
         with self._passage.again():
             return self._function(*args, **kwargs)
 
 
-OPEN: list[tuple[weakref.ref[Any], Passage]] = []
-"""Nodes of the user's autograd functions whose forward may still run."""
+class _OpenFunction:
+    """An autograd function of the user's whose forward may still run.
+
+    It keeps neither its node, nor a model, nor the frame of the call, which is known by the instruction that it is at.
+    """
+
+    __slots__ = ("active", "call", "node", "scopes")
+
+    def __init__(self, node: Any, caller: FrameType) -> None:
+        self.node: weakref.ref[Any] = weakref.ref(node)
+        self.call = id(caller), caller.f_lasti
+        self.active, self.scopes = len(ACTIVE), len(SCOPES)
+
+    def passage(self) -> Passage:
+        """From now on its backward runs with what was in force where it began."""
+        node: Any = self.node()
+        passage: Passage | None = node.__dict__.get("qsync_passage")
+        if passage is None:
+            passage = node.qsync_passage = Passage(ACTIVE[: self.active], Scope)
+            for name in ("apply", "apply_boxed"):
+                if method := getattr(type(node), name, None):
+                    setattr(node, name, functools.partial(_backward, self.node, passage, method))
+        return passage
 
 
-def _open_functions() -> list[tuple[Any, Passage]]:
-    """Nodes whose forward runs; until it has, they have no outputs."""
-    alive = [(reference, node, passage) for reference, passage in OPEN if (node := reference()) is not None]
-    found = [(reference, node, passage) for reference, node, passage in alive if not node._input_metadata]
-    OPEN[:] = [(reference, passage) for reference, _, passage in found]
-    return [(node, passage) for _, node, passage in found]
+OPEN: list[_OpenFunction] = []
+"""The innermost last, and after them some that have ended."""
 
 
-def _forget(gone: weakref.ref[Any]) -> None:
-    """A passage keeps its model: not for longer than the node is there."""
-    OPEN[:] = [entry for entry in OPEN if entry[0] is not gone]
+def _open_functions() -> list[_OpenFunction]:
+    """Those whose forward runs, in any thread.
+
+    Until its forward has ended, a node has no outputs; nor has it where the forward failed and somebody keeps the exception.
+    """
+    found = [function for function in OPEN if (node := function.node()) is not None and not node._input_metadata]
+    if found:
+        calls = set(_calls())
+        found = [function for function in found if function.call in calls]
+    OPEN[:] = found
+    return found
 
 
-def operator_runs() -> None:
-    """An operator of a plan runs: in the forward of autograd functions, it may run again in their backward."""
-    for node, passage in _open_functions():
-        _replay(node, passage)
+def _calls() -> Iterator[tuple[int, int]]:
+    """The frames that run now, of all threads, each with the instruction that it is at."""
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    while frames:
+        frame = frames.pop()
+        while frame is not None:
+            yield id(frame), frame.f_lasti
+            frame = frame.f_back  # none is kept: one of them is this one
 
 
-def _replay(node: Any, passage: Passage) -> None:
-    """Have the backward of an autograd function run with what was in force around its forward."""
-    if "apply" not in node.__dict__:
-        for name in ("apply", "apply_boxed"):
-            if method := getattr(type(node), name, None):
-                setattr(node, name, functools.partial(_backward, weakref.ref(node), passage, method))
+def _scope(functions: Sequence[_OpenFunction]) -> Scope | None:
+    """Where casts are shared now, while these functions are open."""
+    if not functions or len(SCOPES) > functions[-1].scopes:
+        return SCOPES[-1] if SCOPES else None
+    node: Any = functions[-1].node()
+    scope: Scope | None = node.__dict__.get("qsync_scope")
+    if scope is None:
+        scope = node.qsync_scope = Scope()
+    return scope
+
+
+def operator_runs(cache: CastCache) -> CastCache:
+    """An operator of a plan runs: in the forward of autograd functions, it may run again in their backward.
+
+    Returns:
+        Where its casts are shared.
+
+    Raises:
+        PlanError: when it runs again, and nothing tells with which random numbers.
+    """
+    if _REPLAYS and not (_REPLAYS[-1].is_known or ACTIVE[-1].running):
+        raise PlanError(
+            "a hook of saved_tensors_hooks runs an operator of the plan again, and several forwards have begun under these hooks: "
+            "nothing tells which one it repeats; enter hooks for each forward, or checkpoint with "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+    functions = _open_functions()
+    for function in functions:
+        function.passage().scope = Scope
+    if not functions and not torch.is_grad_enabled():
+        for installation in ACTIVE:
+            installation.may_repeat_unseen = True
+    scope = _scope(functions)
+    return cache if scope is None else scope[cache]
 
 
 def _backward(node: weakref.ref[Any], passage: Passage, method: Callable[..., Any], *grads: Any) -> Any:
@@ -169,18 +323,10 @@ def _backward(node: weakref.ref[Any], passage: Passage, method: Callable[..., An
 
 def is_of_the_user(node: Any) -> bool:
     """Whether the autograd function of a node is neither PyTorch's nor one of ours."""
-    return type(node)._forward_cls.__module__.partition(".")[0] not in ("torch", "qsync_torch")
+    return type(node)._forward_cls.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _function_begins(node: Any) -> None:
-    """PyTorch makes the node of an autograd function before it runs the function's forward."""
-    if not is_of_the_user(node):
-        return
-    _open_functions()
-    passage = Passage()
-    OPEN.append((weakref.ref(node, _forget), passage))
-    if any(position == PLAIN for _, position in passage.inside):
-        _replay(node, passage)
+_LIBRARIES = ("torch", "qsync_torch")
 
 
 @functools.cache
@@ -192,11 +338,11 @@ def wrap_checkpointing() -> None:
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant(ctx, Checkpointed(run_function, has_run=False), *args)
+        return reentrant(ctx, Checkpointed(run_function, reentrant=True), *args)
 
     @functools.wraps(without_reentrant)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        checkpointed = Checkpointed(function, has_run=True)
+        checkpointed = Checkpointed(function, reentrant=False)
         with checkpointed.recorded():
             yield from without_reentrant(checkpointed, *args, **kwargs)
 
@@ -207,41 +353,75 @@ def wrap_checkpointing() -> None:
 
 
 def _wrap_functions() -> None:
+    """Note where autograd functions of the user's begin; PyTorch makes a node before it runs its function's forward."""
     base: Any = BackwardCFunction
     made = base.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        _function_begins(self)
+        if type(self)._forward_cls.__module__.partition(".")[0] in _LIBRARIES:
+            return
+        # Every function of a script comes here, under a plan or not: as few frames as can be.
+        while OPEN and ((node := OPEN[-1].node()) is None or node._input_metadata):
+            OPEN.pop()
+        if OPEN:
+            _open_functions()
+        function = _OpenFunction(self, sys._getframe(1))
+        for installation in ACTIVE:
+            if installation.may_repeat_unseen:
+                function.passage().scope = functools.partial(_Attached, _scope(OPEN))
+                break
+        OPEN.append(function)
 
     base.__init__ = init
 
 
 def _wrap_hooks() -> None:
     hooks: Any = saved_tensors_hooks
-    made, entered, left = hooks.__init__, hooks.__enter__, hooks.__exit__
-
-    def init(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
-        made(self, pack_hook, unpack_hook)
-        own = type(self) is hooks or not type(self).__module__.startswith("torch.")
-        if own and not torch.compiler.is_compiling():
-            self.qsync_passage = passage = Passage()
-
-            @functools.wraps(unpack_hook, updated=())
-            def unpack(packed: Any) -> Any:
-                with passage.again(in_order=False):
-                    return unpack_hook(packed)
-
-            self.unpack_hook = unpack
+    entered, left = hooks.__enter__, hooks.__exit__
 
     def enter(self: Any) -> Any:
-        if (passage := getattr(self, "qsync_passage", None)) is not None:
-            _HOOKED.append(passage.begun)
-        return entered(self)
+        own = type(self) is hooks or not type(self).__module__.startswith("torch.")
+        if not own or torch.compiler.is_compiling():
+            return entered(self)
+        scope, given = _scope(_open_functions()), (self.pack_hook, self.unpack_hook)
+        passage = Passage(ACTIVE, lambda: scope)
+        self.__dict__.setdefault("qsync_begun", []).append(passage.begun)
+        _HOOKED.append(passage.begun)
+        self.pack_hook, self.unpack_hook = _repeatable(*given, passage)
+        try:
+            return entered(self)
+        finally:
+            self.pack_hook, self.unpack_hook = given
 
     def leave(self: Any, *args: Any) -> Any:
-        if (passage := getattr(self, "qsync_passage", None)) is not None:
-            _HOOKED[:] = [begun for begun in _HOOKED if begun is not passage.begun]
+        if begun := self.__dict__.get("qsync_begun"):
+            last = begun.pop()
+            _HOOKED[:] = [other for other in _HOOKED if other is not last]
         return left(self, *args)
 
-    hooks.__init__, hooks.__enter__, hooks.__exit__ = init, enter, leave
+    hooks.__enter__, hooks.__exit__ = enter, leave
+
+
+def _repeatable(
+    pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any], passage: Passage
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Hooks that know in which entry a tensor was saved: what ``unpack`` computes is a piece of that one."""
+    outside = len(passage.inside)
+
+    @functools.wraps(pack_hook, updated=())
+    def pack(tensor: Any) -> Any:
+        return pack_hook(tensor), [(installation, installation.present()) for installation in ACTIVE[outside:]]
+
+    @functools.wraps(unpack_hook, updated=())
+    def unpack(packed: Any) -> Any:
+        value, saved_in = packed
+        is_known = True
+        for whose, _, position in () if saved_in else passage.begun:
+            if (installation := whose()) is not None:
+                is_known = is_known and all(installation is not other for other, _ in saved_in)
+                saved_in = [*saved_in, (installation, position)]
+        with passage.again(in_order=False, saved_in=saved_in, is_known=is_known):
+            return unpack_hook(value)
+
+    return pack, unpack

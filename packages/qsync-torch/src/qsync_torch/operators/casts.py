@@ -68,6 +68,18 @@ class CastCache:
 
         self._entries, self._forget = entries, forget
         self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._pieces: weakref.WeakSet[CastCache] = weakref.WeakSet()
+
+    def apart(self, *, detached: bool = False) -> CastCache:
+        """Casts that are shared within a piece of the forward alone; they go when the forward ends, like these.
+
+        Args:
+            detached: the piece runs again with detached copies of its inputs, and rounds them with the seeds of the casts here.
+        """
+        piece = _DetachedCasts(self) if detached else CastCache()
+        piece._left_out = self._left_out
+        self._pieces.add(piece)
+        return piece
 
     def applies_to(self, x: torch.Tensor) -> bool:
         """False under ``torch.compile`` and in inference mode, where changes of a tensor go unnoticed.
@@ -104,6 +116,14 @@ class CastCache:
         entry.grad_enabled = grad_enabled
         return entry
 
+    def seed_of(self, x: torch.Tensor, key: Hashable, seed: int) -> int:
+        """The seed of the cast of a tensor that ``x`` is, or is a detached copy of; ``seed`` where there is none."""
+        for (_, kind), entry in self._entries.items():
+            source = entry()
+            if kind == key and source is not None and entry.version == source._version and _memory(source) == _memory(x):
+                return entry.seed
+        return seed
+
     def end_forward(self) -> None:
         """Let go of every cast tensor."""
         if torch.compiler.is_compiling():
@@ -111,6 +131,8 @@ class CastCache:
         # A cast that goes may take its source along, and with it the entry.
         for entry in list(self._entries.values()):
             entry.value = None
+        for piece in self._pieces:
+            piece.end_forward()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -123,6 +145,19 @@ class CastCache:
     def held_casts(self) -> int:
         """How many cast tensors it holds now."""
         return sum(entry.value is not None for entry in self._entries.values())
+
+
+class _DetachedCasts(CastCache):
+    def __init__(self, original: CastCache) -> None:
+        super().__init__()
+        self._original = original
+
+    def find(self, x: torch.Tensor, key: Hashable, seed: int) -> CachedCast:
+        return super().find(x, key, self._original.seed_of(x, key, seed))
+
+
+def _memory(x: torch.Tensor) -> tuple[object, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 _QUANTIZED = frozenset({torch.float32, *LOW_FLOATS})
