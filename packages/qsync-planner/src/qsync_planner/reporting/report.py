@@ -140,7 +140,7 @@ def report_page(
         *first,
         Section(
             "Where the time of a step goes",
-            ("One rank of each group, with the same batch. Hatched is time in which the device does nothing.",),
+            (f"One rank of each group, {_batches(job)}. Hatched is time in which the device does nothing.",),
             (steps_figure(ways, counts),),
         ),
         Section("Precision of every operator", _lowered_sentences(plan), (precisions_figure(job.dag, plan),)),
@@ -153,6 +153,13 @@ def report_page(
     sections += [*_subsets_section(job, plans), _details_section(job)]
     groups = ", ".join(f"{group.group}: {group.count} × {group.device.name}{_share(group.device.share)}" for group in plan.groups)
     return Page(title or f"QSync report: {plan.model}", sections, _verdict(job), _facts(job, ways, measured), groups)
+
+
+def _batches(job: Job) -> str:
+    if job.keeps_batches:
+        return "with the same batch"
+    sizes = ", ".join(f"{job.batch(group.name)} of {group.name}" for group in job.cluster.groups)
+    return f"with the same batch of {job.dag.batch_size} samples, but under the plan with {sizes}"
 
 
 def _share(share: float) -> str:
