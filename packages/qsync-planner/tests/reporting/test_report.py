@@ -261,7 +261,7 @@ def test_batches_that_differ_are_shown_without_phases() -> None:
     job = attrs.evolve(job, plan=attrs.evolve(job.plan, local_batches=uneven))
     assert predicted_timeline(job) is None
     said = f"with the same batch of 4 samples, but under the plan with 6 of {first.group}, 2 of {second.group}."
-    assert said in texts(report_page(job, None, None))
+    assert said in report_page(job, None, None).sections[0].sentences[0]
     planned = ways_to_run(job)[-1]
     counts = [group.count for group in job.cluster.groups]
     assert planned.samples == sum(n * batch for n, batch in zip(counts, uneven.values(), strict=True))
