@@ -12,6 +12,7 @@ _PUBLIC = {
     "Checkpoints": "qsync_torch.elastic.checkpoints",
     "InStepGradScaler": "qsync_torch.distributed.loss_scaling",
     "UnevenBatchSampler": "qsync_torch.distributed.uneven_batches",
+    "applied_to": "qsync_torch.apply.applied_plan",
     "apply_": "qsync_torch.apply.apply",
     "capture": "qsync_torch.capturing.capture",
     "compile": "qsync_torch.compiling.compile",

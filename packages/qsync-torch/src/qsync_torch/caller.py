@@ -29,7 +29,7 @@ class Caller:
         """The command that makes the run folder, quoted."""
         assert self.run is not None
         start = "torchrun …" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "python"
-        script = sys.argv[0] if self.call != "apply_" and sys.argv[0].endswith(".py") else "JOB"
+        script = sys.argv[0] if self.call not in _WITHOUT_AMP and sys.argv[0].endswith(".py") else "JOB"
         return f"'{start} -m qsync prepare {script} -o {self.run.path}'"
 
     @property
@@ -54,8 +54,10 @@ class Caller:
 
     def with_amp(self, amp: str) -> str:
         """Where a job says that it trains under autocast."""
-        return f"{'Job' if self.call == 'apply_' else self.call}(..., amp={amp!r})"
+        return f"{'Job' if self.call in _WITHOUT_AMP else self.call}(..., amp={amp!r})"
 
 
+_WITHOUT_AMP = ("apply_", "qsync.compile")
+"""Calls that a job stands beside, which says what the others are told."""
 BY_HAND = Caller()
 """``apply_`` with a plan that was made step by step."""

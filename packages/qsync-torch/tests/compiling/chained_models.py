@@ -1,4 +1,4 @@
-"""Small models with the chains of the usual families."""
+"""Small models with the chains of the usual families, and their steps."""
 
 import torch
 import torch.nn.functional as F
@@ -103,3 +103,18 @@ class Llama(nn.Module):
 
 def tokens(width=16):
     return torch.randn(2, 5, width)
+
+
+def step(run, model, x):
+    """Result, gradient of the input, and gradients by the parameters' names."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    return {"y": y.detach().clone(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def distance(found, expected):
+    """The largest difference of a tensor in relation to it; a gradient that is next to nothing has no digits to compare."""
+    nothing = 1e-3 * max(float(value.norm()) for value in expected.values())
+    return max(float((found[name] - value).norm() / (value.norm() + nothing)) for name, value in expected.items())

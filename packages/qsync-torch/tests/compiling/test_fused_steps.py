@@ -1,7 +1,6 @@
 """Compiled steps with fused chains: their numbers, their randomness, what they keep, and what they leave to the compiler."""
 
 import copy
-import logging
 
 import attrs
 import pytest
@@ -17,7 +16,7 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_torch import apply_
 from qsync_torch.kernels.producers import producer_choice
 
-from .chained_models import INT8, Bert, ResNet, Vgg, images, lowered, tokens
+from .chained_models import INT8, Bert, ResNet, Vgg, distance, images, lowered, step, tokens
 
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
 STOCHASTIC = attrs.evolve(NEAREST, rounding=Rounding.STOCHASTIC)
@@ -27,28 +26,6 @@ ROWS = attrs.evolve(NEAREST, x_granularity=Granularity.PER_ROW)
 def compiled(model, **options):
     """Without inductor, which takes long."""
     return qsync.compile(model, **({"backend": "aot_eager", "fullgraph": True} | options))
-
-
-@pytest.fixture
-def fused(caplog):
-    """What was fused so far, and why what was found was not."""
-    caplog.set_level(logging.INFO, "qsync_torch.compiling.rewriting")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "qsync_torch.compiling.rewriting"]
-
-
-def step(run, model, x):
-    """Result, gradient of the input, and gradients by the parameters' names."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = run(x)
-    y.square().sum().backward()
-    return {"y": y.detach().clone(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
-
-
-def distance(found, expected):
-    """The largest difference of a tensor in relation to it; a gradient that is next to nothing has no digits to compare."""
-    nothing = 1e-3 * max(float(value.norm()) for value in expected.values())
-    return max(float((found[name] - value).norm() / (value.norm() + nothing)) for name, value in expected.items())
 
 
 def unfused_and_fused(model, x, variant, statistics=1e-5, **options):

@@ -307,6 +307,11 @@ class AppliedPlan(PlannedForwards):
         return type(None), ()
 
 
+def applied_to(model: nn.Module) -> AppliedPlan | None:
+    """The plan that a model runs under, also of one that is compiled or wrapped in DistributedDataParallel; None without."""
+    return next((part.__dict__[MARK] for part in model.modules() if MARK in part.__dict__), None)
+
+
 def _in_job() -> bool:
     return dist.is_available() and dist.is_initialized()
 

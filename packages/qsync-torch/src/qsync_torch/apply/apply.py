@@ -114,11 +114,13 @@ def apply_for(
     allow_flags: Collection[str] = (),
     lower_eval: bool = False,
     resize: Resize | None = None,
+    fuses: bool = False,
 ) -> AppliedPlan:
     """:func:`apply_`, in the words of its caller.
 
     Args:
         caller: whom messages speak to.
+        fuses: the caller runs the chains fused that the plan runs so.
         model, plan, group, backend, seed, base, allow_flags, lower_eval, resize: as :func:`apply_` takes them.
 
     Raises:
@@ -143,7 +145,7 @@ def apply_for(
             if "share" not in allow_flags:
                 refuse_deferred()
             check_settings(plan, group, model, allow_flags, caller)
-            planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller)
+            planned = Planned(plan, group, backend, plan.base, tuple(allow_flags), caller, fuses)
         else:
             planned = Planned(_read(plan), None, backend, base, tuple(allow_flags))
         applied = AppliedPlan(model, planned, seed=seed, lower_eval=lower_eval)

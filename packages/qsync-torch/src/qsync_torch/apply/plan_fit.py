@@ -62,6 +62,7 @@ def assignments_of(
     group: str | None,
     backend: str | None,
     default: str = DEFAULT_BACKEND,
+    fuses: bool = False,
 ) -> dict[OpId, Assigned]:
     """Variant, backend and configuration per operator.
 
@@ -70,9 +71,10 @@ def assignments_of(
         group: which group of a plan.
         backend: instead of every planned backend; configurations go with it.
         default: backend of operators with a variant alone.
+        fuses: the caller runs the chains fused that the plan runs so.
 
     Raises:
-        PlanError: when the plan has no such group, or runs chains of it fused.
+        PlanError: when the plan has no such group, or runs chains of it fused and the caller does not.
     """
 
     def assigned(entry: Variant | Assignment) -> Assigned:
@@ -89,10 +91,11 @@ def assignments_of(
     except KeyError:
         known = ", ".join(entry.group for entry in plan.groups)
         raise PlanError(f"the plan has no group {group!r}; its groups are {known}") from None
-    if fused := [name for name, entry in chosen.chains.items() if entry.variant.fused]:
+    if not fuses and (fused := [name for name, entry in chosen.chains.items() if entry.variant.fused]):
         raise PlanError(
             f"the plan runs {len(fused)} chains of group {group!r} as fused kernels ({fused[0]} and so on), which apply_ cannot "
-            "do: memory and time would not be what was planned; plan with a profile without costs of chains"
+            "do: memory and time would not be what was planned; call qsync.compile(model, plan) in its place, or plan with "
+            "profiles that were made without --chains"
         )
     return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
 

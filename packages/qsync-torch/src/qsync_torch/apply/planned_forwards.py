@@ -17,6 +17,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.apply.first_gradients import FirstGradients
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall, WeightPlace, may_call_functions
@@ -29,15 +30,24 @@ from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
 from qsync_torch.apply.recomputation import is_recording, wrap_checkpointing
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
+from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
-from qsync_torch.kernels.selection import default_backend
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.operators.step_counter import Position, StepCounter
 from qsync_torch.sharing.job_check import check_job
+
+
+@attrs.frozen
+class PlannedChain:
+    """A chain that a plan fuses: the format in which it keeps its input (None: as it is), and whose kernels run it."""
+
+    saved: Precision | None
+    choice: KernelChoice
 
 
 @attrs.frozen
@@ -51,6 +61,7 @@ class Planned:
         base: the format of the job: float32, or what it trains under autocast to.
         allow_flags: settings that may differ from those of a plan.
         caller: who wants it, for messages.
+        fuses: the model is compiled, with the chains fused that a plan runs so.
     """
 
     entries: PrecisionPlan | Mapping[OpId, Variant | Assignment]
@@ -59,6 +70,7 @@ class Planned:
     base: Precision = Precision.FLOAT32
     allow_flags: tuple[str, ...] = ()
     caller: Caller = BY_HAND
+    fuses: bool = False
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -67,7 +79,20 @@ class Planned:
 
     def on(self, device: torch.device) -> dict[OpId, Assigned]:
         """Variant and kernels of every operator on a device."""
-        return assignments_of(self.entries, self.group, self.backend, default_backend(device))
+        return assignments_of(self.entries, self.group, self.backend, default_backend(device), self.fuses)
+
+    @property
+    def chains(self) -> dict[OpId, PlannedChain] | None:
+        """The chains that a plan fuses, by their names; None where it says nothing of any chain."""
+        said = {} if self.plan is None or self.group is None else self.plan.group(self.group).chains
+        if not said:
+            return None
+        instead = KernelChoice.parse(self.backend) if self.backend else None
+        return {
+            name: PlannedChain(entry.variant.saved, instead or KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
+            for name, entry in said.items()
+            if entry.variant.fused
+        }
 
 
 class PlannedForwards(Installation):
@@ -117,6 +142,15 @@ class PlannedForwards(Installation):
     def plan(self) -> PrecisionPlan | None:
         """The whole plan, of all groups; None where variants by operator were applied."""
         return self._planned.plan
+
+    @property
+    def chains(self) -> dict[OpId, PlannedChain] | None:
+        """The chains that the plan fuses, by their names; None where it says nothing of any chain."""
+        return self._planned.chains
+
+    def stream_of(self, name: OpId) -> int:
+        """This rank's stream of random numbers for a chain that no operator in 8 bit reads."""
+        return stream_key(self._rank_seed, *str(name).encode())
 
     @property
     def _changes_nothing(self) -> bool:

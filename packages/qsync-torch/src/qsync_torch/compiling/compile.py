@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -10,15 +12,22 @@ from torch import nn
 from torch.fx import GraphModule
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
-from qsync_torch.apply.applied_plan import MARK, AppliedPlan
+from qsync_core.run_folder import RunFolder
+from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
+from qsync_torch.apply.apply import apply_for
+from qsync_torch.caller import Caller
+from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
+from qsync_torch.distributed.groups_present import run_folder_of
 
 BACKENDS = ("inductor", "aot_eager")
 
 
 def compile(
     model: nn.Module | AppliedPlan,
+    plan: PrecisionPlan | RunFolder | str | os.PathLike[str] | None = None,
     *,
     saved: Precision | str | None = None,
     backend: str = "inductor",
@@ -26,6 +35,7 @@ def compile(
     options: Mapping[str, Any] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    **applying: Any,
 ) -> nn.Module:
     """``torch.compile`` for a model under a plan: what produces the activation of an 8-bit product writes its 8-bit copy too.
 
@@ -33,35 +43,61 @@ def compile(
     backward, of the backends that the plan names for the operator that reads the result.  What no such kernel is for is compiled
     as ``torch.compile`` compiles it, and so is every chain before an operator in a float format (docs/training.md#compiling).
 
+    A plan that says which chains are fused, and how they keep their inputs, is followed to the letter instead: these and no others
+    are, before operators in float formats too.  ``apply_`` does not run such a plan, so that it is given to this function.
+
     Args:
-        model: after ``apply_``: the model, what it returned, or DistributedDataParallel around the model.
+        model: after ``apply_``: the model, what it returned, or DistributedDataParallel around the model.  With a plan: the model.
+        plan: what ``apply_`` is to put into force first; :func:`applied_to` has what it returns.
         saved: ``"int8"`` keeps the inputs of normalizations and of GELU and SiLU for backward in 8 bit; by default they are kept
-            as they are.
+            as they are.  Not with a plan that says that of each chain.
         backend: what compiles the rest: ``inductor``, or ``aot_eager``, which runs PyTorch's own kernels and needs no compiler.
         mode, options, fullgraph, dynamic: as of ``torch.compile``; mode and options are inductor's.
+        applying: further arguments of ``apply_`` for the plan, such as ``group``.
 
     Returns:
-        What ``torch.compile`` returns.
+        What ``torch.compile`` returns.  Its first forward in training raises a PlanError where a chain that the plan fuses is not
+        in the compiled model, or no backend that the plan names for it has its kernels.
 
     Raises:
         PlanError: where no plan is in force on the model, or an argument is none of those above.
+        BackendError: where a backend that the plan names for a chain is not installed.
+        QSyncError: what ``apply_`` raises of the plan.
     """
     module = model.model if isinstance(model, AppliedPlan) else model
-    if not any(MARK in part.__dict__ for part in module.modules()):
-        raise PlanError("no plan is in force on this model: call apply_ (or hybrid) first; without a plan use torch.compile")
     if saved not in (None, "int8"):
         raise PlanError(f"inputs are saved for backward as they are or in int8, got saved={str(saved)!r}")
     if backend not in BACKENDS:
         raise PlanError(f"what compiles the rest is {' or '.join(BACKENDS)}, got backend={backend!r}")
     if backend != "inductor" and (mode is not None or options is not None):
         raise PlanError(f"mode and options are inductor's, and the backend is {backend!r}: leave them out")
+    if plan is None and applying:
+        raise PlanError(f"{next(iter(applying))} is for a plan that is put into force, and no plan was given")
+    if plan is not None:
+        apply_for(Caller("qsync.compile", run_folder_of(plan)), module, plan, fuses=True, **applying)
+    applied = applied_to(module)
+    if applied is None:
+        raise PlanError("no plan is in force on this model: call apply_ (or hybrid) first; without a plan use torch.compile")
+    with ExitStack() as undo:
+        if plan is not None:
+            undo.callback(applied.remove)
+        planned = None if applied.chains is None else PlannedChains(applied, applied.chains)
+        if planned is not None and saved is not None:
+            raise PlanError("the plan says of each chain how it keeps its input for backward: leave saved out")
+        undo.pop_all()
     kept, compile_rest = None if saved is None else Precision(saved), _compiler(backend, mode, options or {})
 
     def fusing(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        fuse_chains(graph, kept)
+        if planned is None:
+            fuse_chains(graph, kept)
+        else:
+            planned.fuse(graph)
         return compile_rest(graph, inputs)
 
-    return cast(nn.Module, torch.compile(module, backend=fusing, fullgraph=fullgraph, dynamic=dynamic))
+    compiled = cast(nn.Module, torch.compile(module, backend=fusing, fullgraph=fullgraph, dynamic=dynamic))
+    if planned is not None:
+        compiled.register_forward_hook(planned.check)
+    return compiled
 
 
 def _compiler(

@@ -7,7 +7,7 @@ between writes to what it reads, and nothing writes to its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -22,14 +22,14 @@ from qsync_torch.kernels.binding import BOUND, OperatorBinding, Quantization
 
 @attrs.frozen
 class FoundChain:
-    """A chain of a graph whose copy operators of a plan read.
+    """A chain of a graph.
 
     Attributes:
         producer: what it is built around; ``norm``: the node of that, None for an activation.
         members: in the order of the graph.
         x, residual: what it reads.
         activation: applied last.
-        copy: how the copy is quantized.
+        copy: how the copy is quantized that operators of a plan read; None where none does.
         consumers: the operators that read the copy, in the order of the graph.
         float_result: something else reads the result.
     """
@@ -40,7 +40,7 @@ class FoundChain:
     x: Node
     residual: Node | None
     activation: Activation
-    copy: Quantization
+    copy: Quantization | None
     consumers: tuple[Node, ...]
     float_result: bool
 
@@ -48,6 +48,11 @@ class FoundChain:
     def last(self) -> Node:
         """The member that delivers the result."""
         return self.members[-1]
+
+    @property
+    def head(self) -> Node:
+        """The member that it is named after (:attr:`qsync_core.ir.chain.Chain.name`)."""
+        return self.last if self.norm is None else self.norm
 
     @property
     def call(self) -> dict[str, Any]:
@@ -86,11 +91,36 @@ def find_chains(graph: Graph) -> list[FoundChain]:
             continue
         for shape in _shapes_ending_in(last, order):
             chain = _with_readers(shape, order)
-            if chain is not None and taken.isdisjoint(chain.members) and _runs_as_one(chain, order):
+            if chain.copy is not None and taken.isdisjoint(chain.members) and _runs_as_one(chain, order):
                 taken.update(chain.members)
                 found.append(chain)
                 break
     return found
+
+
+def planned_chains(graph: Graph, heads: Collection[Node]) -> tuple[list[FoundChain], list[FoundChain]]:
+    """The chains that are named after some nodes, whoever reads them, by their last members in the order of the graph.
+
+    Returns:
+        Those that can run as one, and those that cannot.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    found: list[FoundChain] = []
+    refused: list[FoundChain] = []
+    taken: set[Node] = set()
+    decided: set[Node] = set()
+    for last in reversed(list(graph.nodes)):  # so that the longest chain of a name comes first
+        for shape in _shapes_ending_in(last, order):
+            head = last if shape.norm is None else shape.norm
+            if head not in heads or head in decided:
+                continue
+            decided.add(head)
+            chain = _with_readers(shape, order)
+            fits = taken.isdisjoint(chain.members) and _runs_as_one(chain, order)
+            (found if fits else refused).append(chain)
+            taken.update(chain.members)
+            break
+    return found[::-1], refused[::-1]
 
 
 def _reads(node: Node, source: Node) -> bool:
@@ -190,19 +220,18 @@ def _same(node: Node, *summands: Node) -> bool:
     return whole is not None and all(part is not None and nodes.same_shape(part, whole) for part in parts)
 
 
-def _with_readers(shape: _Shape, order: dict[Node, int]) -> FoundChain | None:
+def _with_readers(shape: _Shape, order: dict[Node, int]) -> FoundChain:
     """The chain with the operators that take its copy: all that want the one that the first of them wants."""
     last = shape.members[-1]
     ndim = 4 if shape.producer is Producer.BATCH_NORM else None
     readers = sorted(last.users, key=order.__getitem__)
     wanted = {reader: _wanted(reader, shape.producer, ndim) for reader in readers if _reads(reader, last)}
     copy = next((quantization for quantization in wanted.values() if quantization is not None), None)
-    if copy is None:
-        return None
-    consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == copy.kind)
+    kind = None if copy is None else copy.kind
+    consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == kind)
     return FoundChain(
         shape.producer, shape.norm, shape.members, shape.x, shape.residual, shape.activation, copy, consumers,
-        float_result=len(consumers) < len(readers),
+        float_result=copy is None or len(consumers) < len(readers),
     )  # fmt: skip
 
 
@@ -226,7 +255,7 @@ def _runs_as_one(chain: FoundChain, order: dict[Node, int]) -> bool:
     # Writing to a tensor raises its version, also through views and inside operators that say nothing of it.
     if value is None or value.is_inference() or value._version != _trailing_writes(chain.members):
         return False
-    span = _between(chain.members[0], max(chain.consumers, key=order.__getitem__))
+    span = _between(chain.members[0], max((last, *chain.consumers), key=order.__getitem__))
     if any(nodes.is_switch(node) for node in span):
         return False
     read = {nodes.storage_of(node) for node in (chain.x, chain.residual) if node is not None}

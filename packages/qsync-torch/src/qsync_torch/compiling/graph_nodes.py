@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import Activation
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.operators.lowered_ops import LOWERED_CONV2D, LOWERED_LINEAR
+from qsync_torch.operators.step_counter import STEP_STRIDE
 
 LOWERED = (LOWERED_LINEAR, LOWERED_CONV2D)
 _BATCH_NORMS: dict[Any, tuple[str, ...]] = {
@@ -26,6 +27,13 @@ _LAYER_NORMS: dict[Any, tuple[str, ...]] = {
 _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+_NAMED: dict[str, Collection[Any]] = {
+    "batch_norm": _BATCH_NORMS,
+    "layer_norm": _LAYER_NORMS,
+    "relu": _RELUS,
+    "gelu": (F.gelu,),
+    "silu": (F.silu,),
+}
 _CHANGING = frozenset(
     getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
@@ -93,6 +101,15 @@ def activation_of(node: object) -> tuple[Activation, Node] | None:
     return None
 
 
+def function_of(node: Node) -> str:
+    """What a trace calls the function of a node that chains are named after; empty for any other."""
+    if node.op in ("call_function", "call_method"):
+        for name, targets in _NAMED.items():
+            if node.target in targets:
+                return name
+    return ""
+
+
 def changed_by(node: Node) -> Iterator[Node]:
     """The arguments that a node writes to; all of them where what it calls says nothing."""
     target = node.target
@@ -128,6 +145,20 @@ def storage_of(node: object) -> int | None:
 def is_in_place(node: Node) -> bool:
     """Whether a node's result is an argument that it has written to."""
     return any(storage_of(argument) == storage_of(node) for argument in changed_by(node))
+
+
+def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
+    """Parts that are checkpointed: each is a graph of its own."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            yield cast(GraphModule, getattr(module, str(node.args[0].target)))
+
+
+def offsets(graph: Graph) -> Iterator[Node]:
+    """Nodes that are the offset of a step's random numbers: what the step counter was advanced to, or what operators read."""
+    advanced = {node.args[0] for node in graph.nodes if node.target == "add_" and node.args[1:] == (STEP_STRIDE,)}
+    yield from (node for node in graph.nodes if node.target == "clone" and node.args and node.args[0] in advanced)
+    yield from (node.args[7] for node in graph.nodes if node.target in LOWERED and isinstance(node.args[7], Node))
 
 
 def is_switch(node: Node) -> bool:

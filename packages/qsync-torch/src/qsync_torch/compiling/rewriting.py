@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,10 +13,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from qsync_core.ir.chain import ChainForm, Producer
-from qsync_core.ir.precision import Precision, promote
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.variant import Variant
+from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.compiling import graph_nodes as nodes
-from qsync_torch.compiling.finding import FoundChain, find_chains
+from qsync_torch.compiling.finding import FoundChain, find_chains, planned_chains
 from qsync_torch.dtypes import PRECISION
 from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.producers import ProducerBinding, producer_binding, producer_choice
@@ -31,28 +33,64 @@ def fuse_chains(module: GraphModule, saved: Precision | None = None) -> list[Fou
 
     Args:
         module: from ``torch.compile``; changed in place.
-        saved: the format in which producers keep their input for backward; None: as it is.
+        saved: the format in which producers keep their input for backward; None, or where no backend has that: as it is.
 
     Returns:
         What was fused, in the order of the graph; its members are no longer there.
     """
-    fused: list[FoundChain] = []
-    results: dict[Node, _Result] = {}
-    for chain in find_chains(module.graph):
-        binding, against = _binding_of(chain, saved)
-        if binding is None:
-            _LOG.info("%s stays unfused: %s", chain, "; ".join(against))
-            continue
-        results[chain.last] = _replace(module.graph, chain, binding, results)
-        fused.append(chain)
-        _LOG.info("fused: %s", chain)
-    if fused:
-        module.graph.lint()
-        module.recompile()
-    for node in module.graph.nodes:  # a checkpointed part is a graph of its own
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            fused += fuse_chains(getattr(module, str(node.args[0].target)), saved)
+
+    def way_of(chain: FoundChain) -> _Way:
+        consumer = BOUND[str(chain.consumers[0].args[3])]
+        assert isinstance(consumer, OperatorBinding)
+        choice = producer_choice(consumer.choice)
+        way = _way_of(chain, saved, choice)
+        return _way_of(chain, None, choice) if way.against else way
+
+    fused = [chain for chain, why in _fuse(module, find_chains(module.graph), way_of) if not why]
+    for part in nodes.checkpointed_parts(module):
+        fused += fuse_chains(part, saved)
     return fused
+
+
+@attrs.frozen
+class WantedChain:
+    """What a plan says of a chain of a graph.
+
+    Attributes:
+        name: of the chain.
+        saved: the format in which it keeps its input for backward; None: as it is.
+        choice: whose kernels.
+        seed: its stream of random numbers where no operator reads a copy.
+    """
+
+    name: OpId
+    saved: Precision | None
+    choice: KernelChoice
+    seed: int
+
+
+def fuse_planned(module: GraphModule, wanted: Mapping[Node, WantedChain]) -> dict[OpId, str]:
+    """Put producers into a graph where a plan wants them, and nowhere else.
+
+    Args:
+        module: from ``torch.compile``; changed in place.
+        wanted: by the nodes of the graph, and of parts of it that are checkpointed, that chains are named after.
+
+    Returns:
+        By the names of those that were found, why one was not fused; empty where it was.
+    """
+    found, refused = planned_chains(module.graph, wanted)
+    reasons = {wanted[chain.head].name: "what stands between its operators has to run between them" for chain in refused}
+    fused = _fuse(
+        module,
+        found,
+        lambda chain: _way_of(chain, wanted[chain.head].saved, wanted[chain.head].choice),
+        lambda chain: wanted[chain.head].seed,
+    )
+    reasons |= {wanted[chain.head].name: why for chain, why in fused}
+    for part in nodes.checkpointed_parts(module):
+        reasons |= fuse_planned(part, wanted)
+    return reasons
 
 
 @attrs.frozen
@@ -63,71 +101,118 @@ class _Result:
     absmax: Node | None
 
 
-def _binding_of(chain: FoundChain, saved: Precision | None) -> tuple[ProducerBinding | None, list[str]]:
-    """How a chain runs, or why no backend runs it.  Where none keeps the input in 8 bit, it is kept as it is."""
-    consumer = BOUND[str(chain.consumers[0].args[3])]
-    assert isinstance(consumer, OperatorBinding)
+@attrs.frozen
+class _Way:
+    """How a chain runs, and why no backend runs it so."""
+
+    binding: ProducerBinding
+    against: tuple[str, ...]
+
+
+def _fuse(
+    module: GraphModule,
+    chains: Sequence[FoundChain],
+    way_of: Callable[[FoundChain], _Way],
+    seed_of: Callable[[FoundChain], int] = lambda chain: 0,
+) -> list[tuple[FoundChain, str]]:
+    """The chains, and why one was not fused; empty where it was."""
+    said: list[tuple[FoundChain, str]] = []
+    results: dict[Node, _Result] = {}
+    for chain in chains:
+        way = way_of(chain)
+        against, streams = way.against, None
+        if not against and (streams := _streams(module.graph, chain, way.binding, seed_of(chain))) is None:
+            against = ("nothing before it in its graph says which random numbers this step takes",)
+        said.append((chain, "; ".join(against)))
+        if streams is None:
+            _LOG.info("%s stays unfused: %s", chain, said[-1][1])
+            continue
+        results[chain.last] = _replace(module.graph, chain, way.binding, streams, results)
+        _LOG.info("fused: %s", chain)
+    if results:
+        module.graph.lint()
+        module.recompile()
+    return said
+
+
+def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice) -> _Way:
+    """How a chain runs that keeps its input in a format (None: as it is) on somebody's kernels."""
     x, out = nodes.value_of(chain.x), nodes.value_of(chain.last)
     assert x is not None
     assert out is not None
     residual = nodes.value_of(chain.residual)
     kept = PRECISION[x.dtype] if residual is None else promote(PRECISION[x.dtype], PRECISION[residual.dtype])
-    target = chain.copy.target
-    form = ChainForm(chain.activation, chain.residual is not None, chain.float_result)
+    copy = None if chain.copy is None else chain.copy.target
+    nearest = Rounding.NEAREST if saved is None else Rounding.STOCHASTIC
     sizes = nodes.sizes(x)
     assert sizes is not None
     if chain.producer is not Producer.BATCH_NORM:
         width = sizes[1 if _is_of_images(chain) else -1]
         sizes = math.prod(sizes) // width, width
-    against: list[str] = []
-    for format_ in dict.fromkeys((saved or kept, kept)):
-        variant = Variant(
-            compute=target.precision,
-            output=PRECISION[out.dtype],
-            saved=format_,
-            grad_input=PRECISION[x.dtype],
-            grad_weight=Precision.FLOAT32,
-            x_granularity=target.granularity,
-            rounding=target.rounding,
-        )
-        binding = producer_binding(chain.producer, variant, producer_choice(consumer.choice), form)
-        against = binding.reasons_against(x.device, sizes)
-        if not against:
-            return binding, []
-    return None, against
+    variant = Variant(
+        compute=PRECISION[out.dtype] if copy is None else copy.precision,
+        output=PRECISION[out.dtype],
+        saved=saved or kept,
+        grad_input=PRECISION[x.dtype],
+        grad_weight=Precision.FLOAT32,
+        x_granularity=Granularity.PER_TENSOR if copy is None else copy.granularity,
+        rounding=nearest if copy is None else copy.rounding,
+    )
+    form = ChainForm(chain.activation, chain.residual is not None, chain.float_result)
+    binding = producer_binding(chain.producer, variant, choice, form)
+    return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 
-def _replace(graph: Graph, chain: FoundChain, binding: ProducerBinding, results: Mapping[Node, _Result]) -> _Result:
+def _streams(graph: Graph, chain: FoundChain, binding: ProducerBinding, seed: int) -> tuple[Any, Node] | None:
+    """A chain's random numbers: those of the first operator that reads its copy, else its own; None where a graph has none.
+
+    A node that works out an offset behind the chain is copied before it.
+    """
+    last = chain.last
+    if chain.consumers:
+        first = chain.consumers[0]
+        offset = first.args[7]
+        assert isinstance(offset, Node)
+        if not offset < last:
+            with graph.inserting_before(last):
+                offset = graph.node_copy(offset)
+        return first.args[4], offset
+    if binding.variant.rounding is not Rounding.STOCHASTIC:
+        x = nodes.value_of(chain.x)
+        assert x is not None
+        with graph.inserting_before(last):
+            return 0, graph.call_function(torch.zeros, ((1,),), {"dtype": torch.int64, "device": x.device})
+    known = next((offset for offset in nodes.offsets(graph) if offset < last), None)
+    return None if known is None else (seed, known)
+
+
+def _replace(
+    graph: Graph, chain: FoundChain, binding: ProducerBinding, streams: tuple[Any, Node], results: Mapping[Node, _Result]
+) -> _Result:
     """Put a producer where the chain's last member stands.
 
     Args:
         graph: changed in place.
         chain: one of its chains.
         binding: how it runs.
+        streams: seed and offset of its random numbers.
         results: of the chains that are no longer in the graph, by their last members.
     """
-    last, first = chain.last, chain.consumers[0]
+    last = chain.last
     with graph.inserting_before(last):
-        streams = first.args[4], _offset_before(graph, first, last)
         produced = graph.call_function(CHAINS[chain.producer], _arguments(chain, results, (binding.key, *streams)))
-        out, q, scale = (graph.call_function(operator.getitem, (produced, place)) for place in range(3))
+        count = 3 if binding.writes_copy else 1
+        out, *copy = (graph.call_function(operator.getitem, (produced, place)) for place in range(count))
         has_absmax = chain.producer is Producer.BATCH_NORM and chain.float_result
-        absmax = graph.call_function(operator.getitem, (produced, 3)) if has_absmax else None
-    for node in (produced, out, q, scale):
+        absmax = graph.call_function(operator.getitem, (produced, count)) if has_absmax else None
+    for node in (produced, out, *copy):
         node.meta |= {key: last.meta[key] for key in ("stack_trace", "nn_module_stack") if key in last.meta}
     last.replace_all_uses_with(out)
     for consumer in chain.consumers:
-        consumer.args = (*consumer.args, q, scale)
+        consumer.args = (*consumer.args, *copy)
     for member in reversed(chain.members):
         graph.erase_node(member)
     return _Result(out, absmax)
-
-
-def _offset_before(graph: Graph, consumer: Node, last: Node) -> Node:
-    """The offset of a consumer's random numbers, also where it is worked out behind a node only."""
-    offset = consumer.args[7]
-    assert isinstance(offset, Node)
-    return offset if offset < last else graph.node_copy(offset)
 
 
 def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -145,4 +230,8 @@ def _arguments(chain: FoundChain, results: Mapping[Node, _Result], streams: tupl
 
 
 def _is_of_images(chain: FoundChain) -> bool:
-    return chain.consumers[0].target is LOWERED_CONV2D
+    """Whether rows are positions: as convolutions read a copy, or without a copy as the input lies in memory."""
+    if chain.consumers:
+        return chain.consumers[0].target is LOWERED_CONV2D
+    x = nodes.value_of(chain.x)
+    return x is not None and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()

@@ -16,7 +16,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.run_folder import RunFolder
-from qsync_torch.apply.applied_plan import MARK, AppliedPlan
+from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.ranks import together
@@ -120,12 +120,6 @@ def apply_for_trainer(
         undo.pop_all()
     assert applied.plan is not None
     return PlannedTraining(applied, applied.plan)
-
-
-def applied_to(model: nn.Module) -> AppliedPlan | None:
-    """The plan that a model runs under."""
-    found: AppliedPlan | None = model.__dict__.get(MARK)
-    return found
 
 
 def refuse_loss_scaling(planned: PlannedTraining, trainer: str) -> None:

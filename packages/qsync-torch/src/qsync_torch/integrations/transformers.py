@@ -13,12 +13,12 @@ from transformers.trainer_callback import ExportableState
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
-from qsync_torch.apply.applied_plan import AppliedPlan
+from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.integrations.accelerate import accelerator_settings, check_accelerator, plan_accelerator
-from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, applied_to
+from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings
 from qsync_torch.job import Job
 
 _WANTED = {

@@ -50,7 +50,7 @@ def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
     calls: Counter[str] = Counter()
     op_ids = []
     for draft in drafts:
-        is_only_operator = len(operators_of[draft.scope]) == 1 and _is_torch_leaf(draft.module)
+        is_only_operator = len(operators_of[draft.scope]) == 1 and is_torch_leaf(draft.module)
         is_module_work = draft.kind == "input" or (is_only_operator and not draft.weight_shape)
         name = "" if is_module_work and draft.scope else draft.name
         fqn = draft.address or ".".join(filter(None, (draft.scope, name)))
@@ -59,6 +59,6 @@ def name_operators(drafts: Sequence[Draft]) -> list[OpId]:
     return op_ids
 
 
-def _is_torch_leaf(module: torch.nn.Module | None) -> bool:
+def is_torch_leaf(module: torch.nn.Module | None) -> bool:
     """True for a leaf module of ``torch.nn``: its one operator is named after it."""
     return module is not None and type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
