@@ -11,9 +11,10 @@ import shutil
 import subprocess
 
 import pytest
-from kernel_requests import INT8_THROUGHOUT, conv2d, linear
+from kernel_requests import INT8_THROUGHOUT, conv2d, every_producer, linear
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.chain import Activation
 from qsync_core.kernels.backend import Op
 from qsync_core.progress import silent
 from qsync_kernels_cutlass.architectures import SM_75, SM_80, SM_90A
@@ -23,10 +24,12 @@ from qsync_kernels_cutlass.compiling.compile import compile_files
 from qsync_kernels_cutlass.compiling.library import Arguments, Library
 from qsync_kernels_cutlass.configs import candidates
 from qsync_kernels_cutlass.configs.problem import problem_of
-from qsync_kernels_cutlass.sources import request_sources
+from qsync_kernels_cutlass.sources import producer_source, request_sources
 
 CHIPS = [SM_75, SM_80, SM_90A]
+PRODUCERS = [request for request in every_producer() if request.chain.activation in (Activation.NONE, Activation.RELU)]
 REQUESTS = {
+    **{request.op: request for request in PRODUCERS},
     "linear": linear(),
     "convolution": conv2d(),
     "gradient of a convolution's input": conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT),
@@ -45,10 +48,16 @@ def libraries(request):
     chip = request.param
     if reason := toolchain.arch_reason(toolchain.find_nvcc(), chip.name):
         pytest.skip(reason)
-    sources = {name: request_sources(one, candidates.ranked(problem_of(one), chip)[0], chip) for name, one in REQUESTS.items()}
+    sources = {name: sources_of(one, chip) for name, one in REQUESTS.items()}
     flat = list(dict.fromkeys(source for found in sources.values() for source in found))
     made = {source: Library(path, source) for source, path in zip(flat, compile_files(flat, progress=silent), strict=True)}
     return chip, {name: [made[source] for source in found] for name, found in sources.items()}
+
+
+def sources_of(request, chip):
+    if request.op in Op.PRODUCERS:
+        return [producer_source(request, chip)]
+    return request_sources(request, candidates.ranked(problem_of(request), chip)[0], chip)
 
 
 def exported(path):

@@ -1,0 +1,179 @@
+"""The producers' kernels, run on a CPU thread by thread: the conformance suite, long rows, the reference's random numbers.
+
+What a chip adds (its memory, its scheduling, nvcc's code) is tested in ``tests/gpu/test_cutlass_producers.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("qsync_torch")
+
+import emulated_producers  # noqa: E402
+from emulated_producers import COMPILER, FOLDER, EmulatedBackend  # noqa: E402
+from kernel_requests import every_producer  # noqa: E402
+
+from qsync_core.errors import BackendError  # noqa: E402
+from qsync_core.ir.chain import Activation, ChainForm  # noqa: E402
+from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
+from qsync_kernels_cutlass.compiling import library  # noqa: E402
+from qsync_torch.aten.backend import AtenBackend  # noqa: E402
+from qsync_torch.conformance.operands import Outputs  # noqa: E402
+from qsync_torch.conformance.producer_checks import check_forward  # noqa: E402
+from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of  # noqa: E402
+from qsync_torch.conformance.subject import Subject  # noqa: E402
+from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
+from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed, so the kernels cannot be run on a CPU"),
+    pytest.mark.xdist_group("emulated producers"),  # compiled once
+]
+
+CPU = torch.device("cpu")
+ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
+BY_ROW = [form for form, (name, _) in FORMS.items() if name != BATCH_NORM]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """One compilation for this process and the suite's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(FOLDER, str(tmp_path_factory.mktemp("emulated")))
+        emulated_producers.emulated.cache_clear()
+        emulated_producers.emulated()
+        yield
+        emulated_producers.emulated.cache_clear()
+
+
+@pytest.fixture
+def outputs():
+    found = Outputs(CPU)
+    yield found
+    found.check()
+
+
+def subject():
+    return Subject(EmulatedBackend(), CPU, 1)
+
+
+def test_they_pass_the_conformance_suite(tmp_path):
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "qsync_torch.conformance.plugin", "--pyargs", "qsync_torch.conformance"]
+    options = ["-k", "producer", "--backend", "emulated_producers:EmulatedBackend", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 400
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW])
+@pytest.mark.parametrize("columns", [1032, 4100, 9003])
+@pytest.mark.parametrize("form", ["add+layer_norm", "gelu"])
+def test_rows_of_several_warps_and_rows_that_no_block_holds(outputs, form, columns, granularity):
+    for saved in (Precision.INT8, Precision.FLOAT16):
+        variant = variant_of(saved=saved, output=Precision.FLOAT16, granularity=granularity)
+        problem = Producer.of(form, variant, (5, columns), CPU, columns)
+        for kernel in problem.kernels(subject()):
+            check_forward(problem, problem.run(kernel, outputs))
+        check_gradients(subject(), outputs, problem, gradient(problem))
+
+
+@pytest.mark.parametrize("rounding", [Rounding.NEAREST, Rounding.STOCHASTIC])
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_are_those_of_the_reference(outputs, form, rounding):
+    """The same random numbers: but for values that float32's rounding moves across a threshold, bit for bit."""
+    granularity = ROW if form in BY_ROW else TENSOR
+    saved = Precision.FLOAT32 if form == "relu" else Precision.INT8
+    for shape in ((120, 40), (60, 37)):
+        problem = Producer.of(form, variant_of(saved=saved, granularity=granularity, rounding=rounding), shape, CPU, 21)
+        written, expected = (
+            problem.run(problem.kernels(Subject(backend, CPU, 1))[0], outputs, 1 << 40, 3 << 50, 5 << 35)
+            for backend in (EmulatedBackend(), AtenBackend())
+        )
+        for one, other in ((written.q, expected.q), (written.x_q, expected.x_q)):
+            if one is not None:
+                assert int((one != given(other)).sum()) <= 2, f"{int((one != other).sum())} of {one.numel()} differ"
+        torch.testing.assert_close(written.scale, expected.scale, rtol=2**-20, atol=0)
+
+
+IMAGES = (2, 8, 3, 3)
+
+
+def images(dtype=torch.float32):
+    return torch.ones(IMAGES).to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def vector(count=8):
+    return torch.ones(count)
+
+
+def forward(**changes):
+    operands = {
+        "x": images(), "weight": None, "bias": None, "eps": 1e-5, "residual": None, "residual_absmax": None, "mean": vector(),
+        "var": vector(), "out": images(), "absmax": None, "q": None, "scale": None, "x_q": None, "x_scale": None, "open": None,
+        "seed": 1, "x_seed": 2, "offset": 3,
+    }  # fmt: skip
+    return "batch_norm.output", (operands | changes).values()
+
+
+def backward(**changes):
+    operands = {
+        "grad": images(), "x": images(), "x_scale": None, "mean": vector(), "var": vector(), "weight": None, "bias": None,
+        "eps": 1e-5, "open": None, "grad_input": images(), "grad_residual": None, "grad_weight": None, "grad_bias": None,
+    }  # fmt: skip
+    return "batch_norm.grad_input", (operands | changes).values()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (forward(x=torch.ones(4, 8)), r"x must be \(B, C, H, W\), got shape \(4, 8\)"),
+        (forward(x=images(torch.float64)), r"x must be float32 or float16 or bfloat16 of shape \(2, 8, 3, 3\), got torch.float64"),
+        (forward(weight=vector(7)), r"weight must be 8 float32, got torch.float32 \(7,\)"),
+        (forward(mean=None), "mean_out is needed, got None"),
+        (forward(out=torch.ones(IMAGES)), "out must be channels-last"),
+        (forward(q=images(torch.int8)), "q_out and scale_out come together, and one of them is None"),
+        (forward(q=images(torch.uint8), scale=vector(1)), "q_out must be int8 of shape"),
+        (forward(q=images(torch.int8), scale=vector(1), residual=images()), "residual_absmax is needed beside a residual"),
+        (forward(offset=torch.ones(1)), r"offset must be 1 int64, got torch.float32"),
+        (forward(open=torch.ones(2, 3, 3, 2, dtype=torch.uint8)), r"open_out must be uint8 of shape \(2, 3, 3, 1\)"),
+        (backward(x=images(torch.int8), open=torch.ones(2, 3, 3, 1, dtype=torch.uint8)), "x_scale goes with an x of 8 bit"),
+        (backward(x=images(torch.int8), x_scale=vector()), "open is needed for a ReLU behind a residual, or of an 8-bit x"),
+        (backward(grad_residual=images(torch.float16)), "grad_input_out and grad_residual_out have one format"),
+        (backward(grad=torch.ones(IMAGES, device="meta")), "grad is on meta, and x on cpu"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_in_a_sentence(call, said):
+    op, operands = call
+    request = KernelRequest(op, Variant.of(Precision.INT8), (IMAGES,), chain=ChainForm(Activation.RELU))
+    with pytest.raises(BackendError, match=f"backend cutlass cannot run {op}: .*{said}"):
+        EmulatedBackend().build(request, KernelConfig())(*operands)
+
+
+def test_calls_that_no_kernel_takes_are_refused_before_anything_runs():
+    kernel = EmulatedBackend().compiled(emulated_producers.producer_source(every_producer()[0], emulated_producers.SM_75))
+    with pytest.raises(BackendError, match="compiled for other arguments"):
+        kernel.call(library.ProducerArguments(struct_bytes=8), lambda: "the call")
+    with pytest.raises(BackendError, match="does not take these sizes"):
+        kernel.call(library.ProducerArguments(rows=-1, columns=8, sm_count=1), lambda: "the call")
+    with pytest.raises(BackendError, match="does not take these sizes"):
+        kernel.workspace_bytes(library.ProducerArguments(rows=8, columns=2**31, sm_count=1), lambda: "the call")
+    with pytest.raises(BackendError, match="workspace is missing or too small"):
+        kernel.call(library.ProducerArguments(rows=8, columns=8, sm_count=1), lambda: "the call")
+
+
+def test_the_first_configuration_is_the_only_one():
+    request = attrs.evolve(every_producer()[0], op=Op.LAYER_NORM_OUTPUT)
+    with pytest.raises(BackendError, match=r"backend cutlass has no configuration 'tile=4' of layer_norm\.output"):
+        emulated_producers.CutlassBackend().build(attrs.evolve(request, chain=ChainForm()), KernelConfig("tile=4"))
