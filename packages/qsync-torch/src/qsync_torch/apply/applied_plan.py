@@ -290,8 +290,8 @@ class AppliedPlan(PlannedForwards):
         """
         super().remove()
         self.watch_lag(False)
-        if self._first_gradients is not None:
-            self._first_gradients.stop()
+        if self._calls_outside is not None:
+            self._calls_outside.stop()
         self.model.__dict__.pop(MARK, None)
         if self._step_times is not None:
             self._step_times.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -22,6 +23,7 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
+from qsync_torch.apply.calls_outside import NodesInside, Stretch
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
@@ -44,12 +46,14 @@ class Installation(abc.ABC):
         running: whether an entry runs now in which operators are replaced.
         may_repeat_unseen: whether an autograd function that begins now may run in its backward what has not run in its forward:
             nothing is replaced in this entry, or operators have run in it under ``no_grad``.
+        nodes: what its entries have made of autograd's graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.cache = CastCache()
         self.running = self.may_repeat_unseen = False
+        self.nodes = NodesInside()
         self._suspended = False
         self._thread = 0
         self._calls = WeightCalls(())
@@ -172,12 +176,14 @@ class Installation(abc.ABC):
                 yield
             return
         was_running, self.running = self.running, self.running or not around
+        self.nodes.begin(Stretch.PLANNED)
         ACTIVE.append(self)  # what is checkpointed inside runs once more
         try:
             with self.at_position(position), self._calls.repeating(by_gradient), self._around:
                 yield
         finally:
             ACTIVE.remove(self)
+            self.nodes.end()
             self.running = was_running
             if not was_running:
                 self.cache.end_forward()
@@ -187,11 +193,13 @@ class Installation(abc.ABC):
         """An entry in which nothing is replaced."""
         before = self.running, self._suspended, self.may_repeat_unseen
         self.running, self._suspended, self.may_repeat_unseen = False, True, True
+        self.nodes.begin(Stretch.PLAIN)
         ACTIVE.append(self)
         try:
             yield
         finally:
             ACTIVE.remove(self)
+            self.nodes.end()
             self.running, self._suspended, self.may_repeat_unseen = before
 
     def _operator(self, call: OperatorCall, owner: Any, inner: Forward) -> Forward:
@@ -241,6 +249,7 @@ class Installation(abc.ABC):
         """Run an entry, from its beginning to what it returns."""
         if torch.compiler.is_compiling():
             return self._run(whole, replaced, module, args, kwargs) if self.is_on(module) else plain(module, *args, **kwargs)
+        _check_called(module)
         if (position := next_replayed(self, module)) is not None:
             with self.again(position):
                 record(self, module)  # what is checkpointed inside a checkpoint runs once more
@@ -258,11 +267,13 @@ class Installation(abc.ABC):
         self._thread = threading.get_ident()
         self._calls.start_forward()
         self.may_repeat_unseen = False
+        self.nodes.begin(Stretch.PLANNED)
         ACTIVE.append(self)
         try:
             return self._run(whole, replaced, module, args, kwargs)
         finally:
             ACTIVE.pop()
+            self.nodes.end()
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.start_forward(whole)
@@ -303,6 +314,55 @@ class Installation(abc.ABC):
                 interception.step_in()
 
         return forward
+
+
+_CALLER = nn.Module._call_impl.__code__.co_filename
+"""Where PyTorch calls a module's forward; the module is ``self`` there."""
+
+
+def _check_called(module: nn.Module) -> None:
+    """A shallow copy has the forward of its original, and calls it with what the original has.
+
+    Raises:
+        PlanError: when a copy is called that has something else.
+    """
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame.f_code.co_filename == _CALLER and (called := frame.f_locals.get("self")) is not module:
+        _refuse_copy(called, module)
+
+
+def _refuse_copy(called: Any, module: nn.Module) -> None:
+    own, original = called.__dict__, module.__dict__
+    if type(called) is not type(module) or own.get("forward") is not original.get("forward"):
+        return
+    if own.keys() != original.keys() or any(own[name] is not value for name, value in original.items()):
+        raise PlanError(
+            f"a shallow copy of a {type(module).__name__} under a plan is called (copy.copy, or a copied __dict__), which would "
+            "compute with the parameters of its original: copy it with copy.deepcopy, which gives a plain model, or run the "
+            "original with other parameters by torch.func.functional_call"
+        )
+
+
+@contextlib.contextmanager
+def copies_refused() -> Iterator[None]:
+    """Look at each module that is called for a while: inside an entry a copy of a part runs the operator of its original.
+
+    Raises:
+        PlanError: as the entry of a copy.
+    """
+
+    def look(module: nn.Module, args: Any) -> None:
+        original, _ = getattr(module.__dict__.get("forward"), "qsync_replaced", (None, None))
+        if original is not None and (owner := original()) is not module and owner is not None:
+            _refuse_copy(module, owner)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def is_replaced(module: nn.Module) -> bool:

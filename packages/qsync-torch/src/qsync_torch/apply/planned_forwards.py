@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,10 +18,10 @@ from qsync_core.ir.plan import Assignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
-from qsync_torch.apply.first_gradients import FirstGradients
+from qsync_torch.apply.calls_outside import CallsOutside, Product
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
-from qsync_torch.apply.functional_calls import RefusedCall, WeightPlace, may_call_functions
-from qsync_torch.apply.installation import Forward, Installation
+from qsync_torch.apply.functional_calls import RefusedCall, may_call_functions
+from qsync_torch.apply.installation import Forward, Installation, copies_refused
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
@@ -129,10 +129,12 @@ class PlannedForwards(Installation):
         self._has_met = planned.plan is None
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
-        self._has_run_plain = self._has_run_part = self._has_named_uncompiled = False
-        self._first_gradients: FirstGradients | None = None
+        self._has_run_part = self._has_named_uncompiled = False
+        self._calls_outside: CallsOutside | None = None
+        self._named_outside: set[OpId] = set()
         self._lag_watch: LagWatch | None = None
         self._as_planned = True
+        self._forwards = 0
         self._first_pass: PlannedPass | None = None
         if planned.plan is not None and planned.group is not None:
             any_size = SIZE_FLAG in planned.allow_flags
@@ -190,7 +192,7 @@ class PlannedForwards(Installation):
         Raises:
             BackendError: when a kernel cannot be built.
         """
-        self._first_gradients = FirstGradients(self._addressed.weights, self._look_at_gradient)
+        self._calls_outside = CallsOutside(self.model, self._addressed.weights, self.nodes, self._judge)
         if self._changes_nothing:
             self._placed_on = device_of(self.model)
             wrap_checkpointing()
@@ -233,10 +235,7 @@ class PlannedForwards(Installation):
         """
         if self.lower_eval or (self.model.training and module.training):
             return True
-        trains = torch.is_grad_enabled() or is_recording()
-        if trains and not self.model.training and not torch.compiler.is_compiling():
-            self._has_run_plain = True
-        return self.model.training and trains
+        return self.model.training and (torch.is_grad_enabled() or is_recording())
 
     def start_forward(self, whole: bool) -> None:
         """Checks, new random numbers, and the copies of this step's weights."""
@@ -272,7 +271,12 @@ class PlannedForwards(Installation):
             self._lag_watch.forward((args, kwargs))
         if whole and self._first_pass is not None and self.model.training and torch.is_grad_enabled():
             self.meet_batch(args, kwargs)
-        return super()._run(whole, replaced, module, args, kwargs)
+        if torch.compiler.is_compiling():
+            return super()._run(whole, replaced, module, args, kwargs)
+        self._forwards += 1
+        now_and_then = self._forwards & (self._forwards - 1) == 0
+        with copies_refused() if now_and_then else nullcontext():
+            return super()._run(whole, replaced, module, args, kwargs)
 
     def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Hold the first batch of training against the planned one; what one rank has no memory for, all refuse.
@@ -388,44 +392,56 @@ class PlannedForwards(Installation):
                 stacklevel=6,
             )
 
-    def _look_at_gradient(self, op_id: OpId, place: WeightPlace, weight: torch.Tensor) -> bool:
-        """Whether the gradient that a planned weight has got comes from calls of the plan; True where nothing more is to be asked.
+    def _judge(self, products: Sequence[Product]) -> None:
+        """What a backward pass has of products with planned weights that the plan did not make.
 
         Raises:
-            PlanError: when no forward has run, and the gradient is one of a product.
+            PlanError: when a planned call has never run, and its weight is in such a product.
         """
-        gradients, call = self._first_gradients, self._lowered.get(op_id)
-        if gradients is None or self._has_run_plain or not (self.model.training or self.lower_eval):
-            return False
-        if call is not None and not call.is_lowered and self.plan is None:
-            return True
-        if self._changes_nothing and self._has_run_part:
-            return True
-        if self._awaits_calls and (call is None or not (call.has_run or call.was_traced)):
-            if product := gradients.product_of(weight, casts=not self._changes_nothing, functions=True):
-                self._refuse_call_outside(op_id, place, product)
-            return False
-        self._name_uncompiled_calls()
-        if call is not None and call.has_run and call.is_lowered:
-            product = gradients.product_of(weight, casts=call.is_quantized, functions=False)
-            if product:
-                warnings.warn(
-                    f"the gradient of {place.fqn} comes from a product in full precision too ({product}), beside {op_id} of the "
-                    "plan: if the script computes it outside of the model's forward, do it there",
-                    stacklevel=3,
-                )
-        return True
+        if not (self.model.training or self.lower_eval):
+            return
+        for product in products:
+            call = self._lowered.get(product.op_id)
+            if call is None:
+                has_run, is_lowered = not self._awaits_calls or self._has_run_part, False
+                if product.of_cast:  # autocast's, which is what the plan has
+                    continue
+            elif call.is_lowered or self.plan is not None:
+                has_run, is_lowered = call.has_run or call.was_traced, call.is_lowered
+            else:
+                continue
+            if has_run:
+                if is_lowered and not product.of_function and (not product.of_cast or (call is not None and call.is_quantized)):
+                    self._name_outside(product)
+            elif product.compiled or not (
+                product.inside
+                or (product.of_function and not self._awaits_calls)
+                or any(one.was_traced for one in self._lowered.values())
+            ):
+                self._refuse_call_outside(product)
+        if products:
+            self._name_uncompiled_calls()
 
-    def _refuse_call_outside(self, op_id: OpId, place: WeightPlace, product: str) -> None:
-        """A weight has a gradient of a product, and its planned call has never run.
+    def _name_outside(self, product: Product) -> None:
+        if product.op_id in self._named_outside:
+            return
+        self._named_outside.add(product.op_id)
+        warnings.warn(
+            f"the gradient of {product.place.fqn} comes from a product in full precision too ({product.name}), beside "
+            f"{product.op_id} of the plan: if the script computes it outside of the model's forward, do it there",
+            stacklevel=3,
+        )
+
+    def _refuse_call_outside(self, product: Product) -> None:
+        """A planned weight is in a product, and its planned call has never run.
 
         Raises:
             PlanError: on all ranks, which run the same script.
         """
         error = PlanError(
-            f"the gradient of {place.fqn} comes from a product ({product}) that the plan did not run, and {op_id} has not run at "
-            "all: the script computes with this weight outside of every forward of the model, as in a training_step that calls "
-            "functions with it; do that in the model's forward, and call the model in training"
+            f"the gradient of {product.place.fqn} comes from a product ({product.name}) that the plan did not run, and "
+            f"{product.op_id} has not run at all: the script computes with this weight outside of every forward of the model, as "
+            "in a training_step that calls functions with it; do that in the model's forward, and call the model in training"
         )
         with together("the first gradients under a plan") if self.plan is not None else nullcontext():
             raise error

@@ -316,6 +316,11 @@ def operator_runs(cache: CastCache) -> CastCache:
     return cache if scope is None else scope[cache]
 
 
+def runs_again(node: Any) -> bool:
+    """Whether the node of an autograd function is one whose backward runs with what was in force around its forward."""
+    return "apply" in node.__dict__
+
+
 def _backward(node: weakref.ref[Any], passage: Passage, method: Callable[..., Any], *grads: Any) -> Any:
     with passage.again(by_gradient=True, in_order=False):
         return method(node(), *grads)
