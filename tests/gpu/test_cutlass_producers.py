@@ -54,7 +54,7 @@ class PtxBackend(CutlassBackend):
         ]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        with unittest.mock.patch.object(compile, "compile_files", lambda sources: [output]):
+        with unittest.mock.patch.object(compile, "compile_files", return_value=[output]):
             return compile.compiled(source)
 
 

@@ -72,7 +72,7 @@ class EmulatedBackend:
         return [KernelConfig()]
 
     def compiled(self, source: KernelSource) -> Any:
-        with unittest.mock.patch.object(compile, "compile_files", lambda sources: [emulated()]):
+        with unittest.mock.patch.object(compile, "compile_files", return_value=[emulated()]):
             return compile.compiled(source)
 
     def build(self, request: KernelRequest, config: KernelConfig) -> Kernel:
