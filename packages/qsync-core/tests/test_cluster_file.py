@@ -94,6 +94,20 @@ def test_options_of_bare_names() -> None:
     assert float16 == Variant.plain(FP16)
 
 
+def test_a_zero_point_has_a_name_that_takes_the_group_s_settings() -> None:
+    options = 'ladder = ["int8", "int8-affine", "float32"]\nrounding = "nearest"\noutput = "float16"'
+    symmetric, affine, _ = parse_cluster(GOOD.replace('ladder = ["int8", "float16", "float32"]', options)).group("infer").ladder
+    assert affine == attrs.evolve(symmetric, symmetric=False)
+    assert (affine.output, affine.rounding, affine.grad_input, affine.label) == (
+        FP16,
+        Rounding.NEAREST,
+        FP16,
+        "int8-affine>float16",
+    )
+    with pytest.raises(ClusterError, match="zero points belong to int8 activations, got 'float32-affine'"):
+        parse_cluster(GOOD.replace('"int8", ', '"float32-affine", '))
+
+
 def test_chips_with_bfloat16_and_unknown_devices_take_bfloat16_gradients() -> None:
     for device in ("A100", "NVIDIA H200", "my accelerator", "cpu"):
         text = GOOD.replace('device = "T4"', f'device = "{device}"')

@@ -79,7 +79,7 @@ REFUSED = [
     (linear(Op.LINEAR_GRAD_INPUT, capability="7.5"), "bfloat16 products need compute capability 8.0"),
     (linear(variant=FLOAT16), "it runs linear.output in int8, float8_e4m3fn, not in float16; choose one of those as compute"),
     (linear(variant=Variant.of(Precision.FLOAT32)), "it runs linear.output in int8, float8_e4m3fn, not in float32"),
-    (linear(variant=variant(symmetric=False)), "quantizes symmetrically only; zero points are in the reference alone"),
+    (linear(variant=variant(symmetric=False)), "quantizes symmetrically only; of QSync's backends aten alone has"),
     (conv2d(variant=FLOAT8), "it runs conv2d.output in int8, not in float8_e4m3fn"),
     (
         conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56)),

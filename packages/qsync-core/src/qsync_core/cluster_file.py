@@ -16,7 +16,7 @@ from qsync_core.ir.cluster import Cluster, DeviceGroup, Link
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Granularity, Precision, Rounding, join
 from qsync_core.ir.profile import Profile
-from qsync_core.ir.variant import Variant
+from qsync_core.ir.variant import AFFINE, Variant
 from qsync_core.units import parse_bytes
 
 _MAX_FILE_BYTES = 1 << 20
@@ -189,10 +189,11 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
             variant = Variant.parse(text)
         else:
             output = _get(entry, "output", str, where, "")
-            variant = Variant.of(
-                _enum(Precision, text, "ladder", where),
+            precision = _enum(Precision, text.removesuffix(AFFINE), "ladder", where)
+            variant = Variant.named(
+                text,
                 sixteen_bit=chip.sixteen_bit if chip else Precision.BFLOAT16,
-                output=_enum(Precision, output, "output", where) if output and Precision(text).needs_scale else None,
+                output=_enum(Precision, output, "output", where) if output and precision.needs_scale else None,
                 rounding=_enum(Rounding, _get(entry, "rounding", str, where, "stochastic"), "rounding", where),
                 w_granularity=_parse_w_granularity(entry, where),
             )

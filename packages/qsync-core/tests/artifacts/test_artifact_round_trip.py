@@ -161,6 +161,16 @@ def test_plans_and_profiles_without_chains_are_stored_as_before_there_were_any()
         attrs.evolve(profile, chains=(row, row))
 
 
+def test_profiles_without_affine_casts_are_stored_as_before_there_were_any() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    first = profile.casts[0]
+    affine = attrs.evolve(profile, casts=(attrs.evolve(first, key=attrs.evolve(first.key, symmetric=False)), *profile.casts))
+    assert [version_of(p) for p in (profile, affine)] == [2, 4]
+    assert artifact.from_bytes(artifact.to_bytes(affine), Profile) == affine
+    old = msgpack.unpackb(artifact.to_bytes(profile)[artifact.HEADER_BYTES :])
+    assert all(set(cast["key"]) == {"source", "target", "granularity", "rounding"} for cast in old["casts"])
+
+
 NEW_IN_2: dict[str, Any] = {
     name: value for name, value in schema._ADDED["PrecisionPlan", 2].items() if name not in ("base", "recommended_groups")
 }

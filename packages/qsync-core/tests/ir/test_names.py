@@ -67,6 +67,7 @@ def test_variant_text() -> None:
     text = "int8;out=float32;save=int8;gi=bfloat16;gw=bfloat16;x=tensor;w=channel;round=stochastic;sym=true"
     assert str(Variant.of(Precision.INT8)) == text
     assert Variant.parse("int8") == Variant.parse(text)
+    assert Variant.parse("int8-affine") == Variant.parse(text.replace("sym=true", "sym=false"))
 
 
 INT8_TEXT = str(Variant.of(Precision.INT8))
@@ -76,6 +77,7 @@ INT8_TEXT = str(Variant.of(Precision.INT8))
     "text",
     [
         "int9",
+        "bfloat16-affine",
         "",
         "int8;",
         "int8;out=float32",

@@ -60,6 +60,17 @@ TABLE = [
         ),
     ),
     (
+        # A zero point of the activation: weight and gradient are quantized as without one.
+        attrs.evolve(Variant.of(INT8), symmetric=False, grad_input=INT8),
+        FP32,
+        (
+            Cast(IN, attrs.evolve(quantizing(FP32, INT8), symmetric=False), X, shared=True),
+            Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W),
+            Cast(GRAD_OUT, CastKey(FP32, BF16), Y),
+            Cast(GRAD_OUT, quantizing(FP32, INT8), Y),
+        ),
+    ),
+    (
         Variant.of(INT8, output=BF16),
         BF16,
         (Cast(IN, quantizing(BF16, INT8), X, shared=True), Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W)),

@@ -45,6 +45,12 @@ def test_an_int8_linear_quantizes_two_operands_and_multiplies_three_times() -> N
     assert {asked.request.compute_capability for asked in found.values()} == {"9.0"}
 
 
+def test_an_affine_operator_quantizes_its_activation_alone_with_a_zero_point() -> None:
+    found = by_role(LINEAR, attrs.evolve(INT8, symmetric=False, grad_input=Precision.INT8))
+    symmetric = {role: asked.request.variant.symmetric for role, asked in found.items() if asked.request.op == "quantize"}
+    assert symmetric == {"quantize": False, "quantize.weight": True, "quantize.gradient": True}
+
+
 def test_8_bit_gradients_are_quantized_once_with_the_weights_scales_factored_out() -> None:
     found = by_role(LINEAR, INT8_GRADS)
     gradient = found["quantize.gradient"].request

@@ -54,6 +54,41 @@ def test_a_gradient_is_a_convolution_as_long_as_its_padding_is_not_negative(padd
     assert fits or f"reach [4, 4], got [{padding.replace(',', ', ')}]" in sentence
 
 
+AFFINE = attrs.evolve(Variant.of(Precision.INT8), symmetric=False)
+
+
+@pytest.mark.parametrize("op", Op.UNFUSED)
+def test_a_backend_without_zero_points_says_so_where_they_are_read(op):
+    """The gradient of the input does not read the activation: any backend may compute it."""
+    assert bool(list(support.symmetry_reasons(attrs.evolve(LINEAR, op=op, variant=AFFINE)))) == (not op.endswith(".grad_input"))
+    assert not list(support.symmetry_reasons(attrs.evolve(LINEAR, op=op)))
+
+
+def test_where_even_an_affine_operator_has_no_zero_point():
+    def reasons(op, variant):
+        return " ".join(support.affine_reasons(attrs.evolve(LINEAR, op=op, variant=variant)))
+
+    for op in Op.UNFUSED:
+        assert reasons(op, AFFINE) == ""
+        assert reasons(op, attrs.evolve(AFFINE, grad_input=Precision.INT8)) == ""
+        for precision in (Precision.FLOAT8_E4M3FN, Precision.BFLOAT16):
+            variant = attrs.evolve(Variant.of(precision), symmetric=False)
+            assert f"zero points belong to int8 activations, not to {precision}" in reasons(op, variant)
+    throughout = attrs.evolve(AFFINE, grad_weight=Precision.INT8)
+    assert "an int8 grad_weight takes no zero point" in reasons(Op.LINEAR_GRAD_WEIGHT, throughout)
+    assert reasons(Op.LINEAR_OUTPUT, throughout) == ""
+    assert all("no producer writes a copy with a zero point" in reasons(op, AFFINE) for op in Op.PRODUCERS)
+
+
+def test_values_of_an_affine_activation_are_up_to_255_from_its_zero_point():
+    for variant, longest in ((Variant.of(Precision.INT8), 133_144), (AFFINE, 66_311)):
+        assert longest * 127 * (127 if variant.symmetric else 255) < 2**31
+        for length, words in ((longest, ""), (longest + 1, f"the longest exact one is {longest}")):
+            request = attrs.evolve(LINEAR, variant=variant, shapes=((5, length), (3, length)))
+            assert words in " ".join(support.overflow_reasons(request))
+            assert bool(words) == bool(list(support.overflow_reasons(request)))
+
+
 PRODUCERS = {op: KernelRequest(op, Variant.of(Precision.INT8), (), chain=ChainForm()) for op in Op.PRODUCERS}
 
 

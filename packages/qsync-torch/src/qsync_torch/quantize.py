@@ -19,6 +19,7 @@ def quantize(
     seed: int = 0,
     offset: int = 0,
     *,
+    symmetric: bool = True,
     backend: str = DEFAULT_BACKEND,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a float tensor (see :mod:`qsync_torch.aten.quantize` for the arithmetic).  Not differentiable.
@@ -29,9 +30,15 @@ def quantize(
         granularity: one scale, one per entry of dimension 0, or one per row of the flattened 2-d tensor.
         rounding: stochastic, nearest or floor.
         seed, offset: which random numbers (stochastic only); the same pair gives the same bits.
+        symmetric: False for int8 with a zero point per group, whose range is that of the values and 0.
         backend: whose kernel.
 
     Returns:
-        The quantized tensor, dense in the layout of ``x``, and its float32 scales as a vector.
+        The quantized tensor, dense in the layout of ``x``, and its float32 scales as a vector, followed by as many zero points
+        where it is affine.
+
+    Raises:
+        BackendError: when the backend does not offer it, with its reasons.
     """
-    return quantize_tensor(x, quantization_of(precision, granularity, rounding, KernelChoice.parse(backend)), seed, offset)
+    chosen = quantization_of(precision, granularity, rounding, KernelChoice.parse(backend), symmetric)
+    return quantize_tensor(x, chosen, seed, offset)

@@ -10,11 +10,11 @@ from qsync_torch.quantize import quantize
 TOLERANCE = {Precision.INT8: 1e-5, Precision.FLOAT32: 1e-5, Precision.FLOAT16: 3e-3, Precision.BFLOAT16: 2e-2}
 
 
-def dequantized(x, variant, granularity):
+def dequantized(x, variant, granularity, symmetric=True):
     """The values that the operator really multiplies, in float64."""
     if variant.compute.needs_scale:
-        q, scale = quantize(x.detach(), variant.compute, granularity, variant.rounding)
-        return dequantize(q, scale, granularity, torch.float64)
+        q, scale = quantize(x.detach(), variant.compute, granularity, variant.rounding, symmetric=symmetric)
+        return dequantize(q, scale, granularity, torch.float64, symmetric=symmetric)
     dtype = getattr(torch, str(variant.compute))
     return x.detach().to(dtype).double()
 
@@ -33,7 +33,7 @@ def quantized_gradient(grad, w_scale, variant):
 
 def reference(function, x, weight, bias, grad, variant):
     """Output and gradients in float64, differentiated by autograd at the dequantized operands and, for int8, gradients."""
-    x64 = dequantized(x, variant, variant.x_granularity).requires_grad_()
+    x64 = dequantized(x, variant, variant.x_granularity, variant.symmetric).requires_grad_()
     w64 = dequantized(weight, variant, variant.w_granularity).requires_grad_()
     b64 = None if bias is None else bias.detach().double().requires_grad_()
     y = function(x64, w64, b64)

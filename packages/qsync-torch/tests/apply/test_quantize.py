@@ -5,7 +5,7 @@ import torch
 
 from qsync_core.errors import NumericsError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
-from qsync_torch.aten.quantize import dequantize, quantize_reference_asymmetric, scale_view
+from qsync_torch.aten.quantize import dequantize, scale_view
 from qsync_torch.quantize import quantize
 
 INT8, FLOAT8 = Precision.INT8, Precision.FLOAT8_E4M3FN
@@ -176,16 +176,6 @@ def test_not_a_number_and_infinity_poison_the_scale_on_cuda(value):
     x = torch.randn(4, 5, device="cuda")
     x[2, 3] = value
     assert not torch.isfinite(quantize(x, INT8)[1]).any()
-
-
-@pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_CHANNEL])
-def test_the_asymmetric_reference_uses_the_whole_range(granularity):
-    x = torch.rand(3, 1000) * 5 - 1
-    q, scale, zero_point = quantize_reference_asymmetric(x, granularity)
-    shape = (-1, 1) if granularity is Granularity.PER_CHANNEL else (1, 1)
-    value = scale.view(shape) * (q.float() - zero_point.view(shape))
-    assert ((value - x).abs() <= scale.view(shape) * 0.5001).all()
-    assert (q.min().item(), q.max().item()) == (-128, 127)
 
 
 def test_memory_first_used_in_inference_mode_serves_training_later():

@@ -13,8 +13,8 @@ from qsync_torch.quantize import quantize
 MULTIPLIED, TRANSPOSED = "multiplied", "transposed"
 
 
-def key(*flags, granularity=Granularity.PER_TENSOR, rounding=Rounding.STOCHASTIC):
-    target = CastTarget(Precision.INT8, granularity, rounding)
+def key(*flags, granularity=Granularity.PER_TENSOR, rounding=Rounding.STOCHASTIC, symmetric=True):
+    target = CastTarget(Precision.INT8, granularity, rounding, symmetric)
     return quantization(target, KernelChoice(), MULTIPLIED in flags, TRANSPOSED in flags).key
 
 
@@ -79,6 +79,7 @@ def test_operators_have_sound_schemas_and_fakes():
     x, factors = torch.randn(4, 6), torch.rand(6)
     for op, arguments in (
         (torch.ops.qsync.quantize, (x, key(MULTIPLIED), 1, 2, factors)),
+        (torch.ops.qsync.quantize, (x, key(granularity=Granularity.PER_ROW, symmetric=False), 1, 2)),
         (torch.ops.qsync.quantize_transposed, (torch.randn(2, 4, 6), key(TRANSPOSED), 1, 2)),
         (torch.ops.qsync.quantize_transposed, (x, key(MULTIPLIED, TRANSPOSED), 1, 2, factors)),
         (torch.ops.qsync.quantize_many, ([x, torch.randn(3, 4)], key(granularity=Granularity.PER_CHANNEL), [1, 2], 3)),

@@ -3,7 +3,7 @@
 import attrs
 import torch
 
-from qsync_core.kernels.backend import KernelSpec, Op
+from qsync_core.kernels.backend import KernelConfig, KernelSpec, Op
 from qsync_torch.aten.backend import AtenBackend
 from qsync_torch.aten.quantize import multiplied
 from qsync_torch.aten.random_bits import stream_key
@@ -355,7 +355,7 @@ class Draws(Mutant):
 
     def wrap(self, kernel, request):
         v = request.variant
-        if (str(v.rounding), str(v.x_granularity), v.compute) != ("stochastic", "tensor", "int8"):
+        if (str(v.rounding), str(v.x_granularity), v.compute, v.symmetric) != ("stochastic", "tensor", "int8", True):
             return kernel
 
         def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
@@ -540,4 +540,94 @@ class SkipsAnImage(Mutant):
         return gradient
 
 
-ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value not in (Mutant, Draws)]
+class Affine(Mutant):
+    """A mistake with zero points alone."""
+
+    files = ("test_affine",)
+
+    def build(self, request, config):
+        kernel = super(Mutant, self).build(request, config)
+        return self.wrap(kernel, request) if request.op == self.op and not request.variant.symmetric else kernel
+
+
+class ForgetsTheZeroPoint(Affine):
+    def wrap(self, kernel, request):
+        def product(x, x_scale, *others):
+            scale, zero_point = x_scale.chunk(2)
+            kernel(x, torch.cat([scale, torch.zeros_like(zero_point)]), *others)
+
+        return product
+
+
+class OneZeroPointForAllRows(Affine):
+    def wrap(self, kernel, request):
+        def product(x, x_scale, *others):
+            scale, zero_point = x_scale.chunk(2)
+            kernel(x, torch.cat([scale, zero_point[:1].expand_as(zero_point)]), *others)
+
+        return product
+
+
+class ForgetsTheZeroPointOfTheSavedCopy(Affine):
+    op = Op.LINEAR_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        def gradient(grad, x, x_scale, out):
+            scale, zero_point = x_scale.chunk(2)
+            kernel(grad, x, torch.cat([scale, torch.zeros_like(zero_point)]), out)
+
+        return gradient
+
+
+class PadsWithTheIntegerZero(Affine):
+    """Corrects for the zero point as if it were around the image too."""
+
+    op = Op.CONV2D_OUTPUT
+
+    def wrap(self, kernel, request):
+        symmetric = AtenBackend().build(
+            attrs.evolve(request, variant=attrs.evolve(request.variant, symmetric=True)), KernelConfig()
+        )
+
+        def convolution(x, x_scale, w, w_scale, bias, out):
+            scale, zero_point = x_scale.chunk(2)
+            symmetric(x, scale, w, w_scale, bias, out)
+            out.sub_((scale * zero_point * w_scale * w.sum((1, 2, 3))).view(1, -1, 1, 1))
+
+        return convolution
+
+
+class ClipsTheEnds(Affine):
+    """The range over 255 with a rounded zero point: half a step at either end is missing."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, seed, offset, multiplier=None, transposed_out=None):
+            kernel(x, q, scale, seed, offset, multiplier, transposed_out)
+            low, high = x.float().amin().clamp(max=0), x.float().amax().clamp(min=0)
+            if scale.numel() == 2 and x.numel() and low * high < 0:
+                step = (high - low) / 255
+                scale.copy_(torch.stack([step, (-128 - low / step).round()]))
+                u = torch.rand(x.shape) if str(request.variant.rounding) == "stochastic" else 0.5
+                q.copy_((x.float() / step + u).floor().add(scale[1]).clamp(-128, 127))
+
+        return quantize
+
+
+class ZeroIsNearlyZero(Affine):
+    """Leaves 0 out of the range of a tensor of one sign."""
+
+    op = Op.QUANTIZE
+
+    def wrap(self, kernel, request):
+        def quantize(x, q, scale, *others, **named):
+            kernel(x, q, scale, *others, **named)
+            if scale.numel() == 2 and x.numel() and x.float().min() > 0:
+                kernel(x - x.min(), q, scale, *others, **named)
+
+        return quantize
+
+
+ABSTRACT = (Mutant, Draws, Affine)
+ALL = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant) and value not in ABSTRACT]

@@ -48,7 +48,8 @@ def put_to(files, mutant):
 
 found = {}
 for mutant in (*mutants.ALL, *producer_mutants.ALL):
-    first = [f"{SUITE}.{name}" for name in ("test_interface", *FILES[mutant.op.partition(".")[0]])]
+    likely = getattr(mutant, "files", FILES[mutant.op.partition(".")[0]])
+    first = [f"{SUITE}.{name}" for name in ("test_interface", *likely)]
     verdict = put_to(first, mutant)
     found[mutant.__name__] = verdict if verdict[0] else put_to([SUITE], mutant)
 print(json.dumps(found))

@@ -10,21 +10,30 @@ from qsync_torch.observing.rounding_noise import element_variance, float_spacing
 from qsync_torch.quantize import quantize
 
 
-def _int8_errors(x, granularity, rounding, draws):
+def _int8_errors(x, granularity, rounding, draws, symmetric=True):
     errors = []
     for seed in range(draws):
-        q, scale = quantize(x, Precision.INT8, granularity, rounding, seed=seed + 1, offset=0)
-        errors.append(dequantize(q, scale, granularity, torch.float32).double() - x.double())
+        q, scale = quantize(x, Precision.INT8, granularity, rounding, seed=seed + 1, offset=0, symmetric=symmetric)
+        errors.append(dequantize(q, scale, granularity, torch.float32, symmetric=symmetric).double() - x.double())
     return torch.stack(errors)
 
 
-@pytest.mark.parametrize("granularity", [Granularity.PER_TENSOR, Granularity.PER_CHANNEL])
-def test_stochastic_int8_elementwise_against_monte_carlo(granularity):
+@pytest.mark.parametrize(
+    ("granularity", "symmetric"),
+    [
+        (Granularity.PER_TENSOR, True),
+        (Granularity.PER_CHANNEL, True),
+        (Granularity.PER_TENSOR, False),
+        (Granularity.PER_ROW, False),
+    ],
+)
+def test_stochastic_int8_elementwise_against_monte_carlo(granularity, symmetric):
     torch.manual_seed(0)
     x = torch.randn(6, 20) * torch.tensor([0.1, 1, 1, 1, 1, 10])[:, None]
+    x[2:4].relu_()
     draws = 4000
-    errors = _int8_errors(x, granularity, Rounding.STOCHASTIC, draws)
-    expected = element_variance(x, Precision.INT8, granularity, Rounding.STOCHASTIC).double()
+    errors = _int8_errors(x, granularity, Rounding.STOCHASTIC, draws, symmetric)
+    expected = element_variance(x, Precision.INT8, granularity, Rounding.STOCHASTIC, symmetric).double()
     measured = errors.square().mean(0)
     # The largest magnitude is on the grid up to the float32 division; everything else agrees within the Monte Carlo error.
     quarter = expected.amax()

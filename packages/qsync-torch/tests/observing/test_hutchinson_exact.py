@@ -33,8 +33,10 @@ WEIGHT_GRADIENT = attrs.evolve(INT8, grad_input=FLOAT32, grad_weight=INT8_FORMAT
 INPUT_GRADIENT = attrs.evolve(INT8, grad_input=INT8_FORMAT, grad_weight=FLOAT32)
 BOTH_GRADIENTS = attrs.evolve(INT8, grad_input=INT8_FORMAT, grad_weight=INT8_FORMAT)
 BOTH_PER_TENSOR = attrs.evolve(BOTH_GRADIENTS, w_granularity=Granularity.PER_TENSOR)
+AFFINE, AFFINE_FLOOR = attrs.evolve(FORWARD, symmetric=False), attrs.evolve(FLOOR, symmetric=False)
 LADDER = (
-    BFLOAT16, INT8, FORWARD, PER_TENSOR, NEAREST, FLOOR, WEIGHT_GRADIENT, INPUT_GRADIENT, BOTH_GRADIENTS, BOTH_PER_TENSOR,
+    BFLOAT16, INT8, FORWARD, PER_TENSOR, NEAREST, FLOOR, WEIGHT_GRADIENT, INPUT_GRADIENT, BOTH_GRADIENTS, BOTH_PER_TENSOR, AFFINE,
+    AFFINE_FLOOR,
 )  # fmt: skip
 
 
@@ -196,8 +198,14 @@ def _spacing(x, per_channel):
     return (largest / 127).expand_as(x)
 
 
-def _stochastic(x, per_channel=False):
-    s = _spacing(x, per_channel)
+def _affine_spacing(x):
+    """The range, of which 0 is a part, over 255 where it begins or ends there, else over 254."""
+    low, high = min(0.0, float(x.min())), max(0.0, float(x.max()))
+    return torch.full_like(x, (high - low) / (255 if low == 0 or high == 0 else 254))
+
+
+def _stochastic(x, per_channel=False, affine=False):
+    s = _affine_spacing(x) if affine else _spacing(x, per_channel)
     residual = x / s - torch.floor(x / s)
     return s**2 * residual * (1 - residual)
 
@@ -254,16 +262,30 @@ def test_stochastic_operands(observed, variant, per_channel):
         _check(totals, (op_id, variant, terms.OPERANDS), expected)
 
 
-def test_nearest_and_floored_operands(observed):
+def test_affine_activations(observed):
+    """The weight is rounded as without zero points."""
+    step, totals, reference = observed
+    for op_id, name in _names(step):
+        weight = reference.squares(name, "w", _stochastic(reference.values[name, "w"], True))
+        activation = reference.squares(name, "x", _stochastic(reference.values[name, "x"], affine=True))
+        _check(totals, (op_id, AFFINE, terms.OPERANDS), activation + weight)
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["symmetric", "affine"])
+def test_nearest_and_floored_operands(observed, affine):
     """Floor: what all elements' mean errors, -s/2 each, do together, squared; an exact zero has none.  Calls of one module are
     shifted alike, and each counts half of what both do."""
     step, totals, reference = observed
+
+    def spacing(value, place):
+        return _affine_spacing(value) if affine and place == "x" else _spacing(value, place == "w")
+
     shifts = {}
     for _, name in _names(step):
         shifts[name] = 0.0
         for place in ("x", "w"):
             value = reference.values[name, place]
-            mean = torch.where(value == 0, 0, -_spacing(value, place == "w") / 2)
+            mean = torch.where(value == 0, 0, -spacing(value, place) / 2)
             # Of the weight that two calls read, 1/√2 is in the Jacobian.
             share = math.sqrt(0.5) if place == "w" and name.startswith("twice") else 1.0
             shifts[name] = shifts[name] + share * (reference.jacobians[name, place] * mean).flatten(1).sum(1)
@@ -273,11 +295,12 @@ def test_nearest_and_floored_operands(observed):
         squares, variance = 0.0, 0.0
         for place in ("x", "w"):
             value = reference.values[name, place]
-            s = _spacing(value, place == "w")
+            s = spacing(value, place)
             squares += reference.squares(name, place, (value - s * torch.round(value / s)).square())
             variance += reference.squares(name, place, torch.where(value == 0, 0, s**2 / 12))
-        _check(totals, (op_id, NEAREST, terms.OPERANDS), squares)
-        _check(totals, (op_id, FLOOR, terms.OPERANDS), variance + float(shifts[name].square().sum()))
+        if not affine:
+            _check(totals, (op_id, NEAREST, terms.OPERANDS), squares)
+        _check(totals, (op_id, AFFINE_FLOOR if affine else FLOOR, terms.OPERANDS), variance + float(shifts[name].square().sum()))
 
 
 def test_bfloat16_operands_and_output(observed):

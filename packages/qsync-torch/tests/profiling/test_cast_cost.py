@@ -14,6 +14,7 @@ from qsync_torch.profiling.cast_cost import activation_precisions, possible_cast
 RUNGS = [
     Variant.of(Precision.INT8),
     Variant.of(Precision.INT8, output=Precision.BFLOAT16),
+    Variant.named("int8-affine"),
     Variant.of(Precision.FLOAT8_E4M3FN, sixteen_bit=Precision.FLOAT16),
     Variant.of(Precision.BFLOAT16),
     Variant.of(Precision.FLOAT16),

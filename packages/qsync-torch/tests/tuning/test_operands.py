@@ -20,12 +20,14 @@ SIXTEEN = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
 GRADS = attrs.evolve(SIXTEEN, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 ONE_GRAD = attrs.evolve(INT8, grad_input=Precision.INT8, w_granularity=Granularity.PER_TENSOR)
 ROWS = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW, rounding=Rounding.NEAREST)
+AFFINE = attrs.evolve(INT8, symmetric=False, grad_input=Precision.INT8)
+AFFINE_ROWS = attrs.evolve(ROWS, symmetric=False)
 LINEAR = CallShapes("linear", (2, 3, 16), (8, 16), (2, 3, 8))
 GEOMETRY = Geometry((2, 2), (1, 1), (1, 1), 2)
 CONV = CallShapes("conv2d", (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), GEOMETRY)
 DENSE = CallShapes("conv2d", (2, 4, 9, 9), (6, 4, 3, 3), (2, 6, 9, 9), Geometry(padding=(1, 1)))
-CASES = [(LINEAR, variant) for variant in (INT8, SIXTEEN, GRADS, ONE_GRAD, ROWS)]
-CASES += [(CONV, INT8), (DENSE, attrs.evolve(SIXTEEN, grad_input=Precision.INT8))]
+CASES = [(LINEAR, variant) for variant in (INT8, SIXTEEN, GRADS, ONE_GRAD, ROWS, AFFINE, AFFINE_ROWS)]
+CASES += [(CONV, INT8), (CONV, attrs.evolve(INT8, symmetric=False)), (DENSE, attrs.evolve(SIXTEEN, grad_input=Precision.INT8))]
 
 
 @pytest.mark.parametrize(("call", "variant"), CASES)

@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 2,
     "PrecisionDag": 2,
     "PrecisionPlan": 3,
-    "Profile": 3,
+    "Profile": 4,
     "Timeline": 2,
 }
 
@@ -57,6 +57,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("PrecisionPlan", 3): {},
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
+    ("Profile", 4): {},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.
@@ -68,16 +69,29 @@ name it, stay what they were.
 _ADDED_WITHIN: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("PrecisionPlan", 3): ("groups", {"chains": {}}),
     ("Profile", 2): ("costs", {"backward_workspace_bytes": None}),
+    ("Profile", 4): ("casts.key", {"symmetric": True}),
 }
-"""Likewise, fields that it adds to every entry of a list of that name."""
+"""Likewise, fields that it adds to every entry of a list of that name, or to what that entry has under the name behind a dot."""
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _with_added(added: tuple[str, int], fields: dict[str, Any]) -> dict[str, Any]:
     within, entry_fields = _ADDED_WITHIN.get(added, ("", {}))
-    lists = {within: [{**entry, **entry_fields} for entry in fields[within]]} if within else {}
-    return {**fields, **lists, **_ADDED[added]}
+    return {**_changed(fields, within, lambda entry: {**entry, **entry_fields}), **_ADDED[added]}
+
+
+def _entries(fields: dict[str, Any], within: str) -> list[dict[str, Any]]:
+    name, _, inner = within.partition(".")
+    return [entry[inner] if inner else entry for entry in fields[name]] if within else []
+
+
+def _changed(fields: dict[str, Any], within: str, change: Migration) -> dict[str, Any]:
+    """With every entry of :func:`_entries` changed."""
+    if not within:
+        return fields
+    name, _, inner = within.partition(".")
+    return {**fields, name: [{**entry, inner: change(entry[inner])} if inner else change(entry) for entry in fields[name]]}
 
 
 _MIGRATIONS: dict[tuple[str, int], Migration] = {
@@ -101,11 +115,10 @@ def stored_as(kind: str, plain: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     version = _VERSIONS[kind]
     while (added := _ADDED.get((kind, version))) is not None:
         within, entry_fields = _ADDED_WITHIN.get((kind, version), ("", {}))
-        entries = plain[within] if within else []
-        if not _holds(plain, added) or not all(_holds(entry, entry_fields) for entry in entries):
+        if not _holds(plain, added) or not all(_holds(entry, entry_fields) for entry in _entries(plain, within)):
             break
-        lists = {within: [_without(entry, entry_fields) for entry in entries]} if within else {}
-        version, plain = version - 1, _without({**plain, **lists}, added)
+        plain = _changed(plain, within, partial(_without, names=entry_fields))
+        version, plain = version - 1, _without(plain, added)
     return version, plain
 
 

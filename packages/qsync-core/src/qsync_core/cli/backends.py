@@ -116,7 +116,7 @@ def _variants(rungs: str, facts: DeviceFacts) -> list[Variant]:
     found = []
     for entry in filter(None, (part.strip() for part in rungs.split(","))):
         try:
-            found.append(Variant.parse(entry) if ";" in entry else Variant.of(Precision(entry), sixteen_bit=sixteen_bit))
+            found.append(Variant.parse(entry) if ";" in entry else Variant.named(entry, sixteen_bit=sixteen_bit))
         except ValueError:
             raise QSyncError(f"--rungs: not a precision or variant: {entry!r}; known are {', '.join(Precision)}") from None
     if not found:

@@ -36,7 +36,6 @@ class OperandCasts:
     x: CastTarget
     weight: CastTarget
     bias: CastTarget
-    symmetric: bool = True
 
 
 @attrs.frozen(cache_hash=True)
@@ -82,7 +81,7 @@ class VariantNoise:
     """
 
     operands: OperandCasts | None
-    weight: tuple[CastTarget, bool] | None
+    weight: CastTarget | None
     output: CastTarget | None
     gradients: GradientCasts | None
 
@@ -97,8 +96,7 @@ class VariantNoise:
         if base is not Precision.FLOAT32:
             return cls.of(variant)._beyond(cls.of(Variant.plain(base)))
         steps = steps_of(variant)
-        symmetric = variant.symmetric or not steps.is_quantized
-        operands = OperandCasts(steps.x, steps.weight, steps.bias, symmetric)
+        operands = OperandCasts(steps.x, steps.weight, steps.bias)
         multiplied = steps.weight if steps.multiplied else None
         copies = GradientCopies(steps.grad_input, steps.grad_weight, len(steps.grad_output) == 1, multiplied)
         written = Precision.FLOAT32 if steps.is_quantized or variant.grad_weight.needs_scale else variant.grad_weight
@@ -109,7 +107,7 @@ class VariantNoise:
         )
         return cls(
             None if steps.x == steps.weight == steps.bias == EXACT else operands,
-            None if steps.weight == EXACT else (steps.weight, symmetric),
+            None if steps.weight == EXACT else steps.weight,
             _rounded(steps.output),
             _or_none(gradients),
         )

@@ -102,12 +102,13 @@ class ChainCost:
 
 @attrs.frozen
 class CastKey:
-    """A kind of cast: from one format to another, with how many scales and which rounding (8-bit targets only)."""
+    """A kind of cast: from one format to another; with how many scales, which rounding and zero points or none (8-bit targets)."""
 
     source: Precision
     target: Precision
     granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
+    symmetric: bool = True
 
 
 @attrs.frozen

@@ -128,15 +128,18 @@ def output_precision(
 
 @attrs.frozen(cache_hash=True)
 class CastTarget:
-    """What a tensor is cast to: a format, and for an 8-bit one how many scales it has and how it is rounded."""
+    """What a tensor is cast to: a format; for an 8-bit one how many scales it has, how it is rounded, and whether symmetrically."""
 
     precision: Precision
     granularity: Granularity = Granularity.PER_TENSOR
     rounding: Rounding = Rounding.NEAREST
+    symmetric: bool = True
 
     def from_(self, source: Precision) -> CastKey | None:
         """The kind of cast that a tensor in ``source`` takes; None where it has the format already."""
-        return None if source is self.precision else CastKey(source, self.precision, self.granularity, self.rounding)
+        if source is self.precision:
+            return None
+        return CastKey(source, self.precision, self.granularity, self.rounding, self.symmetric)
 
 
 def _target(precision: Precision, granularity: Granularity, rounding: Rounding) -> CastTarget:
@@ -144,7 +147,9 @@ def _target(precision: Precision, granularity: Granularity, rounding: Rounding) 
 
 
 def _input(variant: Variant) -> CastTarget:
-    return _target(variant.compute, variant.x_granularity, variant.rounding)
+    """The activation's copy is the only one that may have a zero point."""
+    target = _target(variant.compute, variant.x_granularity, variant.rounding)
+    return target if variant.symmetric or not variant.compute.needs_scale else attrs.evolve(target, symmetric=False)
 
 
 def _weight(variant: Variant) -> CastTarget:

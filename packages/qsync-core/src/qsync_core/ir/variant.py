@@ -7,11 +7,14 @@ text.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 
+AFFINE = "-affine"
+"""What a name ends with that means zero points."""
 _FIELD_BY_LABEL = {
     "out": "output",
     "save": "saved",
@@ -37,7 +40,8 @@ class Variant:
         x_granularity: scales of the quantized activation (8-bit compute only; otherwise per tensor and without effect).
         w_granularity: scales of the quantized weight (likewise).
         rounding: of the casts to an 8-bit format; float casts round to nearest.
-        symmetric: absmax scales, values in -127..127, zero point 0.  Asymmetric quantization is in the reference only.
+        symmetric: absmax scales, values in -127..127, zero point 0.  False: the int8 activation has a zero point (affine); weight
+            and gradients stay symmetric.  Only backend ``aten`` offers it.
     """
 
     compute: Precision
@@ -83,6 +87,23 @@ class Variant:
         return cls(precision, output or precision, precision, precision, precision)
 
     @classmethod
+    def named(cls, name: str, **settings: Any) -> Variant:
+        """The standard variant of a precision's name, or of ``int8-affine``: int8 with a zero point of the activation.
+
+        Args:
+            name: as people write it.
+            settings: as :meth:`of` takes them.
+
+        Raises:
+            ValueError: for any other name.
+        """
+        precision = Precision(name.removesuffix(AFFINE))
+        standard = cls.of(precision, **settings)
+        if precision is not Precision.INT8 and name.endswith(AFFINE):
+            raise ValueError(f"zero points belong to int8 activations, got {name!r}")
+        return attrs.evolve(standard, symmetric=not name.endswith(AFFINE))
+
+    @classmethod
     def plain(cls, precision: Precision) -> Variant:
         """The variant of an operator that simply runs in one float format (dependent and guarded operators)."""
         return cls(precision, precision, precision, precision, precision)
@@ -98,12 +119,13 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short text for tables: the compute format, and the output's where it is not the usual one; for what a fused chain keeps
-        in 8 bit the format of that."""
+        """Short text for tables: the compute format, whether it is affine, and the output's where it is not the usual one; for what
+        a fused chain keeps in 8 bit the format of that."""
         if self.saved.needs_scale and not self.compute.needs_scale:
             return f"{self.saved} saved"
         usual = Precision.FLOAT32 if self.compute.is_fixed_point else self.compute
-        return str(self.compute) if self.output is usual else f"{self.compute}>{self.output}"
+        compute = str(self.compute) if self.symmetric else f"{self.compute}{AFFINE}"
+        return compute if self.output is usual else f"{compute}>{self.output}"
 
     def __str__(self) -> str:
         parts = [str(self.compute)]
@@ -114,16 +136,16 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Read the canonical text, or a bare precision name (``int8``) for its standard variant.
+        """Read the canonical text, or a bare name (``int8``, ``int8-affine``) for its standard variant.
 
         Raises:
             ValueError: when the text names an unknown format, field or value.
         """
         head, *rest = text.split(";")
         try:
-            compute = Precision(head)
             if not rest:
-                return cls.of(compute)
+                return cls.named(head)
+            compute = Precision(head)
             labels = dict(part.split("=", 1) for part in rest)
             if list(labels) != list(_FIELD_BY_LABEL) or len(labels) != len(rest):
                 raise ValueError("fields missing, repeated or out of order")
@@ -139,7 +161,7 @@ class Variant:
                 symmetric={"true": True, "false": False}[labels["sym"]],
             )
         except (ValueError, KeyError) as error:
-            known = ", ".join(Precision)
+            known = ", ".join((*Precision, f"{Precision.INT8}{AFFINE}"))
             raise ValueError(f"not a variant: {text!r} ({error}); a variant starts with one of {known}") from None
 
 

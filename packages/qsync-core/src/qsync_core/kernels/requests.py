@@ -76,10 +76,10 @@ class CallShapes:
         return cls(operator.kind, x, operator.weight_shape, y, operator.geometry, 0 not in operator.no_grad_inputs)
 
 
-def quantization_variant(precision: Precision, granularity: Granularity, rounding: Rounding) -> Variant:
+def quantization_variant(precision: Precision, granularity: Granularity, rounding: Rounding, symmetric: bool = True) -> Variant:
     """The variant of a request to quantize: the granularity of whatever is quantized stands in the activation's place."""
     wide = Precision.FLOAT32
-    return Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding)
+    return Variant(precision, wide, precision, wide, wide, granularity, rounding=rounding, symmetric=symmetric)
 
 
 def operator_requests(
@@ -112,7 +112,7 @@ def operator_requests(
         multiplied: bool = False,
         transposed: bool = False,
     ) -> None:
-        quantization = quantization_variant(target.precision, target.granularity, target.rounding)
+        quantization = quantization_variant(target.precision, target.granularity, target.rounding, target.symmetric)
         request = KernelRequest(
             Op.QUANTIZE,
             quantization,

@@ -35,6 +35,8 @@ FIRST_TENSOR_CORES = {
 """First CUDA compute capability whose tensor cores multiply a format."""
 MAX_CONTRACTION = (2**31 - 1) // 127**2
 """Longest contraction of int8 values in -127..127 whose int32 sum cannot overflow."""
+MAX_AFFINE_CONTRACTION = (2**31 - 1) // (255 * 127)
+"""The same with an activation that has a zero point, from which its values are up to 255 away."""
 
 
 def format_field(op: str) -> str:
@@ -93,9 +95,22 @@ def tensor_core_reasons(request: KernelRequest, precision: Precision) -> Iterato
 
 
 def symmetry_reasons(request: KernelRequest) -> Iterator[str]:
-    """Zero points are asked for."""
-    if not request.variant.symmetric:
-        yield "it quantizes symmetrically only; zero points are in the reference alone"
+    """The activation that is quantized or read has a zero point; a gradient of the input does not read it."""
+    if not request.variant.symmetric and not (request.op in Op.UNFUSED and request.op.endswith(".grad_input")):
+        yield "it quantizes symmetrically only; of QSync's backends aten alone has zero points"
+
+
+def affine_reasons(request: KernelRequest) -> Iterator[str]:
+    """Zero points are asked for where an operator with affine activations has none."""
+    variant = request.variant
+    if variant.symmetric:
+        return
+    if variant.compute is not Precision.INT8:
+        yield f"zero points belong to int8 activations, not to {variant.compute}; quantize symmetrically"
+    if request.op in Op.PRODUCERS:
+        yield "no producer writes a copy with a zero point; run producer and quantization apart, or quantize symmetrically"
+    if request.op.endswith(".grad_weight") and variant.grad_weight.needs_scale:
+        yield f"an {variant.grad_weight} grad_weight takes no zero point; keep grad_weight in a float format"
 
 
 def format_reasons(request: KernelRequest, accepted: Sequence[str]) -> Iterator[str]:
@@ -130,8 +145,10 @@ def scale_reasons(request: KernelRequest) -> Iterator[str]:
 def overflow_reasons(request: KernelRequest) -> Iterator[str]:
     """An int8 product sums more terms than int32 surely holds."""
     length = contraction_length(request)
-    if product_format(request) is Precision.INT8 and length > MAX_CONTRACTION:
-        yield f"an int32 sum over {length} products could overflow; the longest exact one is {MAX_CONTRACTION}"
+    affine = not request.variant.symmetric and request.op.endswith(".output")
+    longest = MAX_AFFINE_CONTRACTION if affine else MAX_CONTRACTION
+    if product_format(request) is Precision.INT8 and length > longest:
+        yield f"an int32 sum over {length} products could overflow; the longest exact one is {longest}"
 
 
 def layout_reasons(request: KernelRequest) -> Iterator[str]:

@@ -25,12 +25,8 @@ from qsync_planner.replayer.max_plus import Work, kernel
 
 GRADIENT_NBYTES = Precision.FLOAT32.nbytes
 _FREE = OpCost(0, 0, 0, 0)
-_SHARE = {
-    (site, CastKey(source, target, granularity, rounding)): number
-    for number, (site, source, target, granularity, rounding) in enumerate(
-        itertools.product(CastSite, Precision, Precision, Granularity, Rounding)
-    )
-}
+_KEYS = itertools.starmap(CastKey, itertools.product(Precision, Precision, Granularity, Rounding, (True, False)))
+_SHARE = {pair: number for number, pair in enumerate(itertools.product(CastSite, _KEYS))}
 """Shared casts of one tensor are one cast if their sites and keys are equal: a number for each."""
 _PLAIN = {precision: Variant.plain(precision) for precision in Precision if not precision.needs_scale}
 
@@ -429,9 +425,10 @@ class CostModel:
         model = self._cast_models.get(cast.key)
         if model is None:
             key = cast.key
+            how = f"{key.granularity}, {key.rounding}" + ("" if key.symmetric else ", affine")
             raise PlanError(
                 f"the profile of device {self.profile.device.name} has no cost of the cast {key.source} to {key.target} "
-                f"({key.granularity}, {key.rounding}) that operator {operator.op_id} needs; profile again with this ladder"
+                f"({how}) that operator {operator.op_id} needs; profile again with this ladder"
             )
         compute = model.cost_ns(cast.numel)
         if self.synchronous:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 
-from qsync_core.geometry import Geometry
-from qsync_core.ir.precision import Granularity, Precision
+from qsync_core.geometry import Geometry, IntPair
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten import float_products
 from qsync_torch.aten.int8 import int8_conv2d
-from qsync_torch.aten.linear import dequantize_product, dequantized, integers, scaled
+from qsync_torch.aten.linear import correct_zero_point, dequantize_product, dequantized, saved_activation, scaled
+from qsync_torch.aten.quantize import affine_parts
 
 
 def build_conv2d_output(geometry: Geometry, variant: Variant) -> Callable[..., None]:
@@ -28,11 +30,27 @@ def build_conv2d_output(geometry: Geometry, variant: Variant) -> Callable[..., N
             cast = None if bias is None else bias.to(x.dtype)
             out.copy_(float_products.conv2d(x, w, cast, g))
             return
-        product = int8_conv2d(x, w, g)
+        if variant.symmetric:
+            product = int8_conv2d(x, w, g)
+        else:
+            x_scale, zero_point = affine_parts(x_scale)
+            padded = padded_by(x, zero_point, g.padding)
+            product = correct_zero_point(int8_conv2d(padded, w, attrs.evolve(g, padding=(0, 0))), zero_point, w)
         out_MO = out.permute(0, 2, 3, 1).view(-1, out.shape[1])
         dequantize_product(product, x_scale, w_scale, bias, out_MO)
 
     return kernel
+
+
+def padded_by(x: torch.Tensor, value: torch.Tensor, padding: IntPair) -> torch.Tensor:
+    """int8 images with rows and columns of one value around them, the only element of ``value``, which stays on its device."""
+    (rows, columns), (batch, channels, height, width) = padding, x.shape
+    if padding == (0, 0):
+        return x
+    shape = (batch, channels, height + 2 * rows, width + 2 * columns)
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last).copy_(value.view(1, 1, 1, 1))
+    padded[:, :, rows : rows + height, columns : columns + width] = x
+    return padded
 
 
 def transposed_filters(w_OCHW: torch.Tensor, groups: int) -> torch.Tensor:
@@ -76,10 +94,9 @@ def build_conv2d_grad_weight(geometry: Geometry, variant: Variant) -> Callable[.
     """The gradient of the weight, computed in the format of ``grad``, delivered in float32."""
 
     def kernel(grad: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> None:
-        whole = integers(x, x_scale, grad.dtype)
-        activation = dequantized(x, x_scale, Granularity.PER_TENSOR, grad.dtype) if whole is None else whole
+        activation, scale = saved_activation(x, x_scale, variant, grad.dtype)
         like_w = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
         gradient = float_products.convolution_backward(grad, activation, like_w, geometry, (False, True, False))[1]
-        scaled(gradient, None if whole is None else x_scale, out)
+        scaled(gradient, scale, out)
 
     return kernel

@@ -6,7 +6,7 @@ All write into the output that the caller allocates (see ``docs/writing-a-backen
 * ``linear.grad_input``: ``kernel(grad_MN, w_NK, w_scale, out_MK)``; of an int8 gradient ``kernel(grad_MN, w_NK, scale, out_MK)``
 * ``linear.grad_weight``: ``kernel(grad_MN, x_MK, x_scale, out_NK)``; of an int8 gradient ``kernel(grad_MN, x_MK, scale, out_NK)``
 
-Beside a gradient in a float format, saved 8-bit copies are dequantized to that format.  An integer up to 127 is exact in bfloat16,
+Beside a gradient in a float format, saved 8-bit copies are dequantized to that format.  An integer up to 256 is exact in bfloat16,
 so there the scale is applied to the product instead of rounding ``scale * q``; float16 would overflow that way and takes
 ``scale * q``.  An int8 gradient enters the product undequantized, and the sum of integers is exact.
 """
@@ -22,7 +22,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.support import MAX_CONTRACTION
 from qsync_torch.aten import float_products
 from qsync_torch.aten.int8 import int8_product
-from qsync_torch.aten.quantize import dequantize
+from qsync_torch.aten.quantize import affine_parts, dequantize, less_zero_point
 from qsync_torch.dtypes import LOW_FLOATS
 
 _FLOAT8_MULTIPLE = 16
@@ -62,6 +62,31 @@ def _int8_output(
     out_MN: torch.Tensor,
 ) -> None:
     dequantize_product(int8_product(x_MK, w_NK), x_scale, w_scale, bias_N, out_MN)
+
+
+def correct_zero_point(product: torch.Tensor, zero_point: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Σ (x - z)·w from the int32 sums Σ x·w, exactly: less z times the sum of each output channel's weights.
+
+    Args:
+        product: int32 (M, N), overwritten.
+        zero_point: z, one or M whole numbers.
+        w: int8 of N output channels, the first dimension.
+    """
+    sums = w.sum(tuple(range(1, w.ndim)), dtype=torch.int32)
+    return product.sub_(zero_point.to(torch.int32)[:, None] * sums)
+
+
+def _affine_int8_output(
+    x_MK: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_NK: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+) -> None:
+    scale, zero_point = affine_parts(x_scale)
+    product = correct_zero_point(int8_product(x_MK, w_NK), zero_point, w_NK)
+    dequantize_product(product, scale, w_scale, bias_N, out_MN)
 
 
 def _float_output(
@@ -108,13 +133,26 @@ def _float8_padded(x: torch.Tensor, row_multiple: int) -> torch.Tensor:
 def build_linear_output(variant: Variant) -> Callable[..., None]:
     """The product and, for 8-bit operands, dequantization."""
     if variant.compute is Precision.INT8:
-        return _int8_output
+        return _int8_output if variant.symmetric else _affine_int8_output
     return _float8_output if variant.compute is Precision.FLOAT8_E4M3FN else _float_output
 
 
-def integers(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The 8-bit values themselves in ``dtype`` where one scale can be applied to the product instead."""
-    return q.to(dtype) if scale.numel() == 1 and dtype is not torch.float16 else None
+def saved_activation(
+    q: torch.Tensor, scale: torch.Tensor, variant: Variant, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A saved activation in ``dtype``, and the scale that the product is still to be multiplied by.
+
+    Whole numbers where one scale can be applied to the product instead: up to 255 they are exact in bfloat16.
+    """
+    zero_point = None
+    if not variant.symmetric:
+        scale, zero_point = affine_parts(scale)
+    if scale.numel() == 1 and dtype is not torch.float16:
+        whole = q if zero_point is None else less_zero_point(q, zero_point, variant.x_granularity)
+        return whole.to(dtype), scale
+    if zero_point is None:
+        return dequantized(q, scale, variant.x_granularity, dtype), None
+    return dequantize(q, torch.cat([scale, zero_point]), variant.x_granularity, dtype, symmetric=False), None
 
 
 def scaled(product: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -173,8 +211,7 @@ def build_linear_grad_weight(variant: Variant) -> Callable[..., None]:
         return _int8_grad_weight
 
     def kernel(grad_MN: torch.Tensor, x_MK: torch.Tensor, x_scale: torch.Tensor, out_NK: torch.Tensor) -> None:
-        whole = integers(x_MK, x_scale, grad_MN.dtype)
-        x = dequantized(x_MK, x_scale, variant.x_granularity, grad_MN.dtype) if whole is None else whole
-        scaled(_mm_in_float32(grad_MN.t(), x), None if whole is None else x_scale, out_NK)
+        x, scale = saved_activation(x_MK, x_scale, variant, grad_MN.dtype)
+        scaled(_mm_in_float32(grad_MN.t(), x), scale, out_NK)
 
     return kernel

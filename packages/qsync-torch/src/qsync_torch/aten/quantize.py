@@ -3,7 +3,12 @@
 Symmetric: ``scale = absmax / 127`` (int8) or ``absmax / 448`` (float8_e4m3fn), ``q = round(x / scale)``
 (docs/design/precision-semantics.md#quantization); a scale is at least 2**-126 (magnitudes below 1e-36 would have less), and 1 for
 zeros.  Groups: the whole tensor, one per entry of dimension 0 (output channels of a weight), or one per row of the flattened 2-d
-activation.  Zero points exist in :func:`quantize_reference_asymmetric` only.
+activation.
+
+Affine (int8 with ``symmetric=False``): ``x = scale * (q - zero_point)`` with q in -128..127.  The range is that of the group's
+values and 0, so that 0 is exact, with which convolutions pad.  ``scale = (max - min) / 255`` where one of the two is 0, as behind a
+ReLU, else ``/ 254``: then both integers next to any quotient are at hand, nothing is clipped, and stochastic rounding is unbiased.
+``zero_point = -128 + ceil(-min / scale)``.  The vector of scales holds both: the scales first, then as many zero points.
 
 The backend's kernels, which :func:`build_quantize` and :func:`build_quantize_many` return:
 
@@ -43,8 +48,9 @@ CENTRE = 0.5 + 2.0**-9
 
 
 def build_quantize(variant: Variant) -> Callable[..., None]:
-    """Quantization of one tensor to ``variant``'s compute format, with the scales of its activation."""
+    """Quantization of one tensor to ``variant``'s compute format, with the scales and zero points of its activation."""
     precision, granularity, rounding = variant.compute, variant.x_granularity, variant.rounding
+    find, write = (find_scale, write_rounded) if variant.symmetric else (find_affine_scale, write_affine)
 
     def kernel(
         x: torch.Tensor,
@@ -57,9 +63,9 @@ def build_quantize(variant: Variant) -> Callable[..., None]:
     ) -> None:
         if multiplier is not None:
             x = multiplied(x, multiplier)
-        find_scale(x, precision, granularity, scale_out)
+        find(x, precision, granularity, scale_out)
         require_finite(x, scale_out, precision)
-        write_rounded(x, scale_out, precision, granularity, rounding, seed, offset, q_out)
+        write(x, scale_out, precision, granularity, rounding, seed, offset, q_out)
         if transposed_out is not None:
             transposed_out.copy_(q_out.t())
 
@@ -190,6 +196,52 @@ def write_scale(absmax: torch.Tensor, precision: Precision, out: torch.Tensor) -
     torch.div(absmax, LARGEST[precision], out=out).clamp_(min=_SMALLEST).masked_fill_(zeros, 1.0)
 
 
+def affine_scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Scales of groups whose values are in these ranges, of which 0 is a part; NaN and infinity stay what they are."""
+    levels = torch.where((low == 0) | (high == 0), 255.0, 254.0)
+    return (high / levels - low / levels).clamp_(min=_SMALLEST).masked_fill_((low == 0) & (high == 0), 1.0)
+
+
+def affine_parts(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points, float32 whole numbers, of the vector that holds both."""
+    scales, zero_points = scale.chunk(2)
+    return scales, zero_points
+
+
+def find_affine_scale(x: torch.Tensor, precision: Precision, granularity: Granularity, out: torch.Tensor) -> None:
+    """Write the affine scales and zero points of ``x`` (see :func:`quantizable`) into ``out``."""
+    scale, zero_point = affine_parts(out)
+    if x.numel() == 0:
+        scale.fill_(1.0)
+        zero_point.fill_(0.0)
+        return
+    groups = _grouped(x, granularity)
+    low, high = torch.aminmax(groups) if groups.shape[0] == 1 else (groups.amin(1), groups.amax(1))
+    low, high = low.to(torch.float32).clamp(max=0.0), high.to(torch.float32).clamp(min=0.0)
+    scale.copy_(affine_scale(low, high))
+    zero_point.copy_((-low / scale).ceil_().sub_(128.0).clamp_(max=127.0))
+
+
+def write_affine(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    precision: Precision,
+    granularity: Granularity,
+    rounding: Rounding,
+    seed: int,
+    offset: Offset,
+    q_out: torch.Tensor,
+) -> None:
+    """:func:`write_rounded` with the scales and zero points of :func:`find_affine_scale`; the same draws."""
+    groups, q_groups, (scales, zero_points) = _grouped(x, granularity), _grouped(q_out, granularity), affine_parts(scale)
+    if x.device.type == "cpu":
+        _round_int8_cpu(groups, scales, q_groups, rounding, seed, offset, zero_points)
+    elif x.numel():
+        draws = _uniform(groups, seed, offset) if rounding is Rounding.STOCHASTIC else None
+        y = _rounded(groups.to(torch.float32), scales[:, None], rounding, draws).add_(zero_points[:, None])
+        q_groups.copy_(y.clamp_(-128.0, 127.0))
+
+
 def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: torch.Size) -> torch.Tensor:
     """The scales shaped so that they broadcast against the tensor they belong to."""
     if granularity is Granularity.PER_TENSOR:
@@ -199,8 +251,18 @@ def scale_view(scale: torch.Tensor, ndim: int, granularity: Granularity, shape: 
     return scale.view(*shape[:-1], 1)
 
 
-def dequantize(q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype) -> torch.Tensor:
-    """``scale * q`` in ``dtype``; the product is computed in float32."""
+def less_zero_point(q: torch.Tensor, zero_point: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """``q - zero_point`` in float32: whole numbers within ±255."""
+    return q.to(torch.float32).sub_(scale_view(zero_point, q.ndim, granularity, q.shape))
+
+
+def dequantize(
+    q: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype, *, symmetric: bool = True
+) -> torch.Tensor:
+    """``scale * q``, or ``scale * (q - zero_point)``, in ``dtype``; the product is computed in float32."""
+    if not symmetric:
+        scale, zero_point = affine_parts(scale)
+        return less_zero_point(q, zero_point, granularity).mul_(scale_view(scale, q.ndim, granularity, q.shape)).to(dtype)
     if q.device.type == "cuda" and q.dtype is torch.int8 and dtype is not torch.float64:
         # One kernel reads the integers and writes the format that is wanted.
         return torch.mul(q, scale_view(scale, q.ndim, granularity, q.shape), out=torch.empty_like(q, dtype=dtype))
@@ -226,12 +288,18 @@ _SCRATCH = _Scratch()
 
 
 def _round_int8_cpu(
-    groups: torch.Tensor, scale: torch.Tensor, q_groups: torch.Tensor, rounding: Rounding, seed: int, offset: Offset
+    groups: torch.Tensor,
+    scale: torch.Tensor,
+    q_groups: torch.Tensor,
+    rounding: Rounding,
+    seed: int,
+    offset: Offset,
+    zero_point: torch.Tensor | None = None,
 ) -> None:
     """Round (groups, elements) with one scale a group into ``q_groups``, block by block, so that blocks stay in the cache.
 
-    Stochastic: floor(x / scale + u) with u the draw in [0, 1).  No integer is raised: u is at most 1 - 2**-16 and a sum below 128
-    is exact to 2**-17.  Element i of the tensor takes draw i.
+    Stochastic: floor(x / scale + u) with u the draw in [0, 1).  No integer is raised: u is at most 1 - 2**-16 and a sum below 256
+    is exact to 2**-16.  Element i of the tensor takes draw i.
     """
     rows, columns = groups.shape
     block = _BLOCK * torch.get_num_threads()
@@ -245,7 +313,9 @@ def _round_int8_cpu(
             position = row.start * columns + column.start
             y = random_thresholds(part.numel(), seed, offset, position, buffers=buffers).view(part.shape)
             torch.add(centre, y, alpha=1.0 / 256.0, out=y)
-            if single:
+            if zero_point is not None:
+                y.add_(buffers[0, : part.numel()].view(part.shape).copy_(part).div_(scale[row, None]))
+            elif single:
                 y.add_(part, alpha=float(inverse))
             else:
                 y.addcmul_(part.to(torch.float32), inverse[row, None])
@@ -253,7 +323,11 @@ def _round_int8_cpu(
         else:
             y = buffers[1, : part.numel()].view(part.shape)
             torch.div(part if part.dtype is torch.float32 else y.copy_(part), scale if single else scale[row, None], out=y)
-            y = y.round_() if rounding is Rounding.NEAREST else y.floor_().clamp_(min=-127.0)
+            y = y.round_() if rounding is Rounding.NEAREST else y.floor_()
+        if zero_point is not None:
+            y.add_(zero_point[row, None]).clamp_(-128.0, 127.0)
+        elif rounding is Rounding.FLOOR:
+            y.clamp_(min=-127.0)
         target.copy_(y)
 
 
@@ -267,8 +341,12 @@ def _blocks(rows: int, columns: int, block: int) -> Iterator[tuple[slice, slice]
 
 def _round_int8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
     """Whole numbers within 127, in float32; ``draws`` in [0, 1) for stochastic rounding are overwritten."""
+    return _rounded(groups, scale, rounding, draws).clamp_(-127.0, 127.0)
+
+
+def _rounded(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
     y = torch.div(groups, scale) if draws is None else draws.addcdiv_(groups.to(torch.float32), scale)
-    return (y.round_() if rounding is Rounding.NEAREST else y.floor_()).clamp_(-127.0, 127.0)
+    return y.round_() if rounding is Rounding.NEAREST else y.floor_()
 
 
 def _round_float8(groups: torch.Tensor, scale: torch.Tensor, rounding: Rounding, draws: torch.Tensor | None) -> torch.Tensor:
@@ -287,23 +365,3 @@ def _uniform(groups: torch.Tensor, seed: int, offset: Offset) -> torch.Tensor:
     """Float32 draws in [0, 1), multiples of 2**-16, one for each element."""
     draws = random_thresholds(groups.numel(), seed, offset, device=groups.device).mul_(1.0 / 256.0).add_(CENTRE)
     return draws.view_as(groups)
-
-
-def quantize_reference_asymmetric(
-    x: torch.Tensor, granularity: Granularity = Granularity.PER_TENSOR
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Asymmetric int8 in the reference only: ``x ~ scale * (q - zero_point)`` with the range [min, max] on -128..127.
-
-    Returns:
-        q (int8), scale (float32) and zero_point (int32), rounded to nearest; scales and zero points one per group.
-    """
-    x = quantizable(x, granularity)
-    groups = _grouped(x, granularity).to(torch.float32)
-    low = groups.amin(dim=1, keepdim=True).clamp(max=0.0)
-    high = groups.amax(dim=1, keepdim=True).clamp(min=0.0)
-    scale = high / 255.0 - low / 255.0
-    scale = torch.where(high > low, scale.clamp(min=_SMALLEST), torch.ones_like(scale))
-    zero_point = (-128.0 - low / scale).round()
-    q = torch.empty_like(x, dtype=torch.int8)
-    _grouped(q, granularity).copy_((groups / scale + zero_point).round_().clamp_(-128.0, 127.0))
-    return q, scale.view(-1), zero_point.view(-1).to(torch.int32)

@@ -17,7 +17,7 @@ def unsupported_reasons(request: KernelRequest) -> Iterator[str]:
     """Yield why not; nothing where the backend runs the request."""
     yield from support.op_reasons(request, Op.ALL)
     yield from support.device_reasons(request, DEVICES)
-    yield from support.symmetry_reasons(request)
+    yield from support.affine_reasons(request)
     if request.op in QUANTIZATIONS:
         yield from support.format_reasons(request, EIGHT_BIT)
         yield from support.quantization_reasons(request)

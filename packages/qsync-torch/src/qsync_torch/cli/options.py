@@ -171,9 +171,9 @@ def ladder_options(default: str) -> Callable[[Command], Command]:
 
 
 def _variant(entry: str, sixteen_bit: Precision) -> Variant:
-    """A variant by the name of its precision, or as :meth:`Variant.parse` reads it."""
+    """A variant by its name, or as :meth:`Variant.parse` reads it."""
     try:
-        return Variant.parse(entry) if ";" in entry else Variant.of(Precision(entry), sixteen_bit=sixteen_bit)
+        return Variant.parse(entry) if ";" in entry else Variant.named(entry, sixteen_bit=sixteen_bit)
     except ValueError as error:
         problem = str(error) if ";" in entry else f"not a precision: {entry!r}; known are {', '.join(Precision)}"
         raise QSyncError(f"--rungs: {problem}") from None

@@ -135,6 +135,7 @@ def _facts(found: Profile, output: Path) -> dict[str, object]:
                 "target": str(model.key.target),
                 "granularity": str(model.key.granularity),
                 "rounding": str(model.key.rounding),
+                "symmetric": model.key.symmetric,
                 "intercept_ns": model.intercept_ns,
                 "ns_per_element": model.ns_per_element,
                 "r2": model.r2,

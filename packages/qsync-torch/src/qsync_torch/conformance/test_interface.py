@@ -106,11 +106,21 @@ def test_it_refuses_with_sentences(subject: Subject, what: str, change: dict[str
 
 @pytest.mark.parametrize("op", Op.ALL)
 def test_zero_points_are_implemented_or_refused(subject: Subject, op: str) -> None:
-    """No kernel's signature has room for a zero point, so a request for asymmetric quantization has a reason against it."""
+    """What test_affine.py computes may be offered; producers and int8 gradients of a weight get no zero point, nor does float8."""
     subject.skip_unless_offered(op)
-    reasons = subject.backend.unsupported_reasons(sample(subject, op, attrs.evolve(INT8, symmetric=False)))
-    check_sentences(reasons)
-    assert reasons, f"it would run {op} with zero points, which its kernels cannot know"
+    affine = attrs.evolve(INT8, symmetric=False)
+    check_sentences(subject.backend.unsupported_reasons(sample(subject, op, affine)))
+    impossible = []
+    if op in Op.PRODUCERS:
+        impossible.append(affine)
+    elif op.endswith(".grad_weight"):
+        impossible.append(attrs.evolve(affine, grad_weight=Precision.INT8))
+    elif not op.endswith(".grad_input"):
+        impossible.append(attrs.evolve(Variant.of(Precision.FLOAT8_E4M3FN), symmetric=False))
+    for variant in impossible:
+        reasons = subject.backend.unsupported_reasons(sample(subject, op, variant))
+        check_sentences(reasons)
+        assert reasons, f"it would run {op} as {variant.label} with zero points, which its kernels cannot know"
 
 
 @pytest.mark.parametrize("op", Op.ALL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -100,18 +100,22 @@ class Quantization(Bound):
         multiplied: the tensor is first multiplied by one factor per channel.
         transposed: a transposed copy is wanted too.
         dtype: of the copy; ``granularity``: of its scales.
-        scale_counts: number of scales, by the tensor's shape.
+        scale_counts: :meth:`scale_count`, by the tensor's shape.
         kind: a number that equal casts have in common, whatever backend runs them; hashed faster than what it stands for.
     """
 
     def __init__(self, target: CastTarget, choice: KernelChoice, multiplied: bool = False, transposed: bool = False) -> None:
         self.target, self.choice, self.multiplied, self.transposed = target, choice, multiplied, transposed
-        self.variant = quantization_variant(target.precision, target.granularity, target.rounding)
+        self.variant = quantization_variant(target.precision, target.granularity, target.rounding, target.symmetric)
         self.dtype = TORCH_DTYPE[target.precision]
         self.granularity = target.granularity
         self.kind = _KINDS.setdefault((target, multiplied, transposed), len(_KINDS))
-        self.scale_counts = Memo(self.granularity.scale_count)
+        self.scale_counts = Memo(self.scale_count)
         self._register("quantize", self.variant, choice.backend, choice.config, multiplied, transposed)
+
+    def scale_count(self, shape: Sequence[int]) -> int:
+        """How many numbers its scales are: one a group, and behind them the zero point of each where it is affine."""
+        return self.granularity.scale_count(shape) * (1 if self.target.symmetric else 2)
 
 
 quantization = functools.lru_cache(maxsize=4096)(Quantization)
@@ -200,7 +204,11 @@ operator_binding = functools.lru_cache(maxsize=4096)(OperatorBinding)
 
 
 def quantization_of(
-    precision: Precision, granularity: Granularity, rounding: Rounding, choice: KernelChoice = ATEN
+    precision: Precision,
+    granularity: Granularity,
+    rounding: Rounding,
+    choice: KernelChoice = ATEN,
+    symmetric: bool = True,
 ) -> Quantization:
     """The quantization of a tensor that stands by itself."""
-    return quantization(CastTarget(precision, granularity, rounding), choice)
+    return quantization(CastTarget(precision, granularity, rounding, symmetric), choice)

@@ -44,7 +44,8 @@ def quantize(
     *,
     straight: bool = False,
 ) -> Pair:
-    """The 8-bit copy of ``x``, dense in its layout, and its float32 scales as a vector.  Not differentiable."""
+    """The 8-bit copy of ``x``, dense in its layout, and its float32 scales as a vector, with its zero points behind them where it
+    is affine.  Not differentiable."""
     if not straight and not is_plain(x):
         op = _OPS.quantize.at if isinstance(offset, torch.Tensor) else _OPS.quantize.default
         return cast(Pair, op(x, quantization.key, seed, offset, multiplier))
@@ -279,14 +280,14 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
 
 def _fake_quantize(x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None) -> Pair:
     quantization = _quantization(key)
-    return _quantized(quantizable(x, quantization.granularity), quantization, quantization.granularity.scale_count(x.shape))
+    return _quantized(quantizable(x, quantization.granularity), quantization, quantization.scale_count(x.shape))
 
 
 def _fake_quantize_transposed(
     x: torch.Tensor, key: str, seed: int, offset: Offset, multiplier: torch.Tensor | None = None
 ) -> Triple:
     x_MK, quantization = rows(x).contiguous(), _quantization(key)
-    return _transposed(x_MK, x.shape, quantization, quantization.granularity.scale_count(x_MK.shape))
+    return _transposed(x_MK, x.shape, quantization, quantization.scale_count(x_MK.shape))
 
 
 for _name, _run, _fake, _results in (

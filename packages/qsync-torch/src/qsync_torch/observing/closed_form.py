@@ -37,7 +37,7 @@ class PaperCollector:
             found[None, exponent] = _effective_exponent(tensor)
         for variant in low_precision(variants):
             if variant.compute.is_fixed_point:
-                v_scale = cast_scale(call.x, variant.compute, variant.x_granularity)
+                v_scale = cast_scale(call.x, variant.compute, variant.x_granularity, symmetric=variant.symmetric)
                 x_scale = cast_scale(call.weight, variant.compute, variant.w_granularity)
                 found[variant, terms.V_SCALE_SQ] = v_scale.double().square().mean()
                 found[variant, terms.X_SCALE_SQ] = x_scale.double().square().mean()
@@ -64,7 +64,7 @@ class LossVarCollector:
         squares = {"x": call.grad_x.square(), "weight": call.grad_weight.square(), "output": call.grad_output.square()}
 
         def weighted(operand: str, cast: CastTarget) -> torch.Tensor:
-            variance = call.variance(operand, cast.precision, cast.granularity, cast.rounding)
+            variance = call.variance(operand, cast)
             return torch.sum(variance * squares[operand], dtype=torch.float64)
 
         for variant in low_precision(variants):

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from qsync_core.geometry import NEUTRAL, Geometry
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.precision import Precision
+from qsync_core.ir.semantics import CastTarget
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.observing.rounding_noise import element_variance
@@ -173,14 +174,16 @@ class OperatorCall:
         return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
 
     @cached_property
-    def _variances(self) -> dict[tuple[str, Precision, Granularity, Rounding], torch.Tensor]:
+    def _variances(self) -> dict[tuple[str, CastTarget], torch.Tensor]:
         return {}
 
-    def variance(self, operand: str, precision: Precision, granularity: Granularity, rounding: Rounding) -> torch.Tensor:
-        """Element variances of ``x``, ``weight`` or ``output`` (the operand's name) in a format; computed once per call."""
-        key = (operand, precision, granularity, rounding)
+    def variance(self, operand: str, cast: CastTarget) -> torch.Tensor:
+        """Element variances of ``x``, ``weight`` or ``output`` (the operand's name) under a cast; computed once per call."""
+        key = (operand, cast)
         if key not in self._variances:
-            self._variances[key] = element_variance(getattr(self, operand), precision, granularity, rounding)
+            self._variances[key] = element_variance(
+                getattr(self, operand), cast.precision, cast.granularity, cast.rounding, cast.symmetric
+            )
         return self._variances[key]
 
 

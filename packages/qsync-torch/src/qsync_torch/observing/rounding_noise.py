@@ -15,6 +15,7 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.semantics import CastTarget
+from qsync_torch.aten.quantize import affine_scale, scale_view
 from qsync_torch.dtypes import TORCH_DTYPE
 
 _INT8_LEVELS = 127
@@ -27,14 +28,20 @@ _SMALLEST = _INT8_LEVELS * torch.finfo(torch.float32).tiny
 """Of the largest element, so that a scale is at least 2**-126, as that of a cast."""
 
 
-def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
-    """Scale of a symmetric cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; 1 for zeros.
+def cast_scale(tensor: torch.Tensor, precision: Precision, granularity: Granularity, *, symmetric: bool = True) -> torch.Tensor:
+    """Scale of a cast to an 8-bit format, broadcastable to ``tensor``: max |x| / levels, at least 2**-126; 1 for zeros.
 
     Args:
         tensor: values, any shape.
         precision: int8 (127 levels) or float8_e4m3fn (448).
         granularity: one scale a tensor, a channel (dimension 0) or a row (all dimensions but the last).
+        symmetric: False for int8 with a zero point: (max - min) / 255, or / 254 where both are beyond 0 (:func:`affine_scale`).
     """
+    if not symmetric:
+        groups, count = tensor.detach(), granularity.scale_count(tensor.shape)
+        groups = groups.reshape(count, -1)
+        scale = affine_scale(groups.amin(1).clamp_(max=0.0), groups.amax(1).clamp_(min=0.0))
+        return scale[0] if granularity is Granularity.PER_TENSOR else scale_view(scale, tensor.dim(), granularity, tensor.shape)
     values, levels = tensor.detach(), _INT8_LEVELS if precision.is_fixed_point else _FLOAT8_E4M3FN_MAX
     if granularity is Granularity.PER_TENSOR or tensor.dim() < 2:
         largest = torch.linalg.vector_norm(values, torch.inf)
@@ -54,21 +61,25 @@ def float_spacing(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(tensor), exponent - precision.mantissa_bits)
 
 
-def element_spacing(tensor: torch.Tensor, precision: Precision, granularity: Granularity) -> torch.Tensor:
+def element_spacing(
+    tensor: torch.Tensor, precision: Precision, granularity: Granularity, *, symmetric: bool = True
+) -> torch.Tensor:
     """Distance of neighbouring values around each element once ``tensor`` is cast to a format lower than float32."""
     if precision.is_fixed_point:
-        return cast_scale(tensor, precision, granularity).expand_as(tensor)
+        return cast_scale(tensor, precision, granularity, symmetric=symmetric).expand_as(tensor)
     if precision.needs_scale:
         scale = cast_scale(tensor, precision, granularity)
         return float_spacing(tensor / scale, precision) * scale
     return float_spacing(tensor, precision)
 
 
-def nearest_error(tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR) -> torch.Tensor:
+def nearest_error(
+    tensor: torch.Tensor, precision: Precision, granularity: Granularity = Granularity.PER_TENSOR, *, symmetric: bool = True
+) -> torch.Tensor:
     """What casting to the nearest value of a format lower than float32 changes: x minus the cast; saturates beyond the format."""
     dtype = TORCH_DTYPE[precision]
     if precision.is_fixed_point:
-        spacing = cast_scale(tensor, precision, granularity)
+        spacing = cast_scale(tensor, precision, granularity, symmetric=symmetric)
         return tensor - (tensor / spacing).round_().mul_(spacing)
     if precision.needs_scale:
         scale = cast_scale(tensor, precision, granularity)
@@ -83,6 +94,7 @@ def element_variance(
     precision: Precision,
     granularity: Granularity = Granularity.PER_TENSOR,
     rounding: Rounding = Rounding.NEAREST,
+    symmetric: bool = True,
 ) -> torch.Tensor:
     """Expected squared rounding error of each element when ``tensor`` is cast to ``precision``.
 
@@ -94,7 +106,8 @@ def element_variance(
     Args:
         tensor: float32 or float64 values.
         precision: the target format; float32 gives zeros.
-        granularity, rounding: of a cast to an 8-bit format; other casts round to nearest with a single scale of 1.
+        granularity, rounding, symmetric: of a cast to an 8-bit format; other casts round to nearest with a single scale of 1.
+            A zero point is a whole number and moves no residual: an affine cast differs by its scale alone.
 
     Returns:
         A tensor of the shape and dtype of ``tensor``.
@@ -103,8 +116,8 @@ def element_variance(
     if precision is Precision.FLOAT32:
         return torch.zeros_like(x)
     if rounding is Rounding.NEAREST or not precision.needs_scale:
-        return nearest_error(x, precision, granularity).square_()
-    spacing = element_spacing(x, precision, granularity)
+        return nearest_error(x, precision, granularity, symmetric=symmetric).square_()
+    spacing = element_spacing(x, precision, granularity, symmetric=symmetric)
     squared = spacing.square()
     if rounding is Rounding.FLOOR:
         return (squared / 3).masked_fill_(x == 0, 0.0)
@@ -141,8 +154,8 @@ class Fetched:
         return math.fsum(constant * math.prod(self._values[id(f)] for f in factors) for constant, factors in one.terms)
 
 
-Scales = dict[Granularity, torch.Tensor]
-"""Int8 scales of a tensor: 0-d, or (channels, 1)."""
+Scales = dict[tuple[Granularity, bool], torch.Tensor]
+"""Int8 scales of a tensor, by granularity and symmetry: 0-d, or (channels, 1)."""
 
 
 def add_response(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales | None = None) -> None:
@@ -160,24 +173,26 @@ def add_response(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: 
         norm = torch.linalg.vector_norm(nearest_error(tensor, cast.precision).mul_(h))
         into.add(norm, norm)
     elif small and cast.precision.is_fixed_point and in_one_pass:
-        _add_response_of_integers(cast.granularity, tensor, h, into, {} if scales is None else scales)
+        _add_response_of_integers(cast, tensor, h, into, {} if scales is None else scales)
     else:
-        variance = element_variance(tensor, cast.precision, cast.granularity, cast.rounding)
+        variance = element_variance(tensor, cast.precision, cast.granularity, cast.rounding, cast.symmetric)
         if cast.rounding is Rounding.FLOOR and cast.precision.needs_scale:
             variance = variance / 4  # of s²/12 + s²/4 the second is the squared mean
         into.add(torch.sum(variance.mul_(h).mul_(h), dtype=torch.float64))
 
 
-def _add_response_of_integers(
-    granularity: Granularity, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales
-) -> None:
+def _add_response_of_integers(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales) -> None:
     """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
     values, h = _by_channel_in_memory_order(tensor, h)
-    scale = scales.get(granularity)
+    scale = scales.get((cast.granularity, cast.symmetric))
     if scale is None:
-        dim = None if granularity is Granularity.PER_TENSOR else 1
-        largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
-        scale = scales[granularity] = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
+        dim = None if cast.granularity is Granularity.PER_TENSOR else 1
+        if cast.symmetric:
+            largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
+            scale = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
+        else:
+            scale = cast_scale(values, cast.precision, cast.granularity, symmetric=False)
+        scales[cast.granularity, cast.symmetric] = scale
     weighted = (values / scale).remainder_(1)
     factors: tuple[torch.Tensor, ...] = (scale, scale)
     if scale.dim():
@@ -219,5 +234,5 @@ def mean_error(cast: CastTarget, tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if cast.rounding is not Rounding.FLOOR or not cast.precision.needs_scale:
         return None
-    spacing = element_spacing(tensor, cast.precision, cast.granularity)
+    spacing = element_spacing(tensor, cast.precision, cast.granularity, symmetric=cast.symmetric)
     return (spacing / -2).masked_fill(tensor == 0, 0.0)

@@ -132,7 +132,7 @@ def measure_cast(
 def make_cast(key: CastKey, chosen: KernelChoice) -> Callable[[torch.Tensor], object]:
     """The function that ``apply_`` performs this cast with."""
     if key.target.needs_scale:
-        quantization = quantization_of(key.target, key.granularity, key.rounding, chosen)
+        quantization = quantization_of(key.target, key.granularity, key.rounding, chosen, key.symmetric)
         return partial(quantize, quantization=quantization, seed=1, offset=0)
     dtype = TORCH_DTYPE[key.target]
     return lambda x: x.to(dtype)

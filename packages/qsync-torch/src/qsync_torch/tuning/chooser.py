@@ -88,7 +88,7 @@ class KernelChooser:
         """
         if self._is_trivial or not key.target.needs_scale:
             return KernelChoice()
-        variant = quantization_variant(key.target, key.granularity, key.rounding)
+        variant = quantization_variant(key.target, key.granularity, key.rounding, key.symmetric)
         kind, capability = device_facts(self.device)
         answer = self.answer(KernelRequest(Op.QUANTIZE, variant, (tuple(shape),), device_kind=kind, compute_capability=capability))
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})

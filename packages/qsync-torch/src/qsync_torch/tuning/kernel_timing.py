@@ -104,14 +104,20 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
     first_shape, second_shape = request.shapes
     result = asked.result_shape
 
-    def scales(shape: tuple[int, ...], granularity: Granularity) -> torch.Tensor:
+    def scales(shape: tuple[int, ...], granularity: Granularity, symmetric: bool = True) -> torch.Tensor:
         count = granularity.scale_count(shape)
-        return torch.rand(count, device=device) * 0.01 + 0.001 if variant.compute.needs_scale else torch.empty(0, device=device)
+        if not variant.compute.needs_scale:
+            return torch.empty(0, device=device)
+        found = torch.rand(count, device=device) * 0.01 + 0.001
+        return found if symmetric else torch.cat([found, torch.full_like(found, -128.0)])
 
     if request.op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT):
         x, w = (_random(shape, variant.compute, device) for shape in (first_shape, second_shape))
         bias = torch.randn(result[1], device=device) if request.op == Op.LINEAR_OUTPUT else None
-        x_scale, w_scale = scales(first_shape, variant.x_granularity), scales(second_shape, variant.w_granularity)
+        x_scale, w_scale = (
+            scales(first_shape, variant.x_granularity, variant.symmetric),
+            scales(second_shape, variant.w_granularity),
+        )
         return x, x_scale, w, w_scale, bias, _empty(result, variant.output, device)
     if request.op in (Op.LINEAR_GRAD_INPUT, Op.CONV2D_GRAD_INPUT):
         grad, w = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
@@ -125,7 +131,7 @@ def make_operands(asked: OperatorRequest, device: torch.device) -> Arguments:
         per_channel = variant.w_granularity is Granularity.PER_CHANNEL
         return grad, x, torch.rand(result[0] if per_channel else 1, device=device), out
     grad, x = _random(first_shape, asked.source, device), _random(second_shape, variant.compute, device)
-    return grad, x, scales(second_shape, variant.x_granularity), out
+    return grad, x, scales(second_shape, variant.x_granularity, variant.symmetric), out
 
 
 def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
@@ -133,7 +139,8 @@ def _quantize(asked: OperatorRequest, device: torch.device) -> Arguments:
     shape = request.shapes[0]
     x = _random(shape, asked.source, device)
     q = torch.empty_like(x, dtype=TORCH_DTYPE[variant.compute])
-    scale = torch.empty(variant.x_granularity.scale_count(shape), dtype=torch.float32, device=device)
+    count = variant.x_granularity.scale_count(shape) * (1 if variant.symmetric else 2)
+    scale = torch.empty(count, dtype=torch.float32, device=device)
     channels = shape[1] if len(shape) == 4 else shape[-1]
     arguments: Arguments = (x, q, scale, 1, 0)
     if request.multiplied or request.transposed:
