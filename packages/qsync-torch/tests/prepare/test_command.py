@@ -48,6 +48,7 @@ def refused(tmp_path, monkeypatch):
         (["job.py:make_job", "--group", "gpu=role:train"], "--group names 'gpu', but the groups of this job are cpu"),
         (["job.py:make_job", "--", "--lr", "1"], "job.py:make_job takes no arguments (--lr 1): they are for a script"),
         (["job.py:other"], "job.py has no function 'other'"),
+        (["job.py", "--chains"], "job.py says qsync.hybrid(...), which runs it eagerly: prepare the job as file.py:function"),
         (["job.py"], "job.py does not say what it trains, nor does a module that it imports: add the line qsync.hybrid"),
     ],
 )

@@ -101,6 +101,8 @@ def test_where_all_train_each_group_has_its_line_and_batches_that_differ_are_sai
     ]
     line = "the line of the script is qsync.apply_(model, 'run')"
     assert start.sentences(Path("run"), from_script=False) == ["train by:", *lines, line]
+    fusing = attrs.evolve(start, fuses=True).sentences(Path("run"), from_script=False)
+    assert fusing[-1] == line.replace("qsync.apply_(", "qsync.compile(")
     uneven = attrs.evolve(start, local_batches={"a": 20, "b": 12}).sentences(Path("run"), from_script=False)
     assert uneven[-2].startswith("local batches differ (20 a rank of a, 12 a rank of b): the script takes applied.local_batch ")
 

@@ -27,6 +27,7 @@ class Start:
         commands: a shell's lines, by host.
         samples: of its step; of_all: of a step of all groups.
         local_batches: by group, where they differ.
+        fuses: the plan runs chains as fused kernels, which the compiled model has.
     """
 
     groups: tuple[str, ...]
@@ -35,6 +36,7 @@ class Start:
     samples: int
     of_all: int
     local_batches: Mapping[str, int] = {}
+    fuses: bool = False
 
     def sentences(self, folder: Path, *, from_script: bool) -> list[str]:
         """What to type, each line of it indented, and what it means for the script.
@@ -44,7 +46,7 @@ class Start:
             from_script: whether the job is what a script says at its line ``qsync.hybrid(...)``.
         """
         several = len({host for host, _ in self.commands}) > 1
-        call = "qsync.hybrid" if from_script else "qsync.apply_"
+        call = "qsync.hybrid" if from_script else "qsync.compile" if self.fuses else "qsync.apply_"
         told = [f"  {host}: {line}" if several else f"  {line}" for host, line in self.commands]
         if self.left_out:
             told = [
@@ -88,6 +90,7 @@ def how_to_start(
         samples=_samples(chosen),
         of_all=_samples(plan),
         local_batches=chosen.local_batches if len(set(chosen.local_batches.values())) > 1 else {},
+        fuses=any(chain.variant.fused for entry in chosen.groups for chain in entry.chains.values()),
     )
 
 
