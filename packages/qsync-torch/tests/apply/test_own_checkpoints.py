@@ -277,16 +277,63 @@ def test_products_of_a_gradient_formula_are_in_full_precision(x):
     assert torch.equal(model.right.grad, grad.t() @ x)
 
 
-def test_a_product_that_may_be_either_is_refused(x):
+ENCODERS = {
+    "t": lambda x, weight: x @ weight.t(),
+    "T": lambda x, weight: x @ weight.T,
+    "mT": lambda x, weight: torch.matmul(x, weight.mT),
+    "transpose": lambda x, weight: torch.mm(x, torch.transpose(weight, 0, 1)),
+    "permute": lambda x, weight: x @ weight.permute(1, 0),
+    "einsum": lambda x, weight: torch.einsum("bi,oi->bo", x, weight),
+    "tensordot": lambda x, weight: torch.tensordot(x, weight, ([1], [1])),
+    "inner": torch.inner,
+}
+
+
+def autoencoder(encode):
+    """Of one weight, with the gradients that its author wrote down."""
+
+    class Autoencoder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            hidden = encode(x, weight)
+            ctx.save_for_backward(x, hidden, weight)
+            return hidden @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, hidden, weight = ctx.saved_tensors
+            inner = grad @ weight.t()
+            return inner @ weight, hidden.t() @ grad + inner.t() @ x
+
+    return Autoencoder
+
+
+@pytest.mark.parametrize("function", [Both, *map(autoencoder, ENCODERS.values())], ids=["Both", *ENCODERS])
+def test_a_product_that_may_be_either_is_refused(x, function):
     class Own(Block):
         def forward(self, x):
-            return Both.apply(x, self.right)
+            return function.apply(x, self.right)
 
-    model = Own("", None)
-    apply_(model, named(right=INT8))
-    y = model(x)
-    with pytest.raises(PlanError, match=r"right, which the model uses both .* use_reentrant=False"):
-        y.sum().backward()
+    for variant in (INT8, BFLOAT16):
+        model = Own("", None)
+        apply_(model, named(right=variant))
+        y = model(x)
+        with pytest.raises(PlanError, match=r"right, which the model reads in two ways: .* use_reentrant=False"):
+            y.sum().backward()
+
+
+def test_a_weight_that_a_checkpoint_reads_in_two_ways_is_no_formula(x):
+    class Own(Block):
+        def forward(self, x):
+            function = lambda t: torch.relu(t @ self.right.t()) @ self.right  # noqa: E731
+            return function(x) if self.kind is None else self.kind(function, x, [self.right])
+
+    def gradients(kind):
+        model = Own("", kind)
+        apply_(model, named(right=INT8), seed=5)
+        return gradients_of(model, model(x).square().sum())
+
+    assert equal(gradients(diffusion), gradients(None))
 
 
 def test_a_reversible_block_computes_its_input_again_without_gradients(x):

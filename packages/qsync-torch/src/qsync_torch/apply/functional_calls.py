@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from qsync_core.geometry import Pair
 
 LINEAR, PRODUCT, CONV2D = "linear", "product", "conv2d"
 """Ways in which a model calls operators: ``F.linear``, the weight as the right factor of a product, ``F.conv2d``."""
+OTHERWISE = "otherwise"
+"""How it reads a weight where that is no operator: transposed, in ``einsum``."""
 
 
 class OperatorCall(Protocol):
@@ -125,11 +127,20 @@ class WeightCalls:
             return None
         if len(ways) > 1 and (self._had_gradients or not torch.is_grad_enabled()):
             raise PlanError(
-                f"the backward of an autograd function multiplies with {self._fqn_of_call(call)}, which the model uses both as the "
-                "weight of a linear and as a right factor: whether this repeats the forward pass cannot be told; checkpoint with "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                f"the backward of an autograd function multiplies with {self._fqn_of_call(call)}, which the model reads in two "
+                "ways: as the weight of a linear, as a right factor, transposed, or in another product; whether this repeats the "
+                "forward pass or is a formula cannot be told: checkpoint with torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=False), or leave the formula to autograd"
             )
         return call
+
+    def read_otherwise(self, arguments: Iterable[Any]) -> None:
+        """An autograd function of the user's reads these in its forward; its backward may multiply with weights among them."""
+        for argument in arguments:
+            if isinstance(argument, (list, tuple)):
+                self.read_otherwise(argument)
+            elif isinstance(argument, nn.Parameter) and not self._repeats and (call := self.of(argument)) is not None:
+                self._ways[id(call)].add(OTHERWISE)
 
     def _of_past(self, weight: torch.Tensor) -> OperatorCall | None:
         """By a weight that a forward pass had and checkpointing uses again: replaced since, or detached."""

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
 from qsync_torch.apply.functional_calls import CONV2D, LINEAR, PRODUCT, OperatorCall, WeightCalls
+from qsync_torch.apply.recomputation import OPEN
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
@@ -68,6 +69,15 @@ WRITES: frozenset[Function] = frozenset(
     _named(torch.Tensor, "__setitem__", "index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_")
 )
 """Writes into an existing tensor: what is written takes the format of what is written to."""
+
+READS: frozenset[Function] = frozenset(
+    [
+        *_named(torch, "t", "transpose", "permute", "swapaxes", "einsum", "tensordot", "inner", "bmm"),
+        *_named(torch.Tensor, "t", "transpose", "permute", "swapaxes", "inner", "bmm"),
+        *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+    ]
+)
+"""Ways to multiply with a weight that are no linear of a plan, or to prepare that."""
 
 IN_PLACE: dict[Function, Function] = {
     torch.Tensor.add_: torch.add,
@@ -153,6 +163,7 @@ class Interception(TorchFunctionMode):
             F.multi_head_attention_forward: self._open,
             **dict.fromkeys(CASTS, self._cast_by_model),
             **dict.fromkeys(UNSEEN_WRITES, self._written_unseen),
+            **dict.fromkeys(READS, self._read),
         }
         if promote:
             self._handlers = {
@@ -162,6 +173,7 @@ class Interception(TorchFunctionMode):
                 **dict.fromkeys(NORMS, call_norm),
                 **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS), call_in_float32),
                 **self._handlers,
+                **dict.fromkeys(READS & PROMOTED, self._read_promoted),
             }
 
     def __torch_function__(
@@ -226,6 +238,16 @@ class Interception(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             self._cache.leave_out(args[0])
         return func(*args, **kwargs)
+
+    def _read(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_compiling() and OPEN:
+            self._calls.read_otherwise((*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+    def _read_promoted(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_compiling() and OPEN:
+            self._calls.read_otherwise((*args, *kwargs.values()))
+        return self._promoted(func, args, kwargs)
 
     def _cast_by_model(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``weight.to(x.dtype)``, as in Whisper: under a plan the activation's format is another than in the trace."""
