@@ -81,6 +81,14 @@ class Distances(Smooth):
         return torch.cdist(super().forward(x), torch.eye(3), p=1.5)
 
 
+class EqualVectors(Smooth):
+    """The distance of a vector to one that is equal: its gradient is 0 there, and its second derivative no number."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + (y - y.detach()).norm(dim=1, keepdim=True).square()
+
+
 def _batch(step, size):
     generator = torch.Generator().manual_seed(step)
     return Batch((torch.randn(size, 2, 4, 4, generator=generator),), target=torch.arange(size) % 3)
@@ -275,7 +283,11 @@ def test_nothing_stays_alive(model, parts, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Once, r"once_differentiable"), (Distances, r"derivative for .*_cdist_backward.* is not implemented")],
+    [
+        (Once, r"once_differentiable"),
+        (Distances, r"derivative for .*_cdist_backward.* is not implemented"),
+        (EqualVectors, r"second derivatives of net are not finite at update 0, as where it has the distance of two equal vectors"),
+    ],
 )
 def test_without_a_second_derivative(model, reason):
     with pytest.raises(CollectorUnavailable, match=reason):
