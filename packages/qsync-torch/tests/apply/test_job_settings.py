@@ -76,7 +76,9 @@ def test_an_active_autocast_is_compared_and_one_that_is_entered_later_is_not():
     apply_(ConvNet(), under_autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         apply_(ConvNet(), under_autocast)
-        with pytest.raises(PlanError, match=r"^autocast .* was off when .* and is bfloat16 in this job"):
+        with pytest.raises(
+            PlanError, match=r"^autocast .* was off .* and is bfloat16 in this job; .*write Job\(..., amp='bfloat16'\) and prof"
+        ):
             apply_(ConvNet(), without)
 
 

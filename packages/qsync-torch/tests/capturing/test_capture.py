@@ -416,10 +416,28 @@ def test_what_makes_no_job_is_refused(arguments, said):
 )
 def test_a_loss_that_takes_something_else_of_a_dictionary_is_refused_where_it_runs(loss_fn, said):
     job = captured([LABELLED], OwnLoss(), loss_fn=loss_fn)
-    said = rf"^the loss_fn of OwnLoss, called with SimpleNamespace and Tensor, {said}.*; of a dictionary, loss_fn\(output, batch\) "
+    said = rf"{said}.*; of a dictionary, loss_fn\(output, batch\) "
+    said = rf"^the loss_fn of OwnLoss, called with a SimpleNamespace and a tensor of shape [^;]*, {said}"
     for run in (lambda: job.compute_loss(job.batch(0, 4)), lambda: trace(job)):
         with pytest.raises(JobError, match=said):
             run()
+
+
+def test_a_loss_of_two_outputs_of_one_model_is_refused_with_the_way_to_write_it():
+    """As in a siamese net's loop: ``contrastive(model(a), model(b), same)``."""
+
+    def contrastive(z, other, same):
+        return ((z - other).norm(dim=1) * same).sum()
+
+    job = captured([(X, X, Y)], net(), loss_fn=contrastive)
+    said = (
+        r"^the loss_fn of Sequential, called with a tensor of shape \(\d+, \d+\) and .*, failed in line \d+ of test_capture\.py "
+        r"\(RuntimeError: .*; of a tuple, the loss gets .* makes these calls in one module's forward, which is called once"
+    )
+    with pytest.raises(JobError, match=said):
+        trace(job)
+    with pytest.raises(JobError, match=r"does not take the other 2 \(too many positional arguments\); .* in one module's forward"):
+        captured([(X, X, Y)], net(), loss_fn=lambda z, same: z.sum())
 
 
 def test_what_model_and_loss_both_get_is_there_once():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync_core.errors import JobError
-from qsync_torch.capturing.script import job_of_script
+from qsync_torch.capturing.script import job_of_script, unsaid_autocast
 from qsync_torch.tracing.trace import trace
 
 from .scripts import PLAIN, write
@@ -145,3 +145,18 @@ def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
     text = PLAIN.replace("qsync.hybrid(model,", "qsync.hybrid(torch.compile(model),").replace("except Exception", "except KeyError")
     with pytest.raises(JobError, match=r"call qsync\.hybrid before the model is wrapped in OptimizedModule"):
         job_of_script(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("loop", "amp", "said"),
+    [
+        ("with torch.autocast('cpu'): pass", "", True),
+        ("with torch.autocast('cpu'): pass", ", amp='bfloat16'", False),
+        ("pass", "", False),
+    ],
+)
+def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop, amp, said):
+    text = PLAIN.replace('print("beyond the line")', loop).replace(", loader)\n", f", loader{amp})\n")
+    path = write(tmp_path, text)
+    note = unsaid_autocast(path, job_of_script(path))
+    assert ("write qsync.hybrid(..., amp='bfloat16')" in note) == said

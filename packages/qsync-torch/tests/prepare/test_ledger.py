@@ -60,6 +60,8 @@ def test_the_ledger_is_readable_by_people(tmp_path):
         ({"torch": "2.11", "cuda": "12"}, {"torch": "2.13", "cuda": "13"}, "its torch was 2.11 and is 2.13 now"),
         ({}, {"cuda": "13"}, "its cuda was nothing and is 13 now"),
         ({"graph": "ab12cd34" * 8}, {"graph": "99" * 32}, "its graph was ab12cd34 and is 99999999 now"),
+        ({"ladder": "float32;x=row"}, {"ladder": "int8;x=row float32;x=row"}, "its ladder was float32 and is int8 float32 now"),
+        ({"ladder": "int8;w=channel"}, {"ladder": "int8;w=tensor"}, "its ladder was int8;w=channel and is int8;w=tensor now"),
         ({"rungs": "x" * 99}, {}, f"its rungs was {'x' * 60}… and is nothing now"),
     ],
 )

@@ -105,7 +105,10 @@ def _refusal(refused: list[Difference], group: str, caller: Caller) -> str:
         return ""
     names = [difference.name for difference in refused]
     others = f" (also different: {', '.join(names[1:])})" if names[1:] else ""
+    again = caller.profile_again
+    if refused[0].name == "autocast" and refused[0].job != "off":
+        again = f"write {caller.with_amp(refused[0].job)} and {again}"
     return (
-        f"{refused[0].sentence(group, caller.profile_again)}{others}; {caller.with_option(f'allow_flags={names!r}')} runs the job "
+        f"{refused[0].sentence(group, again)}{others}; {caller.with_option(f'allow_flags={names!r}')} runs the job "
         "all the same, with other numbers and times than were predicted"
     )

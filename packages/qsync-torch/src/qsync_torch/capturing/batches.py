@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError
-from qsync_torch.capturing.losses import Loss, Signature, batch_of_mapping, needed_of
+from qsync_torch.capturing.losses import SEVERAL_CALLS, Loss, Signature, batch_of_mapping, needed_of
 from qsync_torch.capturing.random_state import as_without
 from qsync_torch.job import Batch
 
@@ -94,6 +94,13 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
                 f"leaves none for the model; {_OTHERWISE}"
             )
         inputs, targets = parts[: len(parts) - wanted], parts[len(parts) - wanted :]
+        try:
+            inspect.signature(model.forward).bind(*inputs)
+        except TypeError as error:
+            raise JobError(
+                f"the loader of {name} yields {len(parts)} parts; the loss takes the last {wanted} beside the output, and the "
+                f"model's forward does not take the other {len(inputs)} ({error}); {_OTHERWISE}; {SEVERAL_CALLS}"
+            ) from None
         return Batch(inputs, target=None if not targets else targets[0] if wanted == 1 else targets)
     raise JobError(
         f"the loader of {name} yields a {type(given).__name__}, which says neither what the model is called with nor what the loss "

@@ -141,6 +141,16 @@ CONVENTIONS = (
 )
 
 
+SEVERAL_CALLS = (
+    "a loop that calls the model several times a step makes these calls in one module's forward, which is called once "
+    "(docs/your-script.md#several-calls-in-a-step)"
+)
+_OF_PARTS = (
+    "of a tuple, the loss gets the model's output and as many of the last parts as it has further parameters, and the model the "
+    f"others; {SEVERAL_CALLS}"
+)
+
+
 def loss_of(name: str, loss_fn: Loss | None) -> Callable[[Any, Batch], torch.Tensor]:
     """A job's loss, from a script's."""
     if loss_fn is None:
@@ -155,25 +165,32 @@ def loss_of(name: str, loss_fn: Loss | None) -> Callable[[Any, Batch], torch.Ten
         output, target = signature.logits_of(output), batch.target
         targets = target if isinstance(target, tuple) else () if target is None else (target,)
         by_key = isinstance(target, dict) and signature.takes_keys
+        otherwise = CONVENTIONS if batch.kwargs else _OF_PARTS
         try:
             found = function(output, **target) if by_key else function(output, *targets)
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
-            raise JobError(_not_for_this(name, error, output, *targets)) from error
+        except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # out of memory, values that an export has not
+                raise
+            raise JobError(_not_for_this(name, error, otherwise, output, *targets)) from error
         if found is None:  # as the loss of a model that was not given the labels
-            raise JobError(_not_for_this(name, None, output, *targets))
+            raise JobError(_not_for_this(name, None, otherwise, output, *targets))
         return found
 
     return loss
 
 
-def _not_for_this(name: str, error: Exception | None, *given: Any) -> str:
-    kinds = " and ".join("Tensor" if isinstance(value, torch.Tensor) else type(value).__name__ for value in given)
+def _not_for_this(name: str, error: Exception | None, otherwise: str, *given: Any) -> str:
+    kinds = " and ".join(map(_kind, given))
     if error is None:
-        return f"the loss_fn of {name}, called with {kinds}, returned None; {CONVENTIONS}"
+        return f"the loss_fn of {name}, called with {kinds}, returned None; {otherwise}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call itself
     place = f" in line {frames[0].lineno} of {Path(frames[0].filename).name}" if frames else ""
     text = str(error).strip().partition("\n")[0]
-    return f"the loss_fn of {name}, called with {kinds}, failed{place} ({type(error).__name__}: {text}); {CONVENTIONS}"
+    return f"the loss_fn of {name}, called with {kinds}, failed{place} ({type(error).__name__}: {text}); {otherwise}"
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _own_loss(name: str, output: Any) -> torch.Tensor:

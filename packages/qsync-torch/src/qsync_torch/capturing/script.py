@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -23,6 +24,7 @@ from qsync_torch.job import Job
 
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
+_AUTOCAST = re.compile(r"\bautocast\(")
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
 
@@ -112,6 +114,16 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
     return handover.job
+
+
+def unsaid_autocast(path: str | Path, job: Job) -> str:
+    """A sentence on a script that calls autocast, and says nothing of it in its line; empty for others."""
+    if job.amp is not None or not _AUTOCAST.search(Path(path).read_text(encoding="utf-8", errors="replace")):
+        return ""
+    return (
+        f"{path} calls autocast, and its line was not reached under it: where the loop trains under autocast, write "
+        "qsync.hybrid(..., amp='bfloat16'), or its training is refused under this plan, which is for float32"
+    )
 
 
 def _run(path: Path, handover: _Handover) -> None:

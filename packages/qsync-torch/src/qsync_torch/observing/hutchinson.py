@@ -78,8 +78,8 @@ class HutchinsonCollector:
         """All terms of one step.
 
         Raises:
-            CollectorUnavailable: where some function of the model has no second derivative, or none that is finite, or one sample is
-                too much for the device's memory.
+            CollectorUnavailable: where some function of the model has no second derivative, or none that is finite, or one sample
+                is too much for the device's memory.
         """
         while True:
             try:
@@ -88,8 +88,8 @@ class HutchinsonCollector:
                 # The gradient is finite, or the pass had refused it.
                 if stray := next((op_id for (op_id, *_), value in found.items() if not math.isfinite(value)), None):
                     raise CollectorUnavailable(
-                        f"at operator {stray}, second derivatives of {step.job.name} are not finite at update {step.update}, as where "
-                        "it has the distance of two equal vectors"
+                        f"at operator {stray}, second derivatives of {step.job.name} are not finite at update {step.update}, as "
+                        "where it has the distance of two equal vectors"
                     )
                 return found
             except torch.OutOfMemoryError as error:

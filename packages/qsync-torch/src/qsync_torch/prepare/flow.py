@@ -183,6 +183,11 @@ class _Flow:
             job = load()
             facts["optimizer"] = describe_optimizer(job)
             facts["kind of device"] = request.device.type
+        if folder.rank == 0 and is_script(request.job):
+            from qsync_torch.capturing.script import unsaid_autocast
+
+            if note := unsaid_autocast(request.job, job):
+                self.board.note(note, of_job=True)
         self._on_disk = merge_disks(folder, fresh=request.fresh)
         dag = self._trace(job)
         me = Participant.here(folder.rank, request.device, request.share, job_software(job.model, request.device))

@@ -23,6 +23,9 @@ _LONGEST_VALUE = 60
 _DIGEST, _OF_DIGEST = re.compile("[0-9a-f]{32,}"), 8
 """A digest, and how many of its characters tell two apart for a person."""
 
+_FIELDS_OF_VARIANT = re.compile(r";\S+")
+"""What a variant's text has beside its format."""
+
 
 @attrs.frozen
 class Part:
@@ -86,7 +89,10 @@ def difference(was: Mapping[str, str], now: Mapping[str, str]) -> str:
     """The first input in which a part differs from what is there now, as ``its torch was 2.11 and is 2.13 now``; empty for none."""
     for name in dict.fromkeys(itertools.chain(now, was)):
         if was.get(name) != now.get(name):
-            return f"its {name} was {_short(was.get(name))} and is {_short(now.get(name))} now"
+            texts = [values.get(name) or "nothing" for values in (was, now)]
+            named = [_FIELDS_OF_VARIANT.sub("", text) for text in texts]
+            before, after = map(_short, named if named[0] != named[1] else texts)
+            return f"its {name} was {before} and is {after} now"
     return ""
 
 
@@ -97,8 +103,7 @@ def _holds(path: Path, sha256: str) -> bool:
         return False
 
 
-def _short(value: str | None) -> str:
-    text = value or "nothing"
+def _short(text: str) -> str:
     if _DIGEST.fullmatch(text):
         return text[:_OF_DIGEST]
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
