@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import subprocess
 import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
@@ -17,7 +17,9 @@ from qsync_core.ir.chain import Activation, ChainForm  # noqa: E402
 from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
-from qsync_kernels_cutlass.architectures import SM_75  # noqa: E402
+from qsync_core.kernels.support import FUSED_ACTIVATIONS  # noqa: E402
+from qsync_core.progress import silent  # noqa: E402
+from qsync_kernels_cutlass.architectures import SM_75, architecture_of  # noqa: E402
 from qsync_kernels_cutlass.backend import CutlassBackend  # noqa: E402
 from qsync_kernels_cutlass.compiling import compile, toolchain  # noqa: E402
 from qsync_kernels_cutlass.kernels import producers  # noqa: E402
@@ -28,6 +30,7 @@ from qsync_torch.conformance.producers import BATCH_NORM, EPS, FORMS, Producer, 
 from qsync_torch.conformance.subject import Subject  # noqa: E402
 from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
 from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
+from qsync_torch.devices import compute_capability  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -35,34 +38,49 @@ FORMATS = [Precision.FLOAT16, Precision.BFLOAT16, Precision.FLOAT32]
 ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR
 
 
+KEPT = attrs.evolve(Variant.of(Precision.INT8), saved=Precision.FLOAT16)
+REQUESTS = [
+    KernelRequest(op, KEPT, (), device_kind="cuda", compute_capability="7.5", chain=ChainForm(activation))
+    for op in Op.PRODUCERS
+    for activation in FUSED_ACTIVATIONS[op]
+]
+"""One for each library."""
+
+
 class PtxBackend(CutlassBackend):
     """The code that a T4 would run, which the driver translates for the chip at hand."""
 
     def __init__(self, folder):
         self._folder = folder
-        self._compiled = functools.cache(self._as_ptx)
+        sources = {producers.producer_source(request, SM_75) for request in REQUESTS}
+        with ThreadPoolExecutor(compile.default_jobs()) as pool:
+            paths = dict(zip(sources, pool.map(self._as_ptx, sources), strict=True))
+        with unittest.mock.patch.object(compile, "compile_files", lambda wanted: [paths[wanted[0]]]):
+            self._loaded = {source: compile.compiled(source) for source in sources}
 
     def build(self, request, config):
-        with unittest.mock.patch.object(producers, "compiled", self._compiled):
+        with unittest.mock.patch.object(producers, "compiled", self._loaded.__getitem__):
             return producers.Producer(request, SM_75)
 
     def _as_ptx(self, source):
         text, output = self._folder / f"{source.name}.cu", self._folder / f"{source.name}.so"
         text.write_text(source.text)
-        line = [
-            part.replace("code=sm_75", "code=compute_75") for part in compile.command(source, *toolchain.required(), text, output)
-        ]
+        line = compile.command(source, *toolchain.required(), text, output)
+        line = [part.replace("code=sm_75", "code=compute_75") for part in line]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        with unittest.mock.patch.object(compile, "compile_files", return_value=[output]):
-            return compile.compiled(source)
+        return output
 
 
 @pytest.fixture(scope="module", params=["the chip's code", "the PTX of sm_75"])
 def subject(request, tmp_path_factory):
     device = torch.device("cuda", torch.cuda.current_device())
     if request.param == "the chip's code":
-        return Subject(CutlassBackend(), device, 1)
+        backend = CutlassBackend()
+        arch = architecture_of(compute_capability(device))
+        if arch is not None and toolchain.uncompilable_reason(arch.name) is None:
+            backend.compile_ahead(REQUESTS, arch.name, silent)  # all at once
+        return Subject(backend, device, 1)
     if reason := toolchain.uncompilable_reason("sm_75"):
         pytest.skip(reason)
     return Subject(PtxBackend(tmp_path_factory.mktemp("ptx")), device, 1)
