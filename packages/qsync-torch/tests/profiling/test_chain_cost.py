@@ -1,12 +1,10 @@
 """Fused chains in a profile: which ways to run are measured, what is kept, and that plans can be made of it."""
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 
 from qsync_core.artifacts import files as artifact
-from qsync_core.errors import BackendError
 from qsync_core.ir.chain import ChainVariant, Producer, chains_of
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import Profile
@@ -142,21 +140,3 @@ def test_a_killed_run_continues_with_the_chains_that_are_left(job, dag, tmp_path
     profile(job, dag, ladder=LADDER, with_chains=True, resume=tmp_path / "x.partial", **EFFORTS)
     ways = [item for item in distinct_chains(dag, LADDER) if KernelChooser(CPU).for_chain(item.requests(CPU)) is not None]
     assert len(measured) == len(ways) + 1
-
-
-def test_whose_kernels(dag, monkeypatch):
-    """The first of the named backends that has both directions; without one the chain is left out, and nothing asks for tuning."""
-    item = distinct_chains(dag, LADDER)[0]
-    chooser = KernelChooser(CPU, "auto")
-    chosen = chooser.for_chain(item.requests(CPU))
-    assert chosen is not None
-    assert set(chosen.backends) <= {"aten", "triton"}
-    assert not chooser.untuned
-
-    def refuse(*_):
-        raise BackendError("none does")
-
-    monkeypatch.setattr(KernelChooser, "answer", refuse)
-    assert chooser.for_chain(item.requests(CPU)) is None
-    beyond = attrs.evolve(item, run=attrs.evolve(item.run, form=attrs.evolve(item.run.form, activation="silu")))
-    assert KernelChooser(CPU).for_chain(beyond.requests(CPU)) is None

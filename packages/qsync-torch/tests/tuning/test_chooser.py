@@ -1,13 +1,15 @@
 """Which kernels an operator gets: named ones in their order, tuned ones by latency, PyTorch's own for float formats."""
 
+import attrs
 import pytest
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.chain import Activation, ChainForm
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import Op
+from qsync_core.kernels.backend import KernelRequest, Op
 from qsync_core.kernels.choice import KernelChoice, OpChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
@@ -75,6 +77,34 @@ def test_a_chain_keeps_its_order_and_takes_tuned_configurations(install):
     assert ops["linear.output"] == OpChoice("one", "b")
     assert ops["linear.grad_input"] == OpChoice("one", "a")
     assert ops["quantize"] == OpChoice("two", "a")
+
+
+def producers(activation=Activation.GELU):
+    """The requests of a chain whose copy is int8, as an int8 operator reads it."""
+    variant = attrs.evolve(INT8, saved=Precision.FLOAT32, grad_input=Precision.FLOAT32)
+    form = ChainForm(activation)
+    return [KernelRequest(op, variant, ((4, 16),), chain=form) for op in (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)]
+
+
+def test_a_fused_chain_takes_the_backend_that_quantizes_fastest(install, tmp_path):
+    """Of those with both of its kernels; PyTorch's are a reference.  Its own records go before that."""
+    install(NamedBackend("one"), NamedBackend("two"))
+    store = tuned({("two", "quantize"): ("b", 4), ("aten", "quantize"): ("", 5)})
+    chosen = KernelChooser(CPU, "auto", store).for_chain(producers())
+    assert dict(chosen.pins) == {op: OpChoice("two", "a") for op in (Op.ACTIVATION_OUTPUT, Op.ACTIVATION_GRAD_INPUT)}
+    store.add(TuningRecord(store.key("one", producers()[1]), "b", 7))
+    assert dict(KernelChooser(CPU, "auto", store).for_chain(producers()).pins)[Op.ACTIVATION_GRAD_INPUT] == OpChoice("one", "b")
+    untuned = KernelChooser(CPU, "auto", open_store(CPU, tmp_path / "none.jsonl"))
+    assert untuned.for_chain(producers()) == KernelChoice.parse()
+    assert {request.op for request in untuned.untuned} == {Op.QUANTIZE}
+
+
+def test_a_fused_chain_that_no_named_backend_has_is_left_out(install):
+    install(NamedBackend("one", refuses={"grad_input": "forward only"}), NamedBackend("two"))
+    assert KernelChooser(CPU, "one+two").for_chain(producers()).backend == "one+two"
+    assert KernelChooser(CPU, "one").for_chain(producers()) is None
+    assert KernelChooser(CPU).for_chain(producers()) == KernelChoice.parse()
+    assert KernelChooser(CPU).for_chain(producers(Activation.NONE)) is None
 
 
 def test_float_formats_run_pytorchs_own_kernels(install):

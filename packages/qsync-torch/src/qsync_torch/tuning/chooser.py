@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from qsync_core.errors import BackendError
+from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
@@ -94,19 +95,34 @@ class KernelChooser:
         return _chosen({Op.QUANTIZE: OpChoice(answer.backend, answer.config)})
 
     def for_chain(self, requests: Sequence[KernelRequest]) -> KernelChoice | None:
-        """Whose kernels run a fused chain, given its requests; None where no backend that may be asked has one of them."""
+        """Whose kernels run a fused chain, given its requests; None where no backend that may be asked has one of them.
+
+        ``auto``, for which nothing was tuned, takes the backend that is the fastest to quantize the result by itself, as
+        compiled graphs do, before PyTorch's own, which are a reference.
+        """
+        if self._is_trivial:
+            return None if any(reasons_against(request, KernelChoice()) for request in requests) else KernelChoice()
         ops: dict[str, OpChoice] = {}
         for request in requests:
-            if self._is_trivial:
-                if reasons_against(request, KernelChoice()):
-                    return None
-                continue
             try:
                 answer = self.answer(request)
             except BackendError:
                 return None
+            if answer.latency_ns is None and self.chain == AUTO:
+                (known,) = installed().answers(request, [self._quantizer(request)], store=self._store)
+                answer = answer if known.reasons else known
             ops[request.op] = OpChoice(answer.backend, answer.config)
         return _chosen(ops) if ops else KernelChoice()
+
+    def _quantizer(self, producer: KernelRequest) -> str:
+        """The backend that quantizes what a producer writes, in int8 where it writes no copy."""
+        asked = producer.variant
+        variant = quantization_variant(Precision.INT8, asked.x_granularity, Rounding.STOCHASTIC)
+        if asked.compute.needs_scale:
+            variant = quantization_variant(asked.compute, asked.x_granularity, asked.rounding, asked.symmetric)
+        kind, capability = device_facts(self.device)
+        request = KernelRequest(Op.QUANTIZE, variant, producer.shapes, device_kind=kind, compute_capability=capability)
+        return self.answer(request).backend
 
     def versions(self, chosen: Iterable[KernelChoice]) -> dict[str, str]:
         """Versions of the backends that were chosen, other than PyTorch's own kernels, as a profile records them."""
