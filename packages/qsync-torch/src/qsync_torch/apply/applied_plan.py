@@ -52,7 +52,9 @@ class AppliedPlan(PlannedForwards):
 
     @property
     def step(self) -> int:
-        """How many forwards the model has run under the plan, replays of captured ones included; it picks the random numbers.
+        """How many forwards the model has run under the plan; it picks the random numbers.
+
+        Replays of captured forwards count; repetitions of one without gradients (docs/training.md#gradient-checkpointing) do not.
 
         Set it when training resumes from a checkpoint.  Reading it waits for a GPU where forwards are compiled or replayed.
         """

@@ -72,6 +72,9 @@ class Installation(abc.ABC):
         """Whether operators are replaced in the entry that begins now, of the model or of a part of it."""
         return True
 
+    def begins_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
+        """An entry begins in which nothing is replaced."""
+
     def finish(self, output: Any, whole: bool) -> Any:
         """What an entry returns, from what the replaced operators made."""
         return output
@@ -257,6 +260,7 @@ class Installation(abc.ABC):
                     return plain(module, *args, **kwargs)
                 return self.finish(replaced(module, *args, **kwargs), whole)
         if not self.is_on(module):
+            self.begins_plain(module, args, kwargs)
             with self._suspension():
                 record(self, module)
                 return plain(module, *args, **kwargs)

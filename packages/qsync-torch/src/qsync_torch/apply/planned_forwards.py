@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -28,8 +28,9 @@ from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
-from qsync_torch.apply.recomputation import is_recording, wrap_checkpointing
+from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, wrap_checkpointing
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
+from qsync_torch.apply.two_passes import FirstPasses
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import number_settings
@@ -135,6 +136,8 @@ class PlannedForwards(Installation):
         self._lag_watch: LagWatch | None = None
         self._as_planned = True
         self._forwards = 0
+        self._first_passes = FirstPasses()
+        self._repeats: Position | None = None
         self._first_pass: PlannedPass | None = None
         if planned.plan is not None and planned.group is not None:
             any_size = SIZE_FLAG in planned.allow_flags
@@ -257,7 +260,8 @@ class PlannedForwards(Installation):
                 torch.ops.qsync.share_buffers(buffers_of(self.model), self._training)
             else:
                 before_forward(buffers_of(self.model), self._training)
-        self._steps.advance()
+        if torch.compiler.is_compiling() or self._repeats is None:
+            self._steps.advance()
         if not whole:
             if not torch.compiler.is_compiling():
                 self._has_run_part = True
@@ -275,8 +279,34 @@ class PlannedForwards(Installation):
             return super()._run(whole, replaced, module, args, kwargs)
         self._forwards += 1
         now_and_then = self._forwards & (self._forwards - 1) == 0
-        with copies_refused() if now_and_then else nullcontext():
-            return super()._run(whole, replaced, module, args, kwargs)
+        self._repeats = self._first_pass_of(module, args, kwargs)
+        with (
+            copies_refused() if now_and_then else nullcontext(),
+            nullcontext() if self._repeats is None else self._steps.at(self._repeats),
+        ):
+            output = super()._run(whole, replaced, module, args, kwargs)
+        if self.model.training and not torch.is_grad_enabled() and not runs_detached():
+            self._first_passes.remember(module, args, kwargs, self._steps.position)
+        return output
+
+    def _first_pass_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position | None:
+        """The place of the forward without gradients that this one with them repeats."""
+        if not torch.is_grad_enabled() or (position := self._first_passes.take(module, args, kwargs)) is None:
+            return None
+        if position == PLAIN:
+            _say_once(
+                f"a {type(module).__name__} in eval mode has run without gradients in full precision, and runs with them as "
+                "planned on the same batch: where training has two passes (GradCache), put it into training mode in both, or it "
+                "gets the gradients of other representations"
+            )
+            return None
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # its replays must differ
+        return None if is_captured else cast(Position, position)
+
+    def begins_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A part in eval mode runs in full precision where gradients are off, and as planned where they are not."""
+        if self.model.training and not torch.is_grad_enabled():
+            self._first_passes.remember(module, args, kwargs, PLAIN)
 
     def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Hold the first batch of training against the planned one; what one rank has no memory for, all refuse.

@@ -169,6 +169,11 @@ def record(installation: Replayable, module: object) -> None:
         function.passage().begun.append(entry)
 
 
+def runs_detached() -> bool:
+    """Whether a function runs without gradients what it attaches to the graph itself: a reentrant checkpoint, or the user's."""
+    return bool(SCOPES) or (bool(OPEN) and bool(_open_functions()))
+
+
 def is_recording() -> bool:
     """Whether a checkpointed function runs for the first time."""
     return bool(_RECORDERS) or (bool(OPEN) and bool(_open_functions()))
