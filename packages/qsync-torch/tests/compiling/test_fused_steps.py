@@ -288,6 +288,8 @@ def test_a_model_without_a_plan_is_refused():
         ("cutlass+triton+aten", "", ("cutlass", "triton", "aten")),
         ("cutlass", "quantize=triton/block=4096", ("triton", "cutlass")),
         ("auto", "quantize=triton/block=4096", ("triton",)),
+        ("cutlass+aten", "quantize=aten/", ("cutlass", "aten")),
+        ("auto", "quantize=aten/", ("auto",)),
         ("auto", "", ("auto",)),
     ],
 )

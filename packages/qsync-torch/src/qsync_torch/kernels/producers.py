@@ -16,7 +16,7 @@ from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import KernelRequest, Op
-from qsync_core.kernels.choice import AUTO_BACKEND, KernelChoice
+from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, KernelChoice
 from qsync_torch.aten.random_bits import as_kernels_take
 from qsync_torch.devices import device_facts
 from qsync_torch.dtypes import TORCH_DTYPE
@@ -132,11 +132,12 @@ producer_binding = functools.lru_cache(maxsize=4096)(ProducerBinding)
 def producer_choice(choice: KernelChoice) -> KernelChoice:
     """Whose kernels produce an operator's activation: the backend that would quantize it by itself, then the operator's.
 
-    What pins a producer by its name (``batch_norm.output``) goes before both.
+    PyTorch's kernels fuse nothing: where they would quantize, the operator's order stands.  What pins a producer by its name
+    (``batch_norm.output``) goes before both.
     """
     pins = tuple((role, chosen) for role, chosen in choice.pins if role in Op.PRODUCERS)
     quantizer = choice.of(Op.QUANTIZE)
-    if quantizer is None:
+    if quantizer is None or quantizer.backend == FLOAT_BACKEND:
         return KernelChoice(choice.chain, pins)
     rest = () if choice.chain == (AUTO_BACKEND,) else choice.chain
     return KernelChoice(tuple(dict.fromkeys((quantizer.backend, *rest))), pins)
