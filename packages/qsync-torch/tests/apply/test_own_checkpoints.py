@@ -6,11 +6,13 @@ The reference is the same model without checkpointing, with the same seed and st
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
@@ -572,7 +574,7 @@ def test_hooks_that_several_forwards_ran_under_do_not_tell_them_apart(x):
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: x, again):
         first = model(x)
         y = torch.sin(first + model(2 * x))
-    with pytest.raises(PlanError, match=r"several forwards have begun under these hooks.*use_reentrant=False"):
+    with pytest.raises(PlanError, match=r"hooks that several forwards ran under.*use_reentrant=False"):
         y.sum().backward()
 
 
@@ -635,3 +637,50 @@ def test_an_autograd_function_outside_of_forwards_costs_two_frames(x):
     first, second = frames(Own.apply), frames(Own.apply)
     assert first == second
     assert len(second) - len(frames(Theirs.apply)) == 1
+
+
+class Clipped(torch.autograd.Function):
+    """Computes nothing again; a compiler gives up on it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        ctx.save_for_backward(x)
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors[0].abs() < 1)
+
+
+def clipped(function, x, parameters):
+    return Clipped.apply(function(x))
+
+
+def gradients_compiled(x, how, kind, *, forward=False, backward=False):
+    torch._dynamo.reset()
+    model = Block(how, kind)
+    apply_(model, VARIANTS, seed=5)
+    y = (torch.compile(model, backend="eager") if forward else model)(x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")) if backward else nullcontext():
+        return gradients_of(model, y)
+
+
+@pytest.mark.parametrize("kind", [hooks, clipped])
+def test_compiled_autograd_runs_hooks_and_other_functions_as_they_are(x, kind):
+    assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
+
+
+@pytest.mark.parametrize("kind", [diffusion, separate, attached, reentrant])
+def test_compiled_autograd_is_refused_where_a_function_runs_operators_again(x, kind):
+    with pytest.raises(PlanError, match=r"compiled autograd compiles .* use_reentrant=False"):
+        gradients_compiled(x, "functions", kind, backward=True)
+
+
+def test_functional_calls_that_a_compiled_model_checkpoints_by_another_make_are_refused(x):
+    with pytest.raises(PlanError, match="by an autograd function of a compiled model"):
+        gradients_compiled(x, "functions", diffusion, forward=True)
+
+
+def test_another_function_of_a_compiled_model_is_as_it_was(x):
+    assert equal(gradients_compiled(x, "functions", clipped, forward=True), gradients_compiled(x, "functions", clipped))

@@ -111,7 +111,7 @@ class Installation(abc.ABC):
         """
         wrap_checkpointing()
         self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model, remedy)
-        self._around = interception = Interception(self.cache, self._calls, promote=promote)
+        self._around = interception = Interception(self.cache, self._calls, promote=promote, installation=self)
         for op_id, module in addressed.modules:
             self.replace_forward(module, functools.partial(self._operator, calls[op_id]))
         indifferent = {id(module): module for module in self.model.modules() if is_indifferent(module)}

@@ -148,11 +148,12 @@ class Interception(TorchFunctionMode):
         cache: where casts of promoted operands are shared.
         calls: what replaces functional calls.
         promote: whether formats can mix, so that functions that refuse mixed ones need their operands promoted.
+        installation: whose it is.
     """
 
-    def __init__(self, cache: CastCache, calls: WeightCalls, *, promote: bool) -> None:
+    def __init__(self, cache: CastCache, calls: WeightCalls, *, promote: bool, installation: object = None) -> None:
         super().__init__()
-        self.promotes = promote
+        self.promotes, self.installation = promote, installation
         self._cache = cache
         self._calls = calls
         self._handlers: dict[Function, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip as never_traced
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -120,6 +122,7 @@ class Passage:
     def __init__(self, inside: Sequence[Replayable], scope: Callable[[], Scope | None]) -> None:
         self.inside = [(installation, installation.present()) for installation in inside]
         self.begun: _Begun = []
+        self.unknown: list[tuple[Replayable, Any]] = []
         self.scope = scope
 
     @contextmanager
@@ -206,7 +209,7 @@ class Checkpointed:
 
     def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._has_run = function, not reentrant
+        self._function, self._has_run, self.has_run_operators = function, not reentrant, False
         scope = _scope(_open_functions())
         self._passage = Passage(ACTIVE, Scope if reentrant else lambda: scope)
 
@@ -223,12 +226,13 @@ class Checkpointed:
         """Run the function, for the first time or again."""
         if not self._has_run:
             self._has_run = True
-            SCOPES.append(Scope())
+            SCOPES.append(scope := Scope())
             try:
                 with self.recorded():
                     return self._function(*args, **kwargs)
             finally:
                 SCOPES.pop()
+                self.has_run_operators = bool(scope)
         with self._passage.again():
             return self._function(*args, **kwargs)
 
@@ -236,7 +240,8 @@ class Checkpointed:
 class _OpenFunction:
     """An autograd function of the user's whose forward may still run.
 
-    It keeps neither its node, nor a model, nor the frame of the call, which is known by the instruction that it is at.
+    It is in :data:`OPEN` from its making on.  It keeps neither its node, nor a model, nor the frame of the call, which is known by
+    the instruction that it is at.
     """
 
     __slots__ = ("active", "call", "node", "scopes")
@@ -245,6 +250,18 @@ class _OpenFunction:
         self.node: weakref.ref[Any] = weakref.ref(node)
         self.call = id(caller), caller.f_lasti
         self.active, self.scopes = len(ACTIVE), len(SCOPES)
+        # Every function of a script comes here, under a plan or not: no more frames than this one.
+        while OPEN and ((last := OPEN[-1].node()) is None or last._input_metadata):
+            OPEN.pop()
+        if OPEN:
+            _open_functions()
+        for installation in ACTIVE:
+            if installation.may_repeat_unseen:
+                self.passage().scope = functools.partial(_Attached, _scope(OPEN))
+                if installation.running:
+                    refuse_compiled_backward(node)
+                break
+        OPEN.append(self)
 
     def passage(self) -> Passage:
         """From now on its backward runs with what was in force where it began."""
@@ -260,6 +277,15 @@ class _OpenFunction:
 
 OPEN: list[_OpenFunction] = []
 """The innermost last, and after them some that have ended."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _open_in_compiled_code(node: Any, caller: FrameType) -> None:
+    """Where a compiler has given up on a function, the mode of a compiled forward may be all that tells of it."""
+    function = _OpenFunction(node, caller)
+    modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
+    if not ACTIVE and (installations := [mode.installation for mode in modes if hasattr(mode, "installation")]):
+        function.passage().unknown = [(installation, installation.present()) for installation in installations]
 
 
 def _open_functions() -> list[_OpenFunction]:
@@ -307,13 +333,15 @@ def operator_runs(cache: CastCache) -> CastCache:
     """
     if _REPLAYS and not (_REPLAYS[-1].is_known or ACTIVE[-1].running):
         raise PlanError(
-            "a hook of saved_tensors_hooks runs an operator of the plan again, and several forwards have begun under these hooks: "
-            "nothing tells which one it repeats; enter hooks for each forward, or checkpoint with "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            "a weight of the plan is multiplied with inside a backward pass, by an autograd function of a compiled model or under "
+            "hooks that several forwards ran under, and nothing tells which forward this repeats, whose random numbers it has to "
+            "take: checkpoint with torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and modules where the model is "
+            "compiled"
         )
     functions = _open_functions()
     for function in functions:
         function.passage().scope = Scope
+        refuse_compiled_backward(function.node())
     if not functions and not torch.is_grad_enabled():
         for installation in ACTIVE:
             installation.may_repeat_unseen = True
@@ -323,11 +351,25 @@ def operator_runs(cache: CastCache) -> CastCache:
 
 def runs_again(node: Any) -> bool:
     """Whether the node of an autograd function is one whose backward runs with what was in force around its forward."""
-    return "apply" in node.__dict__
+    passage: Passage | None = node.__dict__.get("qsync_passage")
+    return passage is not None and not passage.unknown
+
+
+def refuse_compiled_backward(node: Any) -> None:
+    """Compiled autograd traces the backward of a function past :func:`_backward`; it asks each node for this key first."""
+    node._compiled_autograd_key = _refuse_compiled_autograd
+
+
+def _refuse_compiled_autograd() -> Any:
+    raise PlanError(
+        "compiled autograd compiles a backward pass in which an autograd function runs operators of the plan again: with which "
+        "random numbers is lost there; checkpoint with torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave "
+        "compiled autograd out"
+    )
 
 
 def _backward(node: weakref.ref[Any], passage: Passage, method: Callable[..., Any], *grads: Any) -> Any:
-    with passage.again(by_gradient=True, in_order=False):
+    with passage.again(by_gradient=True, in_order=False, saved_in=passage.unknown, is_known=not passage.unknown):
         return method(node(), *grads)
 
 
@@ -348,7 +390,10 @@ def wrap_checkpointing() -> None:
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant(ctx, Checkpointed(run_function, reentrant=True), *args)
+        output = reentrant(ctx, checkpointed := Checkpointed(run_function, reentrant=True), *args)
+        if checkpointed.has_run_operators:
+            refuse_compiled_backward(ctx)
+        return output
 
     @functools.wraps(without_reentrant)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
@@ -367,21 +412,13 @@ def _wrap_functions() -> None:
     base: Any = BackwardCFunction
     made = base.__init__
 
+    @never_traced
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         if type(self)._forward_cls.__module__.partition(".")[0] in _LIBRARIES:
             return
-        # Every function of a script comes here, under a plan or not: as few frames as can be.
-        while OPEN and ((node := OPEN[-1].node()) is None or node._input_metadata):
-            OPEN.pop()
-        if OPEN:
-            _open_functions()
-        function = _OpenFunction(self, sys._getframe(1))
-        for installation in ACTIVE:
-            if installation.may_repeat_unseen:
-                function.passage().scope = functools.partial(_Attached, _scope(OPEN))
-                break
-        OPEN.append(function)
+        begin = _OpenFunction if get_eval_frame_callback() is None else _open_in_compiled_code
+        begin(self, sys._getframe(1))
 
     base.__init__ = init
 
@@ -432,6 +469,15 @@ def _repeatable(
                 is_known = is_known and all(installation is not other for other, _ in saved_in)
                 saved_in = [*saved_in, (installation, position)]
         with passage.again(in_order=False, saved_in=saved_in, is_known=is_known):
-            return unpack_hook(value)
+            return _never_compiled(unpack_hook)(value)
 
+    unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
     return pack, unpack
+
+
+def _never_compiled(unpack_hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Compiled autograd would compile what an ``unpack`` hook calls; what is compiled takes the random numbers of a new forward."""
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        disabled: Callable[[Any], Any] = torch.compiler.disable(unpack_hook)
+        return disabled
+    return unpack_hook
