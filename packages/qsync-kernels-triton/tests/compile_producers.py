@@ -10,7 +10,7 @@ from compile_kernels import compiled
 
 from qsync_kernels_triton.producers.activation import activate_rows, activation_gradient, round_activated
 from qsync_kernels_triton.producers.batch_norm import channel_coefficients, channel_statistics, normalize_positions
-from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, reduce_gradient
+from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, gradient_reach, reduce_gradient
 from qsync_kernels_triton.producers.layer_norm import normalize_rows, round_normalized
 from qsync_kernels_triton.producers.layer_norm_gradient import layer_norm_gradient
 from qsync_kernels_triton.producers.sums import finish_sums
@@ -47,9 +47,11 @@ def cases(capability):
     for name, eight_bit, opened in (("", False, 2), (" int8", True, 1)):
         types = {"x_ptr": "*i8"} if eight_bit else {}
         given = GIVEN | {"OPEN": opened, "EIGHT_BIT": eight_bit}
-        yield f"reduce_gradient{name}", reduce_gradient, SUMS | given, types
-        written = {"WRITE_INPUT": True, "WRITE_RESIDUAL": eight_bit}
+        yield f"reduce_gradient{name}", reduce_gradient, SUMS | given | {"REACH": eight_bit}, types
+        copied = {"WRITE_Q": eight_bit, "MULTIPLIER": eight_bit, "REACHES": 32, "ROUNDING": 1, "ALIGNED": True, "LIVE": eight_bit}
+        written = {"WRITE_INPUT": True, "WRITE_RESIDUAL": eight_bit} | copied
         yield f"apply_gradient{name}", apply_gradient, IMAGES | given | written, types
+    yield "gradient_reach", gradient_reach, {"ROWS": 128, "BLOCK": 16, "WEIGHT": True, "MULTIPLIER": True}, {}
     yield "finish_sums", finish_sums, {"ROWS": 128, "BLOCK": 16}, {}
     normalizing = ROWS | GIVEN | {"RESIDUAL": True, "WRITE_SUM": True, "WRITE_OUT": True, "SCALES": 1} | KEPT | ROUNDING
     yield "normalize_rows", normalize_rows, normalizing, {}

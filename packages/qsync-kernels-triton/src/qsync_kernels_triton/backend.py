@@ -137,7 +137,7 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
 
         if request.op == Op.BATCH_NORM_OUTPUT:
             return batch_norm_plans.build_batch_norm_output(activation, variant.rounding, config)
-        return batch_norm_plans.build_batch_norm_grad_input(activation, config)
+        return batch_norm_plans.build_batch_norm_grad_input(activation, variant.rounding, config)
     from qsync_kernels_triton.producers import row_plans
 
     if request.op == Op.LAYER_NORM_OUTPUT:

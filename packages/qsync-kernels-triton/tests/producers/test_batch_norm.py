@@ -234,7 +234,7 @@ def backward(case, grad, outputs, kept, scale, bits, config=SMALL, dtype=torch.f
     c = case.shape[1]
     found = [outputs.empty(case.shape, dtype, True), outputs.empty(case.shape, dtype, True) if case.residual is not None else None]
     found += [outputs.empty((c,)), outputs.empty((c,))]
-    kernel = build_batch_norm_grad_input(case.activation, config)
+    kernel = build_batch_norm_grad_input(case.activation, Rounding.STOCHASTIC, config)
     kernel(grad, kept, scale, case.mean_out, case.var_out, case.weight, case.bias, EPS, bits, *found)
     return found
 
@@ -267,6 +267,47 @@ def test_gradients_from_x_and_from_its_8_bit_copy(outputs, shape, activation, re
     check_gradients(case, grad, found, case.x_q.double() * vector(case.x_scale.double()), is_open)
 
 
+@pytest.mark.parametrize(("activation", "residual"), CHAINS)
+@pytest.mark.parametrize("shape", [(2, 20, 5, 3), (3, 64, 4, 5)])
+def test_the_copy_of_a_gradient(outputs, shape, activation, residual):
+    """The other gradients to the bit; the copy rounds ∂x times the multiplier, with a scale that nothing exceeds."""
+    case = Case(shape, activation, residual, mean=0.5).run(outputs)
+    grad, multiplier = image(*shape, seed=9), random(shape[1], seed=10).abs() + 0.1
+    h = torch.where(case.out > 0, grad.double(), 0.0) if activation is RELU else grad.double()
+    kernel = build_batch_norm_grad_input(activation, Rounding.STOCHASTIC, SMALL)
+    for kept, scale in ((case.x, None), (case.x_q, case.x_scale)):
+        alone = backward(case, grad, outputs, kept, scale, case.open)
+        xhat = case.xhat if scale is None else kept.double() * vector(scale.double())
+        means = h.mean((0, 2, 3)).abs(), (h * xhat).mean((0, 2, 3)).abs()
+        reach = h.abs().amax((0, 2, 3)) + means[0] + xhat.abs().amax((0, 2, 3)) * means[1]
+        reach = reach * (case.rstd * case.weight.double()).abs()
+        for times, offset in ((multiplier, OFFSET), (None, torch.tensor(OFFSET))):
+            found = [None if g is None else outputs.empty(g.shape, channels_last=g.ndim == 4) for g in alone]
+            q, q_scale = outputs.empty(shape, torch.int8, True), outputs.empty((1,))
+            given = (grad, kept, scale, case.mean_out, case.var_out, case.weight, case.bias, EPS, case.open)
+            kernel(*given, *found, times, q, q_scale, SEED, offset)
+            for one, other in zip(found, alone, strict=True):
+                assert one is other or torch.equal(one, other)
+            gradient = found[0] if times is None else found[0] * vector(times)
+            expected = (reach if times is None else reach * times.double()).max().item() / 127
+            assert q_scale.item() == pytest.approx(expected, rel=1e-5)
+            assert gradient.abs().max() <= 127 * q_scale
+            checking.assert_is_rounded(q, q_scale, gradient, SEED, OFFSET)
+
+
+def test_a_gradient_that_is_not_finite_makes_the_scale_of_its_copy_infinite(outputs):
+    case = Case((2, 12, 3, 3), RELU, True).run(outputs)
+    kernel = build_batch_norm_grad_input(RELU, Rounding.STOCHASTIC, SMALL)
+    for bad in (float("nan"), float("inf")):
+        grad = image(*case.shape, seed=9)
+        case.open.fill_(255)
+        grad[1, 3, 0, 2] = bad
+        q, q_scale = outputs.empty(case.shape, torch.int8, True), outputs.empty((1,))
+        kernel(grad, case.x, None, case.mean_out, case.var_out, case.weight, case.bias, EPS, case.open, None, None, None, None,
+               None, q, q_scale, SEED, OFFSET)  # fmt: skip
+        assert q_scale.isinf()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_in_16_bit_and_without_weights(outputs, dtype):
     case = Case((2, 12, 3, 3), RELU, False, dtype, affine=False).run(outputs, copies=False)
@@ -279,7 +320,7 @@ def test_single_gradients_are_what_they_are_beside_the_others(outputs):
     case = Case((2, 12, 3, 3), RELU, True).run(outputs)
     grad = image(*case.shape, seed=9)
     together = backward(case, grad, outputs, case.x, None, case.open)
-    kernel = build_batch_norm_grad_input(RELU, SMALL)
+    kernel = build_batch_norm_grad_input(RELU, Rounding.STOCHASTIC, SMALL)
     for place, expected in enumerate(together):
         alone = [outputs.empty(e.shape, channels_last=e.ndim == 4) if i == place else None for i, e in enumerate(together)]
         kernel(grad, case.x, None, case.mean_out, case.var_out, case.weight, case.bias, EPS, case.open, *alone)

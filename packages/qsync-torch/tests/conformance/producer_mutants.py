@@ -14,7 +14,8 @@ NAMES = {
         "seed x_seed offset"
     ),
     Op.BATCH_NORM_GRAD_INPUT: (
-        "grad x x_scale mean var weight bias eps open grad_input_out grad_residual_out grad_weight_out grad_bias_out"
+        "grad x x_scale mean var weight bias eps open grad_input_out grad_residual_out grad_weight_out grad_bias_out "
+        "multiplier grad_q_out grad_scale_out seed offset"
     ),
     Op.LAYER_NORM_OUTPUT: (
         "x weight bias eps residual sum_out mean_out rstd_out out q_out scale_out x_q_out x_scale_out seed x_seed offset"
@@ -38,7 +39,7 @@ class ProducerMutant(Mutant):
         names = NAMES[self.op].split()
 
         def call(*arguments):
-            a = dict(zip(names, arguments, strict=True))
+            a = dict(zip(names, arguments, strict=False))  # a copy of the gradient is not always asked for
             kernel(*(a | self.before(a)).values())
             if a[names[0]].numel():
                 self.after(a, request)
@@ -203,6 +204,25 @@ class WritesNothingPastAWholeBlock(Mutant):
                 out[x.shape[0] // 16 * 16 :] = torch.nan
 
         return activation
+
+
+class ForgetsTheMultiplierOfAGradient(ProducerMutant):
+    op = Op.BATCH_NORM_GRAD_INPUT
+
+    def before(self, a):
+        return {"multiplier": None} if a.get("multiplier") is not None else {}
+
+
+class GuessesTheScaleOfAGradient(ProducerMutant):
+    """From the incoming gradient alone: a weight makes the outgoing one larger."""
+
+    op = Op.BATCH_NORM_GRAD_INPUT
+
+    def after(self, a, request):
+        if a.get("grad_scale_out") is not None:
+            guess = a["grad"].abs().amax().float() / 127 / a["grad_scale_out"]
+            a["grad_q_out"].copy_((a["grad_q_out"].float() / guess).round().clamp(-127, 127))
+            a["grad_scale_out"].mul_(guess)
 
 
 _CLASSES = [value for value in vars().values() if isinstance(value, type) and issubclass(value, Mutant)]

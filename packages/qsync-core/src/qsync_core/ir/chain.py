@@ -46,11 +46,13 @@ class ChainForm:
         residual: a second tensor of the same shape is added: to the result of a batch normalization, before the activation; to the
             input of a layer normalization.
         float_result: the result is also written as a float tensor, for readers that are not 8-bit products.
+        grad_copy: a batch norm's backward also writes its input's gradient in int8, for the product that reads it so.
     """
 
     activation: Activation = Activation.NONE
     residual: bool = False
     float_result: bool = True
+    grad_copy: bool = False
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -58,6 +60,8 @@ class ChainForm:
         flags = {} if self.activation is Activation.NONE else {"activation": str(self.activation)}
         if self.residual:
             flags["residual"] = "true"
+        if self.grad_copy:
+            flags["grad_copy"] = "true"
         return flags if self.float_result else flags | {"float_result": "false"}
 
 

@@ -165,8 +165,13 @@ def quantization_reasons(request: KernelRequest) -> Iterator[str]:
         yield f"only a matrix has a transposed copy, and this tensor has the shape {list(request.shapes[0])}"
 
 
-def chain_reasons(request: KernelRequest) -> Iterator[str]:
-    """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads."""
+def chain_reasons(request: KernelRequest, *, grad_copies: bool = False) -> Iterator[str]:
+    """A producer is asked for a chain that no kernel fuses, or for a result that nothing reads.
+
+    Args:
+        request: of any operator.
+        grad_copies: the backend's batch norms write 8-bit copies of their gradients.
+    """
     if request.op not in Op.PRODUCERS:
         return
     producer, chain = request.op.partition(".")[0], request.chain
@@ -177,6 +182,8 @@ def chain_reasons(request: KernelRequest) -> Iterator[str]:
         yield "an activation has no residual; add it with the normalization before, or by itself"
     if not chain.float_result and not request.variant.compute.needs_scale:
         yield f"without an 8-bit copy ({request.variant.compute}) and without a float result nothing is left to write"
+    if chain.grad_copy and not (grad_copies and request.op == Op.BATCH_NORM_GRAD_INPUT):
+        yield f"it writes no 8-bit copy of the gradient in {request.op}; quantize the gradient by itself"
 
 
 def producer_format_reasons(

@@ -2,7 +2,10 @@
 
 With h = f′(z)·g: ∂β = Σ h, ∂γ = Σ h·x̂, ∂x = γ·σ⁻¹·(h − ∂β/n − x̂·∂γ/n), ∂residual = h.  Where ReLU was open is worked out again
 from x as the forward did, or read, a bit an element.  Both passes read g and x, 4 bytes an element (3 with x̂ in 8 bit), and the
-second writes 2 or 4: memory is what limits, and the second pass walks backward, as the forward's does.
+second writes 2 to 5: memory is what limits, and the second pass walks backward, as the forward's does.
+
+An 8-bit copy of ∂x needs its scale before the second pass.  |∂x| ≤ |γ|·σ⁻¹·(max|h| + |∂β|/n + max|x̂|·|∂γ|/n) in each channel, in
+rounded arithmetic too; the first pass notes the two maxima, and ``gradient_reach`` makes the bound of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,6 +17,8 @@ import triton.language as tl
 
 from qsync_kernels_triton.producers.batch_norm import affine, channel_of, inverse_deviation
 from qsync_kernels_triton.producers.functions import unpacked_bits
+from qsync_kernels_triton.quantize.rounding import INT8, infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
+from qsync_kernels_triton.quantize.rows import bits_of_rows
 
 BITS: tl.constexpr = tl.constexpr(1)
 AGAIN: tl.constexpr = tl.constexpr(2)
@@ -61,9 +66,12 @@ def reduce_gradient(
     grad_ptr, x_ptr, x_scale_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, open_ptr, partial_ptr,
     positions: tl.int32, units: tl.int32, eps: tl.float32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OPEN: tl.constexpr,
-    EIGHT_BIT: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums (2, programs, channels) of h and of h·x̂; grid (programs, strips of channels)."""
+    """Partial sums (2, programs, channels) of h and of h·x̂; with REACH, behind them the largest |h| and |x̂|, as many.
+
+    Grid (programs, strips of channels).
+    """
     channels, programs = units * UNIT, tl.num_programs(0)
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
@@ -72,6 +80,7 @@ def reduce_gradient(
         x_scale_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, wanted, ROWS, BLOCK, WEIGHT, BIAS, EIGHT_BIT
     )  # fmt: skip
     total, product = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    highest, widest = total, product
     for tile in range(tl.program_id(0), tl.cdiv(positions, ROWS), programs):
         row = tile * ROWS + tl.arange(0, ROWS)
         h, normalized = _gradient_and_normalized(
@@ -80,20 +89,57 @@ def reduce_gradient(
         )  # fmt: skip
         total += h
         product = tl.fma(h, normalized, product)
+        if REACH:
+            highest = larger(highest, h)
+            widest = larger(widest, tl.where((row < positions)[:, None], normalized, 0.0))
     at = partial_ptr + tl.program_id(0).to(tl.int64) * channels + column
     tl.store(at, tl.sum(total, 0), mask=wanted)
-    tl.store(at + programs.to(tl.int64) * channels, tl.sum(product, 0), mask=wanted)
+    kind = programs.to(tl.int64) * channels
+    tl.store(at + kind, tl.sum(product, 0), mask=wanted)
+    if REACH:
+        tl.store(at + 2 * kind, tl.max(infinite_if_nan(highest), 0), mask=wanted)
+        tl.store(at + 3 * kind, tl.max(infinite_if_nan(widest), 0), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["positions", "units"])
+@triton.jit(do_not_specialize=["positions", "channels", "programs"])
+def gradient_reach(
+    partial_ptr, total_ptr, product_ptr, var_ptr, weight_ptr, multiplier_ptr, reach_ptr,
+    positions: tl.int32, channels: tl.int32, programs: tl.int32, eps: tl.float32,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, MULTIPLIER: tl.constexpr,
+):  # fmt: skip
+    """What |∂x·multiplier| of BLOCK channels cannot exceed; grid (blocks of channels,)."""
+    column, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    wanted = column < channels
+    kind = programs.to(tl.int64) * channels
+    highest, widest = tl.zeros((ROWS, BLOCK), dtype=tl.float32), tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        inside = (start + row < programs)[:, None] & wanted[None, :]
+        at = partial_ptr + 2 * kind + (start + row).to(tl.int64)[:, None] * channels + column[None, :]
+        highest = larger(highest, tl.load(at, mask=inside, other=0.0))
+        widest = larger(widest, tl.load(at + kind, mask=inside, other=0.0))
+    n = positions.to(tl.float32)
+    mean_h = tl.load(total_ptr + column, mask=wanted, other=0.0) / n
+    mean_product = tl.load(product_ptr + column, mask=wanted, other=0.0) / n
+    rstd = inverse_deviation(tl.load(var_ptr + column, mask=wanted, other=0.0), eps)
+    factor = channel_of(weight_ptr, column, wanted, 1.0, WEIGHT) * rstd
+    reach = tl.abs(factor) * (tl.max(highest, 0) + tl.abs(mean_h) + tl.max(widest, 0) * tl.abs(mean_product))
+    reach = reach * tl.abs(channel_of(multiplier_ptr, column, wanted, 1.0, MULTIPLIER))
+    tl.store(reach_ptr + tl.program_id(0), tl.max(tl.where(wanted, infinite_if_nan(reach), 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["positions", "units", "reaches", "seed_low", "seed_high", "stream_low", "stream_high"])
 def apply_gradient(
     grad_ptr, x_ptr, x_scale_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, open_ptr, total_ptr, product_ptr,
-    grad_input_ptr, grad_residual_ptr, positions: tl.int32, units: tl.int32, eps: tl.float32,
+    multiplier_ptr, reach_ptr, grad_input_ptr, grad_residual_ptr, q_ptr, scale_ptr, stream_ptr,
+    positions: tl.int32, units: tl.int32, reaches: tl.int32, eps: tl.float32,
+    seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32, stream_high: tl.int32,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OPEN: tl.constexpr,
-    EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_RESIDUAL: tl.constexpr,
+    EIGHT_BIT: tl.constexpr, WRITE_INPUT: tl.constexpr, WRITE_RESIDUAL: tl.constexpr, WRITE_Q: tl.constexpr,
+    MULTIPLIER: tl.constexpr, REACHES: tl.constexpr, ROUNDING: tl.constexpr, ALIGNED: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
-    """∂x and ∂residual of every programs-th tile of a strip, backward; grid (programs, strips of channels)."""
+    """∂x, its copy and ∂residual of every programs-th tile of a strip, backward; grid (programs, strips of channels)."""
     channels = units * UNIT
+    stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     begin = tl.program_id(1) * BLOCK
     column = begin + tl.arange(0, BLOCK)
     wanted = column < channels
@@ -103,10 +149,19 @@ def apply_gradient(
     n = positions.to(tl.float32)
     mean_h = (tl.load(total_ptr + column, mask=wanted, other=0.0) / n)[None, :]
     mean_product = (tl.load(product_ptr + column, mask=wanted, other=0.0) / n)[None, :]
+    if WRITE_Q:
+        index = tl.arange(0, REACHES)
+        reach = tl.max(tl.load(reach_ptr + index, mask=index < reaches, other=0.0), axis=0)
+        scale = scale_of(reach, INT8)
+        inverse = inverse_of(reach, scale, INT8)
+        multiplier = channel_of(multiplier_ptr, column, wanted, 1.0, MULTIPLIER)[None, :]
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale_ptr, scale)
     tiles = tl.cdiv(positions, ROWS)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
-        where = row.to(tl.int64)[:, None] * channels + column[None, :]
+        first = row.to(tl.int64) * channels
+        where = first[:, None] + column[None, :]
         inside = (row < positions)[:, None] & wanted[None, :]
         h, normalized = _gradient_and_normalized(
             grad_ptr, x_ptr, open_ptr, row, begin, column, wanted, positions, channels, mean, rstd, factor, shift, x_scale,
@@ -114,6 +169,9 @@ def apply_gradient(
         )  # fmt: skip
         if WRITE_RESIDUAL:
             tl.store(grad_residual_ptr + where, h.to(grad_residual_ptr.dtype.element_ty), mask=inside)
+        gradient = factor * (h - mean_h - normalized * mean_product)
         if WRITE_INPUT:
-            gradient = factor * (h - mean_h - normalized * mean_product)
             tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
+        if WRITE_Q:
+            bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
+            tl.store(q_ptr + where, rounded(gradient * multiplier, scale, inverse, bits, INT8, ROUNDING), mask=inside)

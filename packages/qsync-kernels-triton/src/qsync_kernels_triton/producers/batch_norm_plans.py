@@ -13,7 +13,7 @@ from qsync_core.ir.precision import Rounding
 from qsync_kernels_triton.config import ProducerConfig
 from qsync_kernels_triton.launching import Launch, Planned, as_bytes, refuse
 from qsync_kernels_triton.producers.batch_norm import channel_coefficients, channel_statistics, normalize_positions
-from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, reduce_gradient
+from qsync_kernels_triton.producers.batch_norm_gradient import apply_gradient, gradient_reach, reduce_gradient
 from qsync_kernels_triton.producers.functions import ACTIVATION_CODE
 from qsync_kernels_triton.producers.operands import (
     MOST_PARTIALS,
@@ -185,8 +185,8 @@ def _cuts(positions: int, channels: int, config: ProducerConfig) -> tuple[Cut, C
     return cut_freely(positions, channels, SUM_STRIP, config), cut_freely(positions, channels, config.strip, config)
 
 
-def build_batch_norm_grad_input(activation: Activation, config: ProducerConfig) -> Callable[..., None]:
-    """The kernel ``batch_norm.grad_input`` of docs/design/fused-chains.md.
+def build_batch_norm_grad_input(activation: Activation, rounding: Rounding, config: ProducerConfig) -> Callable[..., None]:
+    """The kernel ``batch_norm.grad_input`` of docs/design/fused-chains.md, with and without a copy of the gradient.
 
     ``grad`` and ``x`` are copied where they are not channels-last; outputs that are None are not written.  It runs on the current
     stream, and raises ``BackendError`` for operands of another type, size or layout.
@@ -195,25 +195,32 @@ def build_batch_norm_grad_input(activation: Activation, config: ProducerConfig) 
     def plan(
         grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
         eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None, grad_weight: Tensor | None,
-        grad_bias: Tensor | None,
+        grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None, stream: Tensor | None, *_: int,
     ) -> Callable[..., None]:  # fmt: skip
-        refuse("batch_norm.grad_input", _gradient_problems(activation, grad, x, x_scale, mean, var, weight, bias, open_, grad_input,
-                                                           grad_residual, grad_weight, grad_bias))  # fmt: skip
+        gradients = (grad_input, grad_residual, grad_weight, grad_bias)
+        problems = _gradient_problems(
+            activation, grad, x, x_scale, mean, var, weight, bias, open_, *gradients, multiplier, q, scale
+        )
+        refuse("batch_norm.grad_input", problems)
+        refuse("batch_norm.grad_input", stream_problems(stream, x.device))
         if x.numel() == 0:
             return _zero_gradients
         reads = 0 if activation is not Activation.RELU else 2 if open_ is None else 1
-        present = weight is not None, bias is not None, x_scale is not None, grad_input is not None, grad_residual is not None
-        return _Gradient(tuple(x.shape), x.device, reads, present, config)
+        optional = (weight, bias, x_scale, grad_input, grad_residual, multiplier, q, stream)
+        return _Gradient(tuple(x.shape), x.device, reads, optional, rounding_code, config)
 
+    rounding_code = ROUNDING_CODE[rounding]
     planned = Planned(plan)
 
     def batch_norm_grad_input(
         grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None,
         eps: float, open: Tensor | None, grad_input_out: Tensor | None, grad_residual_out: Tensor | None,
-        grad_weight_out: Tensor | None, grad_bias_out: Tensor | None,
+        grad_weight_out: Tensor | None, grad_bias_out: Tensor | None, multiplier: Tensor | None = None,
+        grad_q_out: Tensor | None = None, grad_scale_out: Tensor | None = None, seed: int = 0, offset: int | Tensor = 0,
     ) -> None:  # fmt: skip
+        stream, low, high, _, _, *words = random_streams(seed, 0, offset)
         planned(grad, x, x_scale, mean, var, weight, bias, eps, open, grad_input_out, grad_residual_out, grad_weight_out,
-                grad_bias_out)  # fmt: skip
+                grad_bias_out, multiplier, grad_q_out, grad_scale_out, stream, low, high, *words)  # fmt: skip
 
     return batch_norm_grad_input
 
@@ -221,7 +228,7 @@ def build_batch_norm_grad_input(activation: Activation, config: ProducerConfig) 
 def _gradient_problems(
     activation: Activation, grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
     bias: Tensor | None, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None, grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
+    grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None,
 ) -> Iterator[str]:  # fmt: skip
     if x.ndim != 4:
         yield f"x must be (B, C, H, W), got shape {tuple(x.shape)}"
@@ -229,9 +236,12 @@ def _gradient_problems(
     shape = tuple(x.shape)
     yield from matrix_problems("grad grad_input_out grad_residual_out", (grad, grad_input, grad_residual), shape)
     yield from saved_problems(x, x_scale, shape[1])
-    vectors = (mean, var, weight, bias, grad_weight, grad_bias)
-    yield from vector_problems("mean var weight bias grad_weight_out grad_bias_out", vectors, shape[1])
-    yield from layout_problems("grad_input_out grad_residual_out", (grad_input, grad_residual), _CHANNELS_LAST)
+    vectors = (mean, var, weight, bias, grad_weight, grad_bias, multiplier)
+    yield from vector_problems("mean var weight bias grad_weight_out grad_bias_out multiplier", vectors, shape[1])
+    yield from copy_problems("grad_q_out", q, scale, shape, "grad_scale_out")
+    if q is not None and q.dtype is not torch.int8:
+        yield f"grad_q_out must be int8, got {q.dtype}"
+    yield from layout_problems("grad_input_out grad_residual_out grad_q_out", (grad_input, grad_residual, q), _CHANNELS_LAST)
     yield from layout_problems("grad_weight_out grad_bias_out", (grad_weight, grad_bias), torch.contiguous_format)
     yield from _bits_problems("open", open_, shape)
     if activation is Activation.RELU and open_ is None and x_scale is not None:
@@ -241,47 +251,63 @@ def _gradient_problems(
 
 
 def _zero_gradients(*operands: Tensor | None) -> None:
-    for gradient in operands[11:]:
+    for gradient in operands[11:13]:
         if gradient is not None:
             gradient.fill_(0.0)
+    if (scale := operands[15]) is not None:
+        scale.fill_(1.0)
 
 
 class _Gradient:
-    """Three launches for one shape: sums, their end, and what is written for each element."""
+    """Three launches for one shape: sums, their end, and what is written for each element; four where a copy needs its scale."""
 
     def __init__(
-        self, shape: tuple[int, ...], device: torch.device, reads: int, present: tuple[bool, ...], config: ProducerConfig
-    ) -> None:
+        self, shape: tuple[int, ...], device: torch.device, reads: int, optional: tuple[Tensor | None, ...], rounding: int,
+        config: ProducerConfig,
+    ) -> None:  # fmt: skip
         self._positions, self._channels = shape[0] * shape[2] * shape[3], shape[1]
         reading, writing = _cuts(self._positions, self._channels, config)
-        weight, bias, eight_bit, grad_input, grad_residual = present
+        weight, bias, eight_bit, grad_input, grad_residual, multiplied, copied, live = (tensor is not None for tensor in optional)
         given = {"WEIGHT": weight, "BIAS": bias, "OPEN": reads, "EIGHT_BIT": eight_bit}
         self._programs = programs_for(reading, config.reduce, device)
-        self._reduce = Launch(reduce_gradient, reading.constants | given, num_warps=reading.warps)
+        self._reduce = Launch(reduce_gradient, reading.constants | given | {"REACH": copied}, num_warps=reading.warps)
         self._reduce_grid = (self._programs, reading.strips, 1)
         self._finish = Launch(finish_sums, {"ROWS": 128, "BLOCK": 16}, num_warps=4)
         self._finish_grid = (triton.cdiv(self._channels, 16), 2, 1)
-        written = {"WRITE_INPUT": grad_input, "WRITE_RESIDUAL": grad_residual}
-        self._apply = Launch(apply_gradient, writing.constants | given | written, num_warps=writing.warps)
+        self._reaches, self._kinds = triton.cdiv(self._channels, 16) if copied else 0, 4 if copied else 2
+        factors = {"WEIGHT": weight, "MULTIPLIER": multiplied}
+        self._reach = Launch(gradient_reach, {"ROWS": 128, "BLOCK": 16} | factors, num_warps=4)
+        written = {"WRITE_INPUT": grad_input, "WRITE_RESIDUAL": grad_residual, "WRITE_Q": copied, "MULTIPLIER": multiplied}
+        rounded = {"REACHES": triton.next_power_of_2(max(1, self._reaches)), "ROUNDING": rounding, "LIVE": live}
+        constants = writing.constants | given | written | rounded | writing.aligned
+        self._apply = Launch(apply_gradient, constants, num_warps=writing.warps)
         self._apply_grid = (programs_for(writing, config.apply, device), writing.strips, 1)
-        self._units, self._writes = self._channels // reading.unit, grad_input or grad_residual
+        self._units, self._writes = self._channels // reading.unit, grad_input or grad_residual or copied
 
     def __call__(
         self, grad: Tensor, x: Tensor, x_scale: Tensor | None, mean: Tensor, var: Tensor, weight: Tensor | None,
         bias: Tensor | None, eps: float, open_: Tensor | None, grad_input: Tensor | None, grad_residual: Tensor | None,
-        grad_weight: Tensor | None, grad_bias: Tensor | None,
+        grad_weight: Tensor | None, grad_bias: Tensor | None, multiplier: Tensor | None, q: Tensor | None, scale: Tensor | None,
+        stream: Tensor | None, *words: int,
     ) -> None:  # fmt: skip
         """Write all outputs that are not None."""
         grad, x = grad.contiguous(memory_format=_CHANNELS_LAST), x.contiguous(memory_format=_CHANNELS_LAST)
-        count = 2 * self._programs * self._channels
-        scratch = torch.empty(count + 2 * self._channels, dtype=torch.float32, device=x.device)
-        partial, total, product = scratch.split([count, self._channels, self._channels])
+        sizes = [self._kinds * self._programs * self._channels, self._channels, self._channels, self._reaches]
+        scratch = torch.empty(sum(sizes), dtype=torch.float32, device=x.device)
+        partial, total, product, reach = scratch.split(sizes)
         total, product = total if grad_bias is None else grad_bias, product if grad_weight is None else grad_weight
         vectors = [scratch if v is None else v.contiguous() for v in (x_scale, mean, var, weight, bias)]
         tensors = (grad, x, *vectors, x if open_ is None else open_)
         numbers = (self._positions, self._units, eps)
         self._reduce(self._reduce_grid, None, (*tensors, partial), numbers)
         self._finish(self._finish_grid, None, (partial, total, product), (self._programs, self._channels))
-        if self._writes:
-            written = (grad if grad_input is None else grad_input, grad if grad_residual is None else grad_residual)
-            self._apply(self._apply_grid, None, (*tensors, total, product, *written), numbers)
+        if not self._writes:
+            return
+        factors = scratch if multiplier is None else multiplier.contiguous()
+        if q is not None:
+            sums = (partial, total, product, vectors[2], vectors[3], factors, reach)
+            self._reach((self._reaches, 1, 1), None, sums, (self._positions, self._channels, self._programs, eps))
+        written = [grad if gradient is None else gradient for gradient in (grad_input, grad_residual, q)]
+        written += [scratch if tensor is None else tensor for tensor in (scale, stream)]
+        operands = (*tensors, total, product, factors, reach if q is not None else scratch, *written)
+        self._apply(self._apply_grid, None, operands, (self._positions, self._units, self._reaches, eps, *words))

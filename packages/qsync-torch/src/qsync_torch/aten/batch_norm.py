@@ -11,7 +11,7 @@ import torch
 
 from qsync_core.errors import BackendError
 from qsync_core.ir.chain import Activation, ChainForm
-from qsync_core.ir.precision import Granularity
+from qsync_core.ir.precision import Granularity, Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.aten.quantize import require_finite, write_rounded, write_scale
 from qsync_torch.aten.random_bits import Offset
@@ -85,7 +85,7 @@ def build_batch_norm_output(variant: Variant, chain: ChainForm) -> Callable[...,
 
 
 def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[..., None]:
-    """The gradients of x, residual, weight and bias."""
+    """The gradients of x, residual, weight and bias; with ``chain.grad_copy`` that of x, times a multiplier, in int8 too."""
     is_relu = chain.activation is Activation.RELU
 
     def kernel(
@@ -102,6 +102,11 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
         grad_residual_out: torch.Tensor | None,
         grad_weight_out: torch.Tensor | None,
         grad_bias_out: torch.Tensor | None,
+        multiplier: torch.Tensor | None = None,
+        grad_q_out: torch.Tensor | None = None,
+        grad_scale_out: torch.Tensor | None = None,
+        seed: int = 0,
+        offset: Offset = 0,
     ) -> None:
         if is_relu and open is None and (chain.residual or x_scale is not None):
             raise BackendError(
@@ -120,11 +125,24 @@ def build_batch_norm_grad_input(variant: Variant, chain: ChainForm) -> Callable[
             grad_weight_out.copy_(grad_weight)
         if grad_residual_out is not None:
             grad_residual_out.permute(0, 2, 3, 1).view(h_PC.shape).copy_(h_PC)
-        if grad_input_out is not None and h_PC.numel():
-            positions = h_PC.shape[0]
-            factor = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
-            grad_PC = (h_PC - grad_bias / positions - xhat_PC * (grad_weight / positions)) * factor
+        if not h_PC.numel():
+            if grad_scale_out is not None:
+                grad_scale_out.fill_(1)
+            return
+        mean_h, mean_product = grad_bias / h_PC.shape[0], grad_weight / h_PC.shape[0]
+        factor = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+        grad_PC = (h_PC - mean_h - xhat_PC * mean_product) * factor
+        if grad_input_out is not None:
             grad_input_out.permute(0, 2, 3, 1).view(h_PC.shape).copy_(grad_PC)
+        if grad_q_out is not None and grad_scale_out is not None:
+            # Of each channel only sums and largest magnitudes are known before ∂x is: this much it cannot exceed.
+            reach = (h_PC.abs().amax(0) + mean_h.abs() + xhat_PC.abs().amax(0) * mean_product.abs()) * factor.abs()
+            if multiplier is not None:
+                grad_PC, reach = grad_PC * multiplier, reach * multiplier.abs()
+            write_scale(reach.amax().view(1), Precision.INT8, grad_scale_out)
+            require_finite(grad, grad_scale_out, Precision.INT8)
+            q_PC = grad_q_out.permute(0, 2, 3, 1).view(h_PC.shape)
+            write_rounded(grad_PC, grad_scale_out, Precision.INT8, Granularity.PER_TENSOR, variant.rounding, seed, offset, q_PC)
 
     return kernel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
@@ -18,9 +19,12 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
+from qsync_torch.compiling import gradient_copies
+from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
 from qsync_torch.distributed.groups_present import run_folder_of
+from qsync_torch.kernels import producers
 
 BACKENDS = ("inductor", "aot_eager")
 
@@ -104,12 +108,37 @@ def _compiler(
     backend: str, mode: str | None, options: Mapping[str, Any]
 ) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     if backend != "inductor":
-        return cast(Callable[..., Any], torch._dynamo.lookup_backend(backend))
+        return _aot_eager
 
     def inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        patches = (torch._inductor.list_mode_options(mode) if mode else {}) | dict(options)
-        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches or None))
+        patches = {"post_grad_custom_pre_pass": _backward_pass()} | (torch._inductor.list_mode_options(mode) if mode else {})
+        return cast(Callable[..., Any], compile_fx(graph, inputs, config_patches=patches | dict(options)))
 
     return inductor
+
+
+def _aot_eager(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+    def backward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        fuse_gradient_copies(graph.graph)
+        return boxed_nop(graph, list(inputs))
+
+    return aot_eager(graph, list(inputs), bw_compiler=backward)
+
+
+@functools.cache
+def _backward_pass() -> Any:
+    """:func:`fuse_gradient_copies` as inductor takes it, whose caches of compiled graphs ask which version it is."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class FuseGradientCopies(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            fuse_gradient_copies(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((gradient_copies.__file__, producers.__file__))
+
+    return FuseGradientCopies()

@@ -105,6 +105,15 @@ class Gradients:
 
 
 @attrs.frozen(eq=False)
+class GradCopy:
+    """The int8 copy of a gradient, as a matrix, and its scale; ``multiplier`` is what it was multiplied by, for each column."""
+
+    multiplier: torch.Tensor | None
+    q: torch.Tensor
+    scale: torch.Tensor
+
+
+@attrs.frozen(eq=False)
 class Producer:
     """One call of a producer.
 
@@ -240,9 +249,10 @@ class Producer:
 
     def run_backward(
         self, kernel: Kernel, outputs: Outputs, grad: torch.Tensor, kept: torch.Tensor, kept_scale: torch.Tensor | None,
-        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None,
+        mean: torch.Tensor, spread: torch.Tensor, bits: torch.Tensor | None, copy: GradCopy | None = None, seed: int = 21,
+        offset: Offset = 22,
     ) -> Gradients:  # fmt: skip
-        """Call a backward kernel on fresh outputs."""
+        """Call a backward kernel on fresh outputs; of a chain with a copy of the gradient, into ``copy``."""
         columns = grad.shape[1]
 
         def empty() -> torch.Tensor:
@@ -260,10 +270,11 @@ class Producer:
             kernel(grad, kept, kept_scale, mean, spread, self.weight, found.x, *vectors)
             return found
         found = Gradients(empty(), empty() if self.chain.residual else None, *vectors)
+        copied = () if copy is None else (copy.multiplier, self.image(copy.q), copy.scale, seed, offset)
         kernel(
             self.image(grad), self.image(kept), kept_scale, mean, spread, self.weight, self.bias, EPS,
             None if bits is None else bits.view(*self.images, bits.shape[1]), self.image(found.x), self.image(found.residual),
-            *vectors,
+            *vectors, *copied,
         )  # fmt: skip
         return found
 

@@ -10,15 +10,17 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
+from qsync_torch.aten.quantize import write_rounded
 from qsync_torch.conformance.checks import FLOATS
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, floats, laid_out
-from qsync_torch.conformance.producer_checks import check_close, packed
+from qsync_torch.conformance.producer_checks import check_close, check_copy, packed
 from qsync_torch.conformance.producers import (
     ACTIVATION,
     BATCH_NORM,
     EPS,
     FORMS,
     LAYER_NORM,
+    GradCopy,
     Gradients,
     Producer,
     given,
@@ -111,6 +113,48 @@ def test_shapes_of_every_kind(subject: Subject, outputs: Outputs, form: str, sav
     for shape in SHAPES:
         problem = Producer.of(form, variant_of(saved=saved), shape, subject.device, shape[1])
         check(subject, outputs, problem, gradient(problem))
+
+
+@pytest.mark.parametrize("multiplied", [True, False], ids=["times a multiplier", "as it is"])
+@pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
+@pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
+def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str, saved: Precision, multiplied: bool) -> None:
+    """Nothing clipped, its scale no larger than what is known ahead allows, rounded once, with the numbers of its stream."""
+    chain = FORMS[form][1]
+    for rows, columns in ((56, 40), (1050, 24), (30, 13), (0, 16)):
+        problem = Producer.of(form, variant_of(saved=saved), (rows, columns), subject.device, 30)
+        problem = attrs.evolve(problem, chain=attrs.evolve(chain, grad_copy=True))
+        grad, kept = gradient(problem), Kept.of(problem)
+        is_relu, is_open, bits = "relu" in form, torch.ones_like(grad, dtype=torch.bool), None
+        if is_relu and problem.wants_bits:
+            is_open = floats(tuple(grad.shape), FLOAT, grad.device, 77) > 0
+            bits = packed(is_open)
+        elif is_relu:
+            expected = problem.expected()
+            is_open = expected.z > 0
+            grad = torch.where(expected.z.abs() > 4 * expected.error, grad, 0.0)
+        wanted, errors = problem.expected_gradients(grad, kept.xhat, kept.spread, is_open)
+        multiplier = floats((columns,), FLOAT, grad.device, 31).abs() + 0.1 if multiplied else None
+        factor = torch.ones(columns, device=grad.device).double() if multiplier is None else multiplier.double()
+        h = torch.where(is_open, grad.double(), 0.0)
+        of_channel = ((kept.spread.double() + EPS).rsqrt() * given(problem.weight).double() * factor).abs()
+        for kernel in problem.kernels(subject, "grad_input"):
+            copy = GradCopy(multiplier, outputs.empty((rows, columns), torch.int8), outputs.empty((1,), FLOAT))
+            found = problem.run_backward(kernel, outputs, grad, kept.x, kept.scale, kept.mean, kept.spread, bits, copy)
+            if not rows:
+                assert copy.scale.item() == 1, "the scale of nothing is 1"
+                continue
+            check_close(given(found.x), given(wanted.x), given(errors.x), "the gradient of x beside its copy")
+            exact, error = given(wanted.x) * factor, given(errors.x) * factor
+            means = (h.mean(0).abs(), (h * kept.xhat).mean(0).abs())
+            most = ((h.abs().amax(0) + means[0] + kept.xhat.abs().amax(0) * means[1]) * of_channel).max()
+            check_copy(copy.q, copy.scale.view(1, 1), exact, error, most, problem.variant.rounding, "the copy of the gradient")
+            of_float32 = given(found.x).float() * factor.float()
+            drawn = torch.empty_like(copy.q)
+            granularity = Granularity.PER_TENSOR
+            write_rounded(of_float32, copy.scale, INT8, granularity, problem.variant.rounding, 21, 22, drawn)
+            same = (drawn == copy.q).float().mean().item()
+            assert same > 0.995, f"{1 - same:.1%} of the copy are not rounded with the numbers of its stream"
 
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name != ACTIVATION])

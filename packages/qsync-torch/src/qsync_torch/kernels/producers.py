@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
+import attrs
 import torch
 
 from qsync_core.ir.chain import Activation, ChainForm, Producer
@@ -78,11 +79,16 @@ class ProducerBinding(Bound):
 
     def reasons_against(self, device: torch.device, shape: tuple[int, ...]) -> list[str]:
         """Why no backend of the choice runs it, forward or backward; empty where one does."""
-        return [
-            reason
-            for op in (self.output_op, self.grad_op)
-            for reason in reasons_against(self.request(op, device, shape), self.choice)
-        ]
+        return [*reasons_against(self.request(self.output_op, device, shape), self.choice), *self.reasons_backward(device, shape)]
+
+    def reasons_backward(self, device: torch.device, shape: tuple[int, ...]) -> list[str]:
+        """Why no backend of the choice runs it backward."""
+        return reasons_against(self.request(self.grad_op, device, shape), self.choice)
+
+    @functools.cached_property
+    def with_grad_copy(self) -> ProducerBinding:
+        """The same backward kernel that also writes its input's gradient in int8."""
+        return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
 
     def names(self, keep: bool) -> tuple[str, ...]:
         """Which fields of :class:`Produced` are written; ``keep`` where a backward pass may follow."""
@@ -239,6 +245,36 @@ def _batch_norm_grad_input(
     return out
 
 
+def _batch_norm_grad_copy(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    open: torch.Tensor | None,
+    key: str,
+    wanted: Sequence[bool],
+    multiplier: torch.Tensor | None,
+    seed: int,
+    offset: torch.Tensor,
+) -> list[torch.Tensor]:
+    binding = _binding(key)
+    all_four, out = _gradients(x, binding, wanted)
+    copy = _grad_copy(x)
+    kernel = binding.kernel(binding.grad_op, x.device, x.shape)
+    operands = (grad, x, x_scale, mean, var, weight, bias, eps, open, *all_four)
+    kernel(*operands, multiplier, *copy, seed, as_kernels_take(offset))
+    return [*out, *copy]
+
+
+def _grad_copy(x: torch.Tensor) -> list[torch.Tensor]:
+    """To be written: int8 and its scale."""
+    return [torch.empty_like(x, dtype=torch.int8), x.new_empty(1, dtype=torch.float32)]
+
+
 def _layer_norm_grad_input(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -285,6 +321,12 @@ define(
     f"batch_norm_grad_input({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted) -> Tensor[]",
     _batch_norm_grad_input,
     lambda grad, x, *rest: _gradients(x, _binding(rest[-2]), rest[-1])[1],
+)
+define(
+    f"batch_norm_grad_copy({_SAVED}, Tensor mean, Tensor var, {_AFFINE}, Tensor? open, str binding, bool[] wanted, "
+    "Tensor? multiplier, SymInt seed, Tensor offset) -> Tensor[]",
+    _batch_norm_grad_copy,
+    lambda grad, x, *rest: [*_gradients(x, _binding(rest[-5]), rest[-4])[1], *_grad_copy(x)],
 )
 define(
     f"layer_norm_grad_input({_SAVED}, Tensor mean, Tensor rstd, Tensor? weight, str binding, bool[] wanted) -> Tensor[]",

@@ -1,0 +1,91 @@
+"""Backward graphs in which a batch norm writes the 8-bit copy of its gradient."""
+
+import copy
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import qsync_torch as qsync
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_torch import apply_
+from qsync_torch.compiling import compile as compiling
+from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
+
+from .chained_models import INT8, ResNet, images, lowered
+
+NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.INT8, grad_weight=Precision.FLOAT32)
+STOCHASTIC = attrs.evolve(NEAREST, rounding=Rounding.STOCHASTIC)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Compiled backward graphs: how many copies each has."""
+    counts = []
+
+    def counting(graph):
+        counts.append(fuse_gradient_copies(graph))
+        graph.lint()
+        return counts[-1]
+
+    monkeypatch.setattr(compiling, "fuse_gradient_copies", counting)
+    return counts
+
+
+def gradients(run, model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    run(x).square().sum().backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def distances(found, expected):
+    nothing = 1e-3 * max(tensor.norm() for tensor in expected)
+    return [((a - b).norm() / (b.norm() + nothing)).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("saved", [None, "int8"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_are_as_good_as_from_copies_made_by_themselves(copies, saved, backend):
+    if backend == "inductor" and saved:
+        pytest.skip("inductor is tried once: it takes long")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = ResNet(), images()
+    plain = copy.deepcopy(model)
+    exact = gradients(plain, plain, x)
+    applied = apply_(model, lowered(model, NEAREST))
+    unfused = gradients(model, model, x)
+    applied.step = 0
+    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache was rewritten before
+        found = gradients(qsync.compile(model, backend=backend, fullgraph=True, saved=saved), model, x)
+    assert max(copies) > 0
+    assert max(distances(found, exact)) < 2 * max(distances(unfused, exact)) + 1e-3
+
+
+def test_gradients_are_unbiased(copies):
+    """The mean over many steps is float64's: operands lie on the grid of their scales, so that the copy alone is rounded."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    x, along, factors = (torch.randn(3, 4, 6, 5) for _ in range(3))
+    for tensor in (x, *(part.weight.data for part in (model[0], model[3]))):
+        tensor.copy_((tensor * 40).round().clamp(-126, 126)).view(tensor.shape[0], -1)[:, 0] = 127
+    model[1].weight.data.uniform_(0.5, 2)
+    exact, x64 = copy.deepcopy(model).double(), x.double().requires_grad_()
+    (exact(x64) * along).sum().backward()
+    expected = (x64.grad * factors).sum().item()
+    last = attrs.evolve(STOCHASTIC, grad_input=Precision.FLOAT32)
+    apply_(model, {OpId("0"): STOCHASTIC, OpId("3"): last})
+    run = qsync.compile(model, backend="aot_eager", fullgraph=True)
+    drawn = []
+    for _ in range(300):
+        taken = x.clone().requires_grad_()
+        (run(taken) * along).sum().backward()
+        drawn.append((taken.grad.double() * factors).sum().item())
+    assert copies == [1]
+    found = torch.tensor(drawn, dtype=torch.float64)
+    assert found.unique().numel() == len(drawn)
+    assert abs(found.mean().item() - expected) < 4 * found.std().item() / len(drawn) ** 0.5
