@@ -1,0 +1,100 @@
+"""Fused chains on a GPU: what they cost, and a step under a plan that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import qsync_torch as qsync  # noqa: E402
+from qsync_core.ir.chain import ChainVariant, chains_of  # noqa: E402
+from qsync_core.ir.plan import Assignment, ChainAssignment, GroupPlan, PrecisionPlan, Role  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_torch.devices import device_type  # noqa: E402
+from qsync_torch.job import Batch, Job  # noqa: E402
+from qsync_torch.profiling.profile import profile  # noqa: E402
+from qsync_torch.timing import Effort  # noqa: E402
+from qsync_torch.tracing.trace import trace  # noqa: E402
+
+DEVICE, BACKEND = "cuda", "triton+aten"
+QUICK = Effort(min_repeats=3, max_repeats=3, budget_s=0.0, warmup=1)
+INT8, FLOAT32 = Variant.of(Precision.INT8, output=Precision.BFLOAT16), Variant.of(Precision.FLOAT32)
+
+
+class Net(nn.Module):
+    """Four times convolution, batch norm and ReLU, of large images."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = []
+        for _ in range(4):
+            blocks += [nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Conv2d(64, 16, 1)
+
+    def forward(self, x):
+        return self.head(self.blocks(x)).mean((2, 3))
+
+
+def batch(step, size):
+    x = torch.randn(size, 64, 32, 32, generator=torch.Generator().manual_seed(step))
+    return Batch((x.contiguous(memory_format=torch.channels_last),), target=torch.arange(size) % 16)
+
+
+@pytest.fixture
+def job():
+    torch.manual_seed(0)
+    model = Net().to(memory_format=torch.channels_last)
+    loss = lambda y, given: F.cross_entropy(y.float(), given.target)  # noqa: E731
+    return Job("chained", model, batch, loss, lambda p: torch.optim.SGD(p, lr=0.1), batch_size=16)
+
+
+def test_chains_are_timed_on_the_named_backend(job):
+    """A chain's kernels read and write at the speed of memory: 4 MiB and more take microseconds, and not none."""
+    dag = trace(job)
+    found = profile(
+        job, dag, device=DEVICE, ladder=(INT8, FLOAT32), backend=BACKEND, with_chains=True,
+        operator_effort=QUICK, cast_effort=QUICK, step_effort=QUICK,
+    )  # fmt: skip
+    assert {name for entry in found.chains for name in entry.chains} == {chain.name for chain in chains_of(dag)}
+    for entry in found.chains:
+        assert entry.cost.backend.split("+")[0] == BACKEND.split("+")[0]
+        assert entry.cost.forward_compute_ns > 1_000
+        assert entry.cost.backward_compute_ns > 1_000
+        assert entry.cost.spread < 1
+
+
+def test_a_step_under_a_plan_keeps_less(job):
+    """The plan's losses are near those of full precision, and its forward keeps less than the same operators unfused."""
+    dag = trace(job)
+    said = {chain.name: ChainAssignment(ChainVariant(saved=Precision.INT8), BACKEND, "", "") for chain in chains_of(dag)}
+    assignments = {operator.op_id: Assignment(INT8, BACKEND, "", "") for operator in dag.adjustable}
+    plan = PrecisionPlan(
+        "chained", "", tuple(assignments), {}, "greedy", "lossvar", time_limit_ns=1, predicted_iteration_ns=1, objective=0.0,
+        bound=None, rank0_group="infer", groups=(GroupPlan(
+            "infer", Role.INFER, 1, device_type(torch.device(DEVICE), 1.0, 0), Precision.FLOAT32, assignments, chains=said,
+        ),),
+    )  # fmt: skip
+
+    def run(how):
+        model = how(job.copy_model().to(DEVICE))
+        losses, kept = [], 0
+        for step in range(3):
+            given = job.batch(step, job.batch_size).to(DEVICE)
+            before = torch.cuda.memory_allocated()
+            loss = job.compute_loss(given, model)
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+            losses.append(float(loss.detach()))
+            model.zero_grad(set_to_none=True)
+        return torch.tensor(losses), kept
+
+    exact, _ = run(lambda model: model)
+    _, unfused = run(lambda model: qsync.apply_(model, assignments).model)
+    losses, kept = run(lambda model: qsync.compile(model, plan, fullgraph=True))
+    torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
+    assert kept < 0.7 * unfused
