@@ -194,6 +194,28 @@ def test_a_compiled_function_that_computes_with_planned_weights_is_refused(x, co
         loss.backward()
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_checkpoint_in_a_compiled_function_does_not_hide_it(x, compiler):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    torch._dynamo.reset()
+    run = lambda x: F.linear(x, model.w)  # noqa: E731
+    loss = torch.compile(lambda x: checkpoint(run, x, use_reentrant=False).sum(), backend=compiler)(x.requires_grad_())
+    with pytest.raises(PlanError, match="gradient of w comes from a product"):
+        loss.backward()
+
+
+def test_compiled_evaluations_are_not_refused(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    model.w.requires_grad_(False)
+    torch._dynamo.reset()
+    features = torch.compile(lambda x: F.linear(x, model.w), backend="aot_eager")
+    with torch.no_grad():
+        features(x)
+    torch.compile(lambda b: b.square().sum(), backend="aot_eager")(model.fc.bias).backward()
+
+
 def test_a_compiled_penalty_is_not_refused(x):
     model = Steps()
     apply_(model, plan_of(VARIANTS))

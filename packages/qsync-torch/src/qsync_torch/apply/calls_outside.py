@@ -144,7 +144,8 @@ class NodesInside:
     def kind_of(self, number: int) -> Stretch | None:
         """What a node of a graph that this thread differentiates was made in; None for one that was made outside."""
         own = self._by_thread.get(threading.get_ident())
-        if own is not None and own.begins:
+        nested = torch._C._current_graph_task_id() != -1  # in a backward pass, what runs again is this thread's
+        if own is not None and (nested or own.begins or own.open):
             return own.kind_of(number)
         found = [kind for stretches in self._by_thread.values() if (kind := stretches.kind_of(number))]
         return found[0] if found else None
@@ -189,6 +190,7 @@ class CallsOutside:
     def __init__(self, model: nn.Module, places: Iterable[tuple[OpId, WeightPlace]], nodes: NodesInside, judge: Judge) -> None:
         self._model, self._places, self._nodes, self._judge = model, list(places), nodes, judge
         self._compiled: dict[OpId, str] = {}
+        self._checkpointed: dict[OpId, str] = {}
         self._seen: set[int] = set()
         self._passes = 0
         _watch_backward()
@@ -224,7 +226,8 @@ class CallsOutside:
         stored = {storage for tensor in _stored(self._model) if (storage := _storage(tensor))}
         for node in _graph(outputs):
             if isinstance(node, BackwardCFunction):
-                yield from self._of_function(node, weights)
+                compiled = type(node).__name__ == "CompiledFunctionBackward"
+                yield from (self._of_compiled if compiled else self._of_function)(node, weights)
                 continue
             name = type(node).__name__
             factors = _FACTORS.get(name.rpartition("Backward")[0])
@@ -234,45 +237,70 @@ class CallsOutside:
             read = [_Factor.of(node, first + i, names[i], weights, addresses, stored) for i in range(2)]
             for factor, other in (read, reversed(read)):
                 if factor.planned is not None and not other.is_stored:
-                    compiled = factor.planned[0] in self._compiled  # by a backend that leaves the graph to autograd
-                    yield Product(*factor.planned, name, kind is not None, of_cast=factor.is_cast, compiled=compiled)
+                    by_compiler = factor.planned[0] in self._compiled  # of a backend that leaves the graph to autograd
+                    yield Product(*factor.planned, name, kind is not None, of_cast=factor.is_cast, compiled=by_compiler)
                     break
 
+    def _of_compiled(self, node: Any, weights: Mapping[int, tuple[OpId, WeightPlace]]) -> Iterator[Product]:
+        for source in map(_source, (following for following, _ in node.next_functions)):
+            if source is not None and (at := weights.get(id(source[0]))) is not None:
+                product = self._compiled.get(at[0]) or self._checkpointed.get(at[0])
+                unknown = product is None
+                yield Product(*at, product or node.name(), unknown, of_function=unknown, compiled=at[0] in self._compiled)
+
     def _of_function(self, node: Any, weights: Mapping[int, tuple[OpId, WeightPlace]]) -> Iterator[Product]:
-        compiled = type(node).__name__ == "CompiledFunctionBackward"
         kind = self._nodes.kind_of(node._sequence_nr())
-        if not compiled and (not is_of_the_user(node) or runs_again(node) or kind == Stretch.PLAIN):
+        if not is_of_the_user(node) or runs_again(node) or kind == Stretch.PLAIN:
             return
         sources = [_source(following) for following, _ in node.next_functions]
         stored = {id(parameter) for parameter in self._model.parameters()}
-        with_others = any(source is None or id(source[0]) not in stored for source in sources)
+        if all(source is not None and id(source[0]) in stored for source in sources):
+            return
         for weight, is_cast in filter(None, sources):
-            if (at := weights.get(id(weight))) is None:
-                continue
-            if compiled:
-                product = self._compiled.get(at[0])
-                unknown = product is None
-                yield Product(*at, product or node.name(), inside=unknown, of_function=unknown, compiled=not unknown)
-            elif with_others:
+            if (at := weights.get(id(weight))) is not None:
                 yield Product(*at, node.name(), kind is not None, of_cast=is_cast, of_function=True)
 
-    def compiles(self, graph: torch.fx.Graph) -> None:
+    def compiles(self, graph: torch.fx.GraphModule) -> None:
         """``torch.compile`` has read a graph: what is a product with a planned weight itself there is none of the plan's."""
+        if not (self._model.training and torch.is_grad_enabled()):
+            return
         places = {id(weight): op_id for op_id, place in self._places if (weight := place.weight) is not None}
         stored = {id(tensor) for tensor in _stored(self._model)}
-        read: dict[Any, tuple[OpId | None]] = {}  # what is stored in the model, and which operator's weight it is
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                example = getattr(node.meta.get("grapharg"), "example", None)
-                if id(example) in stored:
-                    read[node] = (places.get(id(example)),)
-                continue
-            name = getattr(node.target, "__name__", node.target)
-            sources = [argument for argument in node.all_input_nodes if argument in read]
-            if name in _COMPILED_VIEWS and sources:
-                read[node] = read[sources[0]]
-            elif (node.target in _COMPILED_PRODUCTS or name == "matmul") and len(sources) < len(node.all_input_nodes):
-                self._compiled.update((op_id, f"{name} of a compiled function") for source in sources if (op_id := read[source][0]))
+        read: dict[Any, OpId | None] = {}
+        for node in graph.graph.find_nodes(op="placeholder"):
+            example = getattr(node.meta.get("grapharg"), "example", None)
+            if id(example) in stored:
+                read[node] = places.get(id(example))
+        _find_products(graph, read, self._compiled, self._checkpointed)
+
+
+def _find_products(
+    graph: torch.fx.GraphModule, read: dict[Any, OpId | None], found: dict[OpId, str], inside: dict[OpId, str]
+) -> None:
+    """Products with planned weights in a graph, and in those that it checkpoints.
+
+    Args:
+        graph: as the compiler has read it.
+        read: its nodes that are stored in the model, and which operator's weight they are.
+        found: gets the products, by operator.
+        inside: gets those in graphs inside this one.
+    """
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        arguments = node.all_input_nodes
+        sources = [argument for argument in arguments if argument in read]
+        attributes = [(one, getattr(graph, str(one.target), None)) for one in arguments if one.op == "get_attr"]
+        parts = [(one, part) for one, part in attributes if isinstance(part, torch.fx.GraphModule)]
+        if parts and sources:
+            at, part = parts[0]
+            given = [argument for argument in node.args if argument is not at]
+            inputs = part.graph.find_nodes(op="placeholder")
+            read_there = {one: read[argument] for one, argument in zip(inputs, given, strict=False) if argument in read}
+            _find_products(part, read_there, inside, inside)
+        elif name in _COMPILED_VIEWS and sources:
+            read[node] = read[sources[0]]
+        elif (node.target in _COMPILED_PRODUCTS or name == "matmul") and len(sources) < len(arguments):
+            found.update((op_id, f"{name} of a compiled function") for source in sources if (op_id := read[source]))
 
 
 @attrs.frozen
@@ -392,7 +420,7 @@ def _watch_compiler() -> None:
     @functools.wraps(compile_graph)
     def call_user_compiler(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         for one in tuple(_WATCHING):
-            one.compiles(gm.graph)
+            one.compiles(gm)
         return compile_graph(self, gm, *args, **kwargs)
 
     OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
