@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_core.errors import BackendError, NumericsError
+from qsync_core.errors import BackendError, NumericsError, PlanError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch.operators import linear
 
@@ -82,11 +82,15 @@ def test_sixteen_bit_copies_are_what_a_sixteen_bit_operator_keeps(device):
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) == 2 * (32 * 24 + 16 * 24)
 
 
-def test_second_derivatives_are_refused(device):
+@pytest.mark.parametrize("loss", [torch.square, torch.clone], ids=["of a gradient", "of a constant gradient"])
+def test_second_derivatives_are_refused(device, loss):
     x, weight = torch.randn(4, 8, device=device, requires_grad=True), torch.randn(2, 8, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(linear(x, weight, None, INT8).square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    found = torch.autograd.grad(loss(linear(x, weight, None, INT8)).sum(), (x, weight), create_graph=True)
+    expected = torch.autograd.grad(loss(linear(x, weight, None, INT8)).sum(), (x, weight))
+    assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
+    for grad in found:
+        with pytest.raises(PlanError, match=r"an operator runs in int8, which has no second derivative, .*create_graph=True"):
+            grad.square().sum().backward(retain_graph=True)
 
 
 @pytest.mark.parametrize(

@@ -616,7 +616,7 @@ def test_variants_that_are_all_float32_refuse_autocast_in_parts_and_inside(x):
     apply_(model, named(a=FLOAT32, b=FLOAT32))
     with pytest.raises(PlanError, match=r"operator a#0 runs under torch.autocast to bfloat16, but its plan is for"):
         model(x)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match=r"the model runs under torch\.autocast to"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match=r"operator a#0 runs under torch\.autocast to"):
         model.a(x)
 
 
@@ -647,6 +647,24 @@ def test_a_plan_for_a_job_under_autocast(x):
         assert equal(gradients_of(model, model(x).float().square().sum()), expected)
     with pytest.raises(PlanError, match=r"without torch.autocast, but its plan is for a job under autocast to bfloat16"):
         model(x)
+
+
+class Loss(nn.Module):
+    def forward(self, y, labels):
+        return F.cross_entropy(y, labels)
+
+
+@pytest.mark.parametrize("variants", [named(a=INT8, b=BFLOAT16), named(a=BFLOAT16, b=BFLOAT16)])
+def test_a_loss_that_is_a_child_of_the_model_may_run_outside_of_autocast(x, variants):
+    model = TwoLayers()
+    model.loss = Loss()
+    apply_(model, under_amp(variants))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    labels = torch.arange(len(y))
+    assert torch.equal(model.loss(y.float(), labels), F.cross_entropy(y.float(), labels))
+    with pytest.raises(PlanError, match=r"runs without torch\.autocast, but its plan is for a job under autocast to bfloat16"):
+        model.a(x)
 
 
 def test_low_precision_under_autocast(x):
@@ -735,3 +753,11 @@ def test_an_operator_of_the_plan_that_the_first_step_does_not_run_is_named(x):
 def test_an_unknown_weight_is_no_operator():
     with pytest.raises(PlanError, match="has no linear or convolution emb"):
         apply_(nn.ModuleDict({"emb": nn.Embedding(4, 4)}), {OpId("emb"): INT8})
+
+
+def test_a_second_derivative_is_refused_by_the_operators_name(x):
+    model = TwoLayers()
+    apply_(model, BOTH)
+    (slope,) = torch.autograd.grad(model(x.requires_grad_()).square().sum(), x, create_graph=True)
+    with pytest.raises(PlanError, match=r"operator a#0 runs in int8, which has no second derivative"):
+        slope.square().sum().backward()

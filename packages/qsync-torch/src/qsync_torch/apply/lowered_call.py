@@ -67,7 +67,7 @@ class LoweredCall:
         base: Precision = Precision.FLOAT32,
         caller: Caller = BY_HAND,
     ) -> None:
-        self.op_id, self._caller = op_id, caller
+        self.op_id, self._caller, self._shown = op_id, caller, f"operator {op_id}"
         self._x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
         self._steps, self._cache, self._module, self._base = steps, cache, module, base
         self.prepared_weight: PreparedWeight | None = None
@@ -109,7 +109,7 @@ class LoweredCall:
         """Which random numbers this step's calls with a weight take; float formats take none."""
         if not self._linear.is_quantized:
             return _NO_SEEDS
-        return Seeds(self._x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed)
+        return Seeds(self._x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
         """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits."""
@@ -180,7 +180,7 @@ class LoweredCall:
         if weight.dtype is not torch.float32:
             check_weight_dtype(self.op_id.fqn, weight, self._caller)
         if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
-            check_autocast(self._base, weight.device, f"operator {self.op_id}", self._caller)
+            check_autocast(self._base, weight.device, self._shown, self._caller)
 
     def _casts(self) -> CastCache:
         """Where this call's casts are shared; float ones, which draw no random numbers, always among all."""
@@ -190,7 +190,7 @@ class LoweredCall:
         return cache if self._linear.is_quantized else self._cache
 
     def _named(self, error: NumericsError) -> NumericsError:
-        return NumericsError(f"operator {self.op_id}: {error}")
+        return NumericsError(f"{self._shown}: {error}")
 
 
 class PreparedWeight:

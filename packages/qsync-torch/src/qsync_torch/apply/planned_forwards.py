@@ -249,10 +249,10 @@ class PlannedForwards(Installation):
             self._batches.check_weighted()
         elif self._has_met:
             self._check_settings(device)
-            self._meet(device)
+            self._meet(device, whole)
         else:
             self._has_met = True
-            self._meet_ranks(device)
+            self._meet_ranks(device, whole)
         if not torch.compiler.is_compiling() and self._awaits_calls and self._lowered:
             self._refuse_compiled_parts()
         if whole and self._training and torch.is_grad_enabled():
@@ -337,13 +337,13 @@ class PlannedForwards(Installation):
             warnings.warn(text, stacklevel=6)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _meet_ranks(self, device: torch.device) -> None:
+    def _meet_ranks(self, device: torch.device, whole: bool) -> None:
         """The first forward: what one rank refuses, all refuse, also where the compiler has given up on that forward."""
         what = "the first step under a plan"
         plan, group = self._planned.plan, self._planned.group
         with together(what, {"whether gradients are weighted": "yes" if self._batches.is_weighted else "no"}):
             self._check_settings(device)
-            self._meet(device)
+            self._meet(device, whole)
             check_reducer()
         self._batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU
@@ -362,7 +362,7 @@ class PlannedForwards(Installation):
         check_settings(plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
         self._settings = found
 
-    def _meet(self, device: torch.device) -> None:
+    def _meet(self, device: torch.device, whole: bool) -> None:
         """What every forward meets must be what the plan was made for.
 
         Raises:
@@ -371,7 +371,9 @@ class PlannedForwards(Installation):
         """
         if device.type == "meta":
             raise PlanError("a model under a plan runs on a device, and this one is on meta: move it with to_empty before it runs")
-        check_autocast(self.base, device, caller=self._planned.caller)
+        # A part may hold no operator (a loss, computed outside of autocast); those that run in it look for themselves.
+        if whole or not self._lowered:
+            check_autocast(self.base, device, caller=self._planned.caller)
         if self._awaits_calls:
             self.check_parameters(device)
         if device == self._placed_on:

@@ -24,9 +24,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from qsync_core.errors import NumericsError
+from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
 from qsync_torch.aten.random_bits import Offset, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
@@ -173,12 +172,16 @@ class Operand(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all."""
+    """Which random numbers an operator's stochastic rounding takes: one stream per operand, and the offset of this step in all.
+
+    ``name`` is the operator's, for messages.
+    """
 
     x: int = 0
     w: int = 1
     offset: Offset = 0
     grad: int = 2
+    name: str = "an operator"
 
 
 def seeds_of(seed: int, offset: Offset = 0) -> Seeds:
@@ -364,12 +367,36 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Ten
     return straight
 
 
+class _Underivable(torch.autograd.Function):
+    """Gradients that cannot be differentiated again, whatever they were made from."""
+
+    @staticmethod
+    def forward(ctx: Any, refusal: str, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.refusal = refusal
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise PlanError(ctx.refusal)
+
+
 def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
-    """``once_differentiable``, which only a backward pass that is recorded itself (``create_graph=True``) has to pay for."""
-    recorded = once_differentiable(backward)
+    """A backward whose gradients are refused to be differentiated, which only one that is recorded itself pays for.
+
+    PyTorch's ``once_differentiable`` lets gradients pass that were made from a constant one: what the weight has to do with them
+    would be left out without a word.
+    """
 
     def call(ctx: Any, grad: torch.Tensor) -> Any:
-        return recorded(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
+        if not torch.is_grad_enabled():  # unless by create_graph=True
+            return backward(ctx, grad)
+        with torch.no_grad():
+            grads = backward(ctx, grad)
+        refusal = (
+            f"{ctx.name} runs in {ctx.binding.variant.compute}, which has no second derivative, and its gradient is differentiated "
+            "(create_graph=True): keep it in a float format in the plan, or differentiate twice on a model without a plan"
+        )
+        return apply_of(_Underivable)(refusal, *(None if each is None else each.requires_grad_() for each in grads))
 
     return call
 
@@ -384,6 +411,7 @@ def keep_for_backward(
     """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
     ctx.save_for_backward(*copies)
     ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seeds.grad, seeds.offset
+    ctx.name = seeds.name
 
 
 _NO_TENSORS = (None,) * 6
