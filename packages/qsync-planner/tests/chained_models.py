@@ -83,9 +83,9 @@ def with_chains(measured: Profile, dag: PrecisionDag, costs: Mapping[OpId, Mappi
 
 
 @st.composite
-def chained_dags(draw: st.DrawFn, most: int = 10) -> PrecisionDag:
+def chained_dags(draw: st.DrawFn, most: int = 10, image: tuple[int, ...] = IMAGE) -> PrecisionDag:
     g = ChainBuilder("chained")
-    known = [g.input("x", IMAGE)]
+    known = [g.input("x", image)]
     for i in range(draw(st.integers(1, most))):
         kind = draw(
             st.sampled_from(["conv", "conv", "block", "block", "residual", "batch_norm", "layer_norm", "add", "relu", "pool"])

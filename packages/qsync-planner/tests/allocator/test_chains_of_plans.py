@@ -20,6 +20,7 @@ from qsync_core.ir.profile import OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
+from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.allocator.verdict import error_notes
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
@@ -149,8 +150,40 @@ def test_a_chain_that_was_not_measured_for_all_its_neighbours_is_no_choice() -> 
 
 
 def test_solvers_that_do_not_choose_chains() -> None:
-    assert said(plan("auto")) == said(plan())
-    assert any("without a proof: group 'g' may fuse chains (b0.norm and so on)" in note for note in plan("auto").notes)
-    for solver in ("uniform", "full", "exact", "greedy-paper"):
+    for solver in ("uniform", "full", "greedy-paper"):
         assert said(plan(solver)) == {}
-    assert said(plan("auto", objective="memory")) == {}
+    assert said(plan("greedy", batch="free")) == {}
+
+
+def test_the_best_plan_is_proven_with_chains() -> None:
+    pytest.importorskip("highspy")
+    solver, found = "exact", plan("exact")
+    assert said(plan("auto")) == said(found)
+    assert said(found) == said(plan())
+    assert found.objective <= plan().objective
+    assert "proven optimal" in found.notes
+    assert found.groups[0].chains[SLOW].reason.startswith("unfused: fused would take +")
+    tight = plan(solver, memory_bytes=plan().groups[0].predicted_peak_bytes * 3 // 4)
+    assert tight.objective <= plan(memory_bytes=plan().groups[0].predicted_peak_bytes * 3 // 4).objective
+    leanest = plan(solver, objective="memory")
+    assert SAVED in said(leanest).values()
+    assert leanest.groups[0].predicted_peak_bytes < found.groups[0].predicted_peak_bytes
+    fastest = plan(solver, objective="time")
+    assert FUSED in said(fastest).values()
+    assert fastest.predicted_iteration_ns <= found.predicted_iteration_ns
+
+
+def test_the_trade_off_curve_is_of_plans_with_chains() -> None:
+    pytest.importorskip("highspy")
+    dag = model()
+    cluster = single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    curves = [
+        tradeoff(dag, cluster, {"g": profile}, rated(dag), budgets=1, limits=4)
+        for profile in (measured(dag), attrs.evolve(measured(dag), chains=()))
+    ]
+    least = [min(point.iteration_ns for point in curve.points) for curve in curves]
+    assert least[0] < least[1]
+    assert min(p.omega for p in curves[0].points if p.iteration_ns <= least[1]) < min(
+        p.omega for p in curves[1].points if p.iteration_ns <= least[1]
+    )

@@ -53,8 +53,8 @@ BATCHES = ("equal", "free")
 PLANNERS = ("auto", "exact", "greedy", "greedy-paper")
 """Solvers that need a sensitivity."""
 
-CHAIN_SOLVERS = ("auto", "greedy")
-"""Solvers that choose which chains are fused, for plans of least Σ Ω with equal local batches; all others fuse none."""
+CHAIN_SOLVERS = ("auto", "exact", "greedy")
+"""Solvers that choose which chains are fused, for plans with equal local batches; all others fuse none."""
 
 
 def allocate(
@@ -116,7 +116,7 @@ def allocate(
         raise PlanError(NEEDS_COSTS)
     described = cluster
     cluster, cut_notes = under_base(cluster, dag)
-    with_chains = solver in CHAIN_SOLVERS and objective == "omega" and batch == "equal"
+    with_chains = solver in CHAIN_SOLVERS and batch == "equal"
     problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=with_chains)
     ways = Ways(dag, cluster, profiles, communication, settings or {})
     if communication is not None:

@@ -108,7 +108,11 @@ class Chains:
         """How the last operator of a fused chain runs, given the variants of operators by their position."""
         chain = self.all[number]
         variants = zip(chain.product_readers, map(variant_of, self.product_readers[number]), strict=True)
-        return ChainEnd(number, chosen, chain_result(chain, dict(variants)), self._keeps(number, chosen, self.members[number][-1]))
+        return self.end_with(number, chosen, chain_result(chain, dict(variants)))
+
+    def end_with(self, number: int, chosen: ChainVariant, result: ChainResult) -> ChainEnd:
+        """The same, given what it writes."""
+        return ChainEnd(number, chosen, result, self._keeps(number, chosen, self.members[number][-1]))
 
     def absorbed(self, number: int, chosen: ChainVariant) -> Iterator[tuple[int, Absorbed]]:
         """Position of each operator of a fused chain but the last, and how it runs."""

@@ -4,6 +4,8 @@ A column ``x[u, r]`` says that unit u runs at rung r.  The format of a tensor is
 an adjustable operator a sum of its unit's columns, of a dependent one what its inputs decide.  An operator's *choice* is what
 it costs for one combination of its rung and its inputs' formats; where two of these are free, columns of their own stand for the
 combinations, tied to both by marginal sums.  Once the units' columns are integers, so is everything else.
+
+An operator of a chain has the chain's rungs, and the last one beside them what it writes, which the rungs of its readers decide.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.precision import Precision
-from qsync_planner.allocator.exact.program import ALWAYS, Indicator, Program, total
+from qsync_core.ir.semantics import CastTarget, ChainResult, chain_result, readable_copy
+from qsync_core.ir.variant import Variant
+from qsync_planner.allocator.exact.program import ALWAYS, Expression, Indicator, Program, add, total
 from qsync_planner.allocator.problem import GroupProblem
 from qsync_planner.replayer.cost_mapper import OpState
 from qsync_planner.replayer.cost_model import CostModel, Evaluation
@@ -27,10 +32,6 @@ MAX_COMBINATIONS = 1024
 
 class TooManyCombinations(PlanError):
     """An operator reads so many tensors of free formats that their combinations are not listed."""
-
-
-class ChainsAreNoColumns(TooManyCombinations):
-    """Chains that may be fused are not among the choices of a program."""
 
 
 class Choice(NamedTuple):
@@ -49,6 +50,8 @@ class Choice(NamedTuple):
 
 _Formats = dict[Precision, Indicator]
 """The formats that a tensor may have, with the indicator of each; tensors whose formats are one decision share the object."""
+_Source = tuple[object, Sequence[Indicator]]
+"""Something that is decided: what stands for it, and the indicator of each outcome."""
 
 
 class Choices:
@@ -60,23 +63,26 @@ class Choices:
         wiring: which operator reads which.
 
     Raises:
-        TooManyCombinations: naming the operator, or a chain.
+        TooManyCombinations: naming the operator.
     """
 
     def __init__(self, group: GroupProblem, model: CostModel, program: Program) -> None:
-        if chain := next((unit for unit in group.units if unit.is_chain), None):
-            raise ChainsAreNoColumns(
-                f"group {group.name!r} may fuse chains ({chain.name} and so on), which no program chooses; use the solver greedy"
-            )
         dag = model.dag
         self._model, self._program = model, program
         self.columns = [tuple(program.column(integer=True) for _ in unit.rungs) for unit in group.units]
         for row in self.columns:
             program.row(dict.fromkeys(row, 1), lower=1, upper=1)
-        self._unit_of = {dag.index[op_id]: index for index, unit in enumerate(group.units) for op_id in unit.operators}
+        operators = [(index, unit) for index, unit in enumerate(group.units) if not unit.is_chain]
+        self._unit_of = {dag.index[op_id]: index for index, unit in operators for op_id in unit.operators}
         self._variants = [tuple(model.intern(variant) for variant in unit.variants) for unit in group.units]
+        self._units = group.units
+        chains = {model.chains.by_name[u.operators[0]]: index for index, u in enumerate(group.units) if u.is_chain}
+        self.chain_of = {position: (number, unit) for number, unit in chains.items() for position in model.chains.members[number]}
+        """Per operator of a chain that may be fused: the chain's number, and its unit."""
+        self._results: dict[int, dict[ChainResult, Indicator]] = {}
+        self._needs: dict[tuple[int, int], Indicator] = {}
         self._states: dict[tuple[int, tuple[int, ...]], OpState] = {}
-        self._joint: dict[tuple[int, ...], dict[tuple[int, ...], Indicator]] = {}
+        self._joint: dict[tuple[object, ...], dict[tuple[int, ...], Indicator]] = {}
         self._known: dict[tuple[object, ...], _Formats] = {}
         self.wiring = model.wiring
         self.of: list[list[Choice]] = []
@@ -88,9 +94,34 @@ class Choices:
         """The formats that an operator's output may have, with the indicator of each."""
         return self._formats[position]
 
+    def ends_chain(self, position: int) -> bool:
+        """Whether an operator is the last of a chain that may be fused."""
+        return position in self.chain_of and self._model.chains.members[self.chain_of[position][0]][-1] == position
+
+    def needs(self, producer: int, reader: int, share: int, used: Indicator) -> Indicator:
+        """Where a reader that uses a cast of a result needs it made: no fused chain writes that copy for it."""
+        if not self.ends_chain(producer) or reader not in self._model.chains.product_readers[self.chain_of[producer][0]]:
+            return used
+        written = total([choice.chosen for choice in self.of[producer] if choice.evaluation.written == share])
+        if not written:
+            return used
+        found = self._needs.get((reader, share))
+        if found is None:
+            column = self._program.column()
+            for row, bounds in (
+                ([(used, -1), (written, 1)], {"lower": 0}),
+                ([(used, -1)], {"upper": 0}),
+                ([(written, 1)], {"upper": 1}),
+            ):
+                expression: Expression = {column: 1}
+                for term, sign in row:
+                    add(expression, term, sign)
+                self._program.row(expression, **bounds)
+            found = self._needs[reader, share] = {column: 1}
+        return found
+
     def _add(self, position: int) -> None:
-        operator = self._model.dag.operators[position]
-        unit = self._unit_of.get(position)
+        unit, operator = self._unit_of.get(position), self._model.dag.operators[position]
         if unit is not None:
             numbers: Sequence[int] = self._variants[unit]
         elif operator.op_class is OpClass.ADJUSTABLE:
@@ -99,59 +130,128 @@ class Choices:
             numbers = (self._model.follows_inputs,)
         read = [self._formats[producer] for producer in self.wiring.inputs[position]]
         free = list({id(entry): entry for entry in read if len(entry) > 1}.values())
-        rungs = [self.columns[unit]] if unit is not None and len(numbers) > 1 else []
-        sizes = [len(entry) for entry in free] + [len(numbers) for _ in rungs]
-        count = math.prod(sizes)
-        if count > MAX_COMBINATIONS:
-            raise TooManyCombinations(
-                f"operator {operator.op_id} can run in {count:,} combinations of formats, more than {MAX_COMBINATIONS:,}"
-            )
-        indicators = self._combinations(free, rungs)
-        choices: list[Choice] = []
-        forbidden: list[Indicator] = []
-        outputs: list[Precision | None] = []
-        for combination, chosen in indicators.items():
+        sources: list[_Source] = [(id(entry), list(entry.values())) for entry in free]
+        if unit is not None and len(numbers) > 1:
+            sources.append((id(self.columns[unit]), [{column: 1} for column in self.columns[unit]]))
+
+        def formats(combination: tuple[int, ...]) -> tuple[Precision, ...]:
             at = {id(entry): list(entry)[index] for entry, index in zip(free, combination, strict=False)}
-            formats = tuple(at.get(id(entry)) or next(iter(entry)) for entry in read)
-            number = numbers[combination[-1]] if rungs else numbers[0]
+            return tuple(at.get(id(entry)) or next(iter(entry)) for entry in read)
+
+        indicators = self._combinations(position, sources)
+        runs = [
+            (numbers[combination[-1]] if len(sources) > len(free) else numbers[0], formats(combination), chosen)
+            for combination, chosen in indicators.items()
+        ]
+        if position in self.chain_of:
+            by_input: _Source = (("inputs", *(key for key, _ in sources)), list(indicators.values()))
+            choices = list(filter(None, self._evaluated(position, self._in_chain(position, by_input, [run[1] for run in runs]))))
+            # Fusing changes no format: what is delivered follows from the inputs alone.
+            delivered = {choice.reads: choice.evaluation.output for choice in choices}
+            outputs = [(delivered.get(formats), chosen) for _, formats, chosen in runs]
+        else:
+            found = self._evaluated(position, runs)
+            choices = list(filter(None, found))
+            outputs = [(choice and choice.evaluation.output, run[2]) for choice, run in zip(found, runs, strict=True)]
+        self.of.append(choices)
+        self._formats.append(self._output(outputs, tuple(key for key, _ in sources), free if len(sources) == len(free) else []))
+
+    def _in_chain(
+        self, position: int, by_input: _Source, formats: Sequence[tuple[Precision, ...]]
+    ) -> list[tuple[int, tuple[Precision, ...], Indicator]]:
+        """How an operator of a chain may run: by the formats of its inputs, the chain's rung and, at its end, what it writes."""
+        number, unit = self.chain_of[position]
+        chains, intern = self._model.chains, self._model.intern
+        results: dict[ChainResult, Indicator] = self._written(number) if self.ends_chain(position) else {}
+        sources: list[_Source] = [by_input, (id(self.columns[unit]), [{column: 1} for column in self.columns[unit]])]
+        if results:
+            sources.append((("result", number), list(results.values())))
+        found = []
+        for combination, chosen in self._combinations(position, sources).items():
+            way = self._units[unit].rungs[combination[1]]
+            assert isinstance(way, ChainVariant)
+            run = self._model.follows_inputs
+            if way.fused and results:
+                run = intern(chains.end_with(number, way, list(results)[combination[2]]))
+            elif way.fused:
+                run = intern(dict(chains.absorbed(number, way))[position])
+            found.append((run, formats[combination[0]], chosen))
+        return found
+
+    def _written(self, number: int) -> dict[ChainResult, Indicator]:
+        """What a fused chain may write, by the rungs of its readers."""
+        chain, readers = self._model.chains.all[number], self._model.chains.product_readers[number]
+        units = list(dict.fromkeys(self._unit_of[reader] for reader in readers))
+        rungs: list[list[Variant]] = []
+        sources: list[_Source] = []
+        for unit in units:
+            by_copy: dict[CastTarget | None, list[int]] = {}
+            for rung, variant in enumerate(self._units[unit].variants):
+                by_copy.setdefault(readable_copy(chain.producer, variant), []).append(rung)
+            columns, variants = self.columns[unit], self._units[unit].variants
+            rungs.append([variants[alike[0]] for alike in by_copy.values()])
+            sources.append(((unit, chain.producer), [total([{columns[rung]: 1} for rung in alike]) for alike in by_copy.values()]))
+            if len(by_copy) == 1:
+                sources[-1] = (sources[-1][0], [ALWAYS])
+        found: dict[ChainResult, list[Indicator]] = {}
+        for combination, chosen in self._combinations(self._model.chains.members[number][-1], sources).items():
+            of_unit = {unit: rungs[place][index] for place, (unit, index) in enumerate(zip(units, combination, strict=True))}
+            variants_of = {name: of_unit[self._unit_of[r]] for name, r in zip(chain.product_readers, readers, strict=True)}
+            found.setdefault(chain_result(chain, variants_of), []).append(chosen)
+        return {result: total(terms) for result, terms in found.items()}
+
+    def _evaluated(self, position: int, runs: Sequence[tuple[int, tuple[Precision, ...], Indicator]]) -> list[Choice | None]:
+        """What an operator costs in every combination; None for one that was not measured, which is forbidden.
+
+        Args:
+            runs: the number of how it runs, the formats of its inputs, and the indicator.
+        """
+        choices: list[Choice | None] = []
+        forbidden: list[Indicator] = []
+        for number, formats, chosen in runs:
             try:
                 evaluation = self._model.evaluate(position, number, formats)
             except PlanError:
-                if len(indicators) == 1:
+                if len(runs) == 1:
                     raise
                 forbidden.append(chosen)
-                outputs.append(None)
+                choices.append(None)
                 continue
             slots = self.wiring.slots[position]
             key = (id(evaluation), slots)
             state = self._states.get(key) or self._states.setdefault(key, OpState(evaluation, slots))
             choices.append(Choice(state, chosen, formats))
-            outputs.append(evaluation.output)
-        if not choices:
+        if not any(choices):
+            operator = self._model.dag.operators[position]
             raise PlanError(f"no variant of operator {operator.op_id} was measured with the formats that it may get")
         for chosen in forbidden:
             self._program.row(chosen, upper=0)
-        self.of.append(choices)
-        sources = (*(id(entry) for entry in free), *(id(entry) for entry in rungs), *outputs)
-        self._formats.append(self._output(choices, sources, free if not rungs else []))
+        return choices
 
-    def _combinations(self, free: Sequence[_Formats], rungs: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Indicator]:
-        """The indicator of every combination of what the free inputs and the rungs may be, by their indices."""
-        sources: list[list[Indicator]] = [list(entry.values()) for entry in free]
-        sources += [[{column: 1} for column in entry] for entry in rungs]
-        if not sources:
-            return {(): ALWAYS}
-        if len(sources) == 1:
-            return {(i,): indicator for i, indicator in enumerate(sources[0])}
-        key = (*(id(entry) for entry in free), *(id(entry) for entry in rungs))
+    def _combinations(self, position: int, sources: Sequence[_Source]) -> dict[tuple[int, ...], Indicator]:
+        """The indicator of every combination of what is decided for an operator, by the indices of the outcomes."""
+        count = math.prod(len(outcomes) for _, outcomes in sources)
+        if count > MAX_COMBINATIONS:
+            operator = self._model.dag.operators[position]
+            raise TooManyCombinations(
+                f"operator {operator.op_id} can run in {count:,} combinations of formats, more than {MAX_COMBINATIONS:,}"
+            )
+        free = [place for place, (_, outcomes) in enumerate(sources) if len(outcomes) > 1]
+        if len(free) <= 1:
+            places = range(len(sources[free[0]][1])) if free else range(1)
+            return {
+                tuple(i if place in free else 0 for place in range(len(sources))): sources[free[0]][1][i] if free else ALWAYS
+                for i in places
+            }
+        key = tuple(entry for entry, _ in sources)
         found = self._joint.get(key)
         if found is None:
             columns = {
                 combination: self._program.column()
-                for combination in itertools.product(*(range(len(source)) for source in sources))
+                for combination in itertools.product(*(range(len(outcomes)) for _, outcomes in sources))
             }
-            for place, source in enumerate(sources):
-                for i, indicator in enumerate(source):
+            for place in free:
+                for i, indicator in enumerate(sources[place][1]):
                     row = {column: 1 for combination, column in columns.items() if combination[place] == i}
                     for column, coefficient in indicator.items():
                         row[column] = row.get(column, 0) - coefficient
@@ -159,14 +259,18 @@ class Choices:
             found = self._joint[key] = {combination: {column: 1} for combination, column in columns.items()}
         return found
 
-    def _output(self, choices: Sequence[Choice], sources: tuple[object, ...], free: Sequence[_Formats]) -> _Formats:
+    def _output(
+        self, outputs: Sequence[tuple[Precision | None, Indicator]], sources: tuple[object, ...], free: Sequence[_Formats]
+    ) -> _Formats:
         by_format: dict[Precision, list[Indicator]] = {}
-        for choice in choices:
-            by_format.setdefault(choice.evaluation.output, []).append(choice.chosen)
+        for precision, chosen in outputs:
+            if precision is not None:
+                by_format.setdefault(precision, []).append(chosen)
         if len(by_format) == 1:
             return self._known.setdefault((next(iter(by_format)),), {next(iter(by_format)): ALWAYS})
         if len(free) == 1 and list(by_format) == list(free[0]):
             return free[0]
-        if sources not in self._known:
-            self._known[sources] = {precision: total(terms) for precision, terms in by_format.items()}
-        return self._known[sources]
+        key = (*sources, *(precision for precision, _ in outputs))
+        if key not in self._known:
+            self._known[key] = {precision: total(terms) for precision, terms in by_format.items()}
+        return self._known[key]

@@ -78,19 +78,88 @@ class MemoryRows:
 
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
         """The output, until its last reader has run or for as long as an operator keeps it; and its gradient."""
-        first = self._layout.wiring.first_gradient[position]
-        gradient = first is not None and first <= moment <= self._layout.backward_of(position)
-        readers = self._choices.wiring.readers[position]
-        last = readers[-1] if readers else position
-        nbytes = {choice.evaluation.output: choice.evaluation.output_bytes for choice in self._choices.of[position]}
-        for precision, chosen in self._choices.formats(position).items():
-            add(found, chosen, nbytes[precision] * (gradient + (position <= moment <= last)))
-            if moment > last:
-                add(found, self._kept_output(position, precision, self._holders(moment)), nbytes[precision])
+        first, backward = self._layout.wiring.first_gradient[position], self._layout.backward_of(position)
+        for precision in self._choices.formats(position):
+            options = [choice for choice in self._choices.of[position] if choice.evaluation.output is precision]
+            if moment >= position:
+                nbytes = max(choice.evaluation.output_bytes for choice in options)
+                add(
+                    found,
+                    self._output_alive(position, precision, self._present(position, precision, "output_bytes"), moment),
+                    nbytes,
+                )
+            if first is None or moment > backward or moment < self._layout.count:
+                continue
+            nbytes = max(choice.evaluation.gradient_bytes for choice in options)
+            made = self._present(position, precision, "gradient_bytes")
+            if moment < first:
+                # Readers inside a fused chain run their backward with the last of it.
+                late = self._later(position, precision, self._layout.backward_of(moment), gradients=True)
+                made = self._any_of(position, ("gradient", precision, moment), dict(enumerate(late)))
+            add(found, made, nbytes)
 
-    def _kept_output(self, position: int, precision: Precision, until: int) -> Indicator:
-        """That the output has this format and is kept for backward by an operator before ``until``."""
-        whole = self._choices.formats(position)[precision]
+    def _present(self, position: int, precision: Precision, what: str) -> Indicator:
+        """That an operator delivers a tensor of this format; one inside a fused chain delivers none, its end perhaps none."""
+        if position not in self._choices.chain_of:
+            return self._choices.formats(position)[precision]
+        options = [choice for choice in self._choices.of[position] if choice.evaluation.output is precision]
+        present = [choice.chosen for choice in options if getattr(choice.evaluation, what)]
+        return self._choices.formats(position)[precision] if len(present) == len(options) else total(present)
+
+    def _later(self, position: int, precision: Precision, until: int, *, gradients: bool = False) -> list[Indicator]:
+        """That a reader (that makes a gradient) runs with the end of a fused chain, at ``until`` or later; by reader."""
+        found = []
+        for reader, slot in self._choices.wiring.reads[position]:
+            chain = self._choices.chain_of.get(reader)
+            if chain is None or chain == self._choices.chain_of.get(position):
+                continue
+            skipped, inputs = self._layout.dag.operators[reader].no_grad_inputs, self._choices.wiring.inputs[reader]
+            if gradients and all(i in skipped for i, source in enumerate(inputs) if source == position):
+                continue
+            delayed = [
+                choice.chosen
+                for choice in self._choices.of[reader]
+                if choice.reads[slot] is precision and choice.evaluation.delay and reader + choice.evaluation.delay >= until
+            ]
+            if delayed:
+                found.append(total(delayed))
+        return found
+
+    def _output_alive(self, position: int, precision: Precision, present: Indicator, moment: int) -> Indicator:
+        """That the output is there at a moment that is not before its operator's forward."""
+        readers = [reader for reader in self._choices.wiring.readers[position] if reader >= moment]
+        unserved = [self._unserved(position, reader) for reader in readers]
+        if moment == position or ALWAYS in unserved:
+            return present
+        terms = [self._both(present, reads) for reads in unserved]
+        late = self._later(position, precision, moment) if moment < self._layout.count else []
+        kept = self._kept_output(position, precision, present, moment)
+        if not terms and not late:
+            return kept
+        return self._any_of(position, ("output", precision, moment), dict(enumerate([*terms, *late, kept])))
+
+    def _unserved(self, producer: int, reader: int) -> Indicator:
+        """That a reader reads the float result of an operator, and not a copy that this writes as the end of a fused chain."""
+        if not self._choices.ends_chain(producer):
+            return ALWAYS
+        found: Expression = dict(ALWAYS)
+        for share, used in self._uses(producer, reader).items():
+            add(found, used, -1)
+            add(found, self._choices.needs(producer, reader, share, used))
+        return {column: coefficient for column, coefficient in found.items() if coefficient}
+
+    def _uses(self, producer: int, reader: int) -> dict[int, Indicator]:
+        """The cast copies of an operator's output that a reader may use, each with the indicator that it does."""
+        slot = dict(self._choices.wiring.reads[producer])[reader]
+        found: dict[int, list[Indicator]] = {}
+        for state, chosen, _ in self._choices.of[reader]:
+            for share in {share for share, _, _ in state.readings.get(slot, ()) if share >= 0}:
+                found.setdefault(share, []).append(chosen)
+        return {share: total(terms) for share, terms in found.items()}
+
+    def _kept_output(self, position: int, precision: Precision, whole: Indicator, moment: int) -> Indicator:
+        """That the output has this format and an operator keeps it for its backward, which is not over before a moment."""
+        until, delays = self._holders(moment), False
         savers: dict[int, Indicator] = {}
         for saver, slot in ((position, -1), *self._choices.wiring.reads[position]):
             if saver >= until:
@@ -101,6 +170,8 @@ class MemoryRows:
                     concerned, saves = state.evaluation.output is precision, state.evaluation.saves_output
                 else:
                     concerned, saves = reads[slot] is precision, any(share < 0 for share, _, _ in state.readings.get(slot, ()))
+                delays |= saves and state.evaluation.delay > 0
+                saves &= saver + state.evaluation.delay < until
                 if concerned and saves:
                     terms.append(chosen)
                 all_do &= saves or not concerned
@@ -108,13 +179,18 @@ class MemoryRows:
                 return whole
             if terms:
                 savers[saver] = total(terms)
-        return self._any_of(position, precision, savers)
+        return self._any_of(position, (precision, until) if delays else precision, savers)
 
     def _add_copies(self, found: Expression, producer: int, moment: int) -> None:
         """Cast copies of the producer's output, each shared by its users."""
         users: dict[int, dict[int, list[Indicator]]] = {}
         savers: dict[int, dict[int, list[Indicator]]] = {}
         size: dict[int, int] = {}
+        if self._choices.ends_chain(producer):  # the copy that a fused chain writes is there from its own forward on
+            for state, chosen, _ in self._choices.of[producer]:
+                if (share := state.evaluation.written) >= 0:
+                    users.setdefault(share, {}).setdefault(producer, []).append(chosen)
+                    size[share] = state.evaluation.written_bytes
         for reader, slot in self._choices.wiring.reads[producer]:
             for state, chosen, _ in self._choices.of[reader]:
                 copies = [reading for reading in state.readings.get(slot, ()) if reading[0] >= 0]

@@ -97,11 +97,29 @@ def solve_exactly(
     if state.prediction.iteration_ns > limit_ns:
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begin))
         bound = max(bound, solve_jointly(state, starts, limit_ns, attrs.evolve(effort, seconds=left), programs, progress))
+    fuse_where_faster(state, limit_ns)
     late = seconds is not None and time.monotonic() - begin > seconds / 2
     solution = with_proof(state, limit_ns, bound, raise_further=not late, explain=not late)
     if not programs.contended:
         return solution
     return attrs.evolve(solution, notes=(*solution.notes, *_dear_contention(state.problem.objective(solution.rungs), alone)))
+
+
+def fuse_where_faster(state: SearchState, limit_ns: int) -> None:
+    """Fuse chains, or leave them, where that makes a group faster and costs no Ω, within the limits: programs take no side then."""
+    for group in state.problem.groups:
+        for index, unit in enumerate(group.units):
+            for rung in range(len(unit.rungs)) if unit.is_chain else ():
+                present, before = state.rung(group.name, index), state.prediction.groups[group.name]
+                if rung == present or unit.omega[rung] > unit.omega[present]:
+                    continue
+                found = state.try_moves(group.name, {index: rung})
+                after = found.groups[group.name]
+                faster = (after.period_ns, after.busy_ns) < (before.period_ns, before.busy_ns)
+                if faster and found.iteration_ns <= limit_ns and group.fits(after.peak_bytes):
+                    state.accept()
+                else:
+                    state.reject()
 
 
 def _dear_contention(objective: float, alone: float) -> tuple[str, ...]:
@@ -272,6 +290,8 @@ def _reason(state: SearchState, group: str, index: int, limit_ns: int, history: 
     other = rung + 1 if rung < unit.top else rung - 1
     after = state.try_moves(group, {index: other}).groups[group]
     state.reject()
+    if unit.is_chain and other < rung:
+        return f"{label}: {unit.rungs[other].label} would take {added_time_text(after.busy_ns - before.busy_ns)}"
     if other < rung:
         added = added_time_text(before.busy_ns - after.busy_ns)
         return (

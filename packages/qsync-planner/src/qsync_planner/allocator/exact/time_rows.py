@@ -33,12 +33,14 @@ class ChargedCast(NamedTuple):
 
 
 def charged_casts(choices: Choices, program: Program) -> Iterator[ChargedCast]:
-    """Every shared cast at every operator that may be the first to need it, which pays for it as in the cost mapper."""
-    for reads in choices.wiring.reads:
+    """Every shared cast at every operator that may be the first to need it, which pays for it as in the cost mapper; a copy that a
+    fused chain writes is needed by none of those that it serves."""
+    for producer, reads in enumerate(choices.wiring.reads):
         users: dict[int, list[tuple[int, PricedCast, Indicator]]] = {}
         for reader, slot in reads:
             for share, (cast, terms) in _uses(choices, reader, slot).items():
-                users.setdefault(share, []).append((reader, cast, total(terms)))
+                needed = choices.needs(producer, reader, share, total(terms))
+                users.setdefault(share, []).append((reader, cast, needed))
         for entries in users.values():
             yield from _first_of(entries, program)
 

@@ -193,7 +193,7 @@ def tradeoff(
     check_profiles(dag, cluster, profiles)
     check_sensitivity(sensitivity, dag)
     cluster, _ = under_base(cluster, dag)
-    problem = build_problem(dag, cluster, profiles, sensitivity)
+    problem = build_problem(dag, cluster, profiles, sensitivity, with_chains=True)
     curve = _Curve(problem, Replayer(dag, cluster, profiles), effort)
     levels = curve.levels(budgets)
     for number, level in enumerate(levels):
