@@ -110,6 +110,17 @@ def test_one_disk_that_cannot_be_written_ends_all_ranks(tmp_path):
     assert [path.name for path in (tmp_path / "run" / ".prepare").iterdir()] == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_part_cannot_write_while_it_is_made_is_said_with_what_to_do(tmp_path, ranks):
+    def work(folder: Folder) -> None:
+        with folder.together(slow=True):
+            raise ArtifactError(f"cannot write {tmp_path / 'a.qsync.partial'}: No space left on device")
+
+    said = "No space left on device; make room or name another folder with -o, and start 'qsync prepare' again: it continues"
+    for error in on_ranks([tmp_path / "run"] * ranks, work):
+        assert f"cannot write {tmp_path / 'a.qsync.partial'}: {said}" in str(error)
+
+
 def test_what_a_killed_one_left_does_not_stay(tmp_path):
     run = tmp_path / "run"
     (run / ".prepare").mkdir(parents=True)

@@ -32,6 +32,7 @@ CLUSTER = "cluster"
 """The part that is the cluster file."""
 GRAPH = "graph"
 """The part that is the job's graph; its digest is an input, by that name, of all that is made from it."""
+_CANNOT_WRITE = "cannot write "
 _PIECE_BYTES = 4 << 20
 """A TCPStore takes values of up to 8 MiB."""
 
@@ -142,11 +143,12 @@ class Folder:
 
     @contextmanager
     def together(self, facts: Mapping[str, str] = {}, *, slow: bool = False) -> Iterator[dict[str, str]]:
-        """A block that ends every rank where it ends one, or where facts differ."""
+        """A block that ends every rank where it ends one, or where facts differ; what cannot be written, with what to do."""
         if self.members is None:
-            yield dict(facts)
+            with _advising():
+                yield dict(facts)
             return
-        with together(WHAT, facts, slow=slow, group=self.members) as agreed:
+        with together(WHAT, facts, slow=slow, group=self.members) as agreed, _advising():
             yield agreed
 
     def read(self, name: str) -> bytes:
@@ -262,9 +264,23 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ArtifactError(
-            f"cannot write {error.filename or path}: {error.strerror or error}; make room or name another folder with -o, and "
-            "start 'qsync prepare' again: it continues"
+        raise ArtifactError(f"{_CANNOT_WRITE}{error.filename or path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """What cannot be written, here or by what is called, with what to do.
+
+    Raises:
+        QSyncError: as it came.
+    """
+    try:
+        yield
+    except QSyncError as error:
+        if not str(error).startswith(_CANNOT_WRITE):
+            raise
+        raise type(error)(
+            f"{error}; make room or name another folder with -o, and start 'qsync prepare' again: it continues"
         ) from None
 
 
