@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_torch import apply_
+from qsync_torch.apply import planned_forwards
 
 from .small_models import BFLOAT16, INT8, named
 
@@ -25,6 +26,11 @@ class Towers(nn.Module):
 
 
 VARIANTS = {**named(**{"encoder.0": INT8}), **named(**{"encoder.2": BFLOAT16})}
+
+
+@pytest.fixture(autouse=True)
+def said_nothing():
+    planned_forwards._say_once.cache_clear()
 
 
 @pytest.fixture
@@ -128,3 +134,31 @@ def test_a_first_pass_in_full_precision_is_named(batch):
         model.encoder(batch)
     with pytest.warns(UserWarning, match=r"a Sequential in eval mode has run without gradients in full precision.*GradCache"):
         model.encoder(batch)
+
+
+def test_a_batch_that_is_copied_for_the_second_pass_is_named(batch):
+    model = Towers()
+    apply_(model, VARIANTS)
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch.roll(1, 0) * 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(batch)  # others
+    with torch.no_grad():
+        model(batch)
+    with pytest.warns(UserWarning, match=r"a Towers has run without gradients.*on other tensors of the same values.*GradCache"):
+        model(batch.clone())
+
+
+def test_other_tokens_are_another_batch():
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4))
+    apply_(model, named(**{"1": INT8}))
+    tokens = torch.arange(8)
+    with torch.no_grad():
+        model(tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens.flip(0))
+    with pytest.warns(UserWarning, match="on other tensors of the same values"):
+        model(tokens.clone())

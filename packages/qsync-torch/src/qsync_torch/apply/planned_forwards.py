@@ -30,7 +30,7 @@ from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
 from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
 from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, wrap_checkpointing
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
-from qsync_torch.apply.two_passes import FirstPasses
+from qsync_torch.apply.two_passes import COPIED, FirstPasses
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import number_settings
@@ -292,6 +292,14 @@ class PlannedForwards(Installation):
     def _first_pass_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position | None:
         """The place of the forward without gradients that this one with them repeats."""
         if not torch.is_grad_enabled() or (position := self._first_passes.take(module, args, kwargs)) is None:
+            return None
+        if position == COPIED:
+            if any(call.is_quantized for call in self._lowered.values()):
+                _say_once(
+                    f"a {type(module).__name__} has run without gradients, and runs with them on other tensors of the same values: "
+                    "where training has two passes (GradCache), give both the same tensors, or the second one rounds anew and gets "
+                    "the gradients of other representations"
+                )
             return None
         if position == PLAIN:
             _say_once(
