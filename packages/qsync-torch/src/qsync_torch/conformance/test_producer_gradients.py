@@ -10,7 +10,6 @@ import torch
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.backend import Op
-from qsync_torch.aten.quantize import write_rounded
 from qsync_torch.conformance.checks import FLOATS
 from qsync_torch.conformance.operands import LAYOUTS, Outputs, floats, laid_out
 from qsync_torch.conformance.producer_checks import check_close, check_copy, packed
@@ -119,7 +118,7 @@ def test_shapes_of_every_kind(subject: Subject, outputs: Outputs, form: str, sav
 @pytest.mark.parametrize("saved", [FLOAT32, INT8], ids=["kept in float", "kept in 8 bit"])
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name == BATCH_NORM])
 def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str, saved: Precision, multiplied: bool) -> None:
-    """Nothing clipped, its scale no larger than what is known ahead allows, rounded once, with the numbers of its stream."""
+    """Nothing clipped, its scale no larger than what is known ahead allows, rounded once, by numbers of its offset."""
     chain = FORMS[form][1]
     for rows, columns in ((56, 40), (1050, 24), (30, 13), (0, 16)):
         problem = Producer.of(form, variant_of(saved=saved), (rows, columns), subject.device, 30)
@@ -149,12 +148,10 @@ def test_the_copy_of_a_gradient(subject: Subject, outputs: Outputs, form: str, s
             means = (h.mean(0).abs(), (h * kept.xhat).mean(0).abs())
             most = ((h.abs().amax(0) + means[0] + kept.xhat.abs().amax(0) * means[1]) * of_channel).max()
             check_copy(copy.q, copy.scale.view(1, 1), exact, error, most, problem.variant.rounding, "the copy of the gradient")
-            of_float32 = given(found.x).float() * factor.float()
-            drawn = torch.empty_like(copy.q)
-            granularity = Granularity.PER_TENSOR
-            write_rounded(of_float32, copy.scale, INT8, granularity, problem.variant.rounding, 21, 22, drawn)
-            same = (drawn == copy.q).float().mean().item()
-            assert same > 0.995, f"{1 - same:.1%} of the copy are not rounded with the numbers of its stream"
+            for offset, is_same in ((22, True), (23, False)):
+                again = attrs.evolve(copy, q=outputs.empty((rows, columns), torch.int8), scale=outputs.empty((1,), FLOAT))
+                problem.run_backward(kernel, outputs, grad, kept.x, kept.scale, kept.mean, kept.spread, bits, again, offset=offset)
+                assert torch.equal(again.q, copy.q) is is_same, f"the numbers of offset {offset} beside those of offset 22"
 
 
 @pytest.mark.parametrize("form", [form for form, (name, _) in FORMS.items() if name != ACTIVATION])
