@@ -93,6 +93,6 @@ def _on_t4(request: KernelRequest) -> KernelRequest:
 
 def checked(request: KernelRequest, given: tuple[object, ...]) -> None:
     """What a backend on a CPU has to do and one on a GPU must not: raise where a scale is not finite."""
-    for operand, value in zip(producers.OPERANDS[request.op], given, strict=True):
+    for operand, value in zip(producers.operands_of(request), given, strict=True):
         if operand.written and operand.field.endswith("scale") and isinstance(value, torch.Tensor) and not value.isfinite().all():
             raise NumericsError(f"{operand.name} is not finite")

@@ -52,7 +52,7 @@ def _producers(request: KernelRequest) -> Iterator[str]:
     yield from support.capability_reasons(request, "producers", _FIRST_PRODUCERS)
     yield from support.symmetry_reasons(request)
     yield from support.layout_reasons(request)
-    yield from support.chain_reasons(request)
+    yield from support.chain_reasons(request, grad_copies=True)
     yield from support.producer_format_reasons(request, (Precision.INT8,))
     yield from support.producer_scale_reasons(request)
     yield from support.producer_shape_reasons(request)

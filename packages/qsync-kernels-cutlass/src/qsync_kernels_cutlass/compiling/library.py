@@ -66,7 +66,19 @@ _PRODUCER_NUMBERS = (
 )
 _PRODUCER_POINTERS = (
     *("x", "residual", "weight", "bias", "residual_absmax", "offset_tensor", "mean", "spread", "out", "absmax", "q", "scale"),
-    *("kept", "x_q", "x_scale", "open", "grad", "grad_input", "grad_residual", "grad_weight", "grad_bias", "workspace"),
+    *(
+        "kept",
+        "x_q",
+        "x_scale",
+        "open",
+        "grad",
+        "grad_input",
+        "grad_residual",
+        "grad_weight",
+        "grad_bias",
+        "multiplier",
+        "workspace",
+    ),
 )
 
 

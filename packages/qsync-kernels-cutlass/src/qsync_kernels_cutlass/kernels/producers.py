@@ -92,6 +92,14 @@ _STREAMS = (_SEED, _X_SEED, _OFFSET)
 _SAVED = (_read("grad", _Kind.FLOATS, True), _read("x", _Kind.SAVED, True), _read("x_scale", _Kind.GROUPS))
 _GRAD_PARAMETERS = (_out("grad_weight", _Kind.COLUMNS), _out("grad_bias", _Kind.COLUMNS))
 
+_GRAD_COPY = (
+    *(
+        _read("multiplier", _Kind.COLUMNS),
+        _out("q", _Kind.COPY, name="grad_q_out"),
+        _out("scale", _Kind.ONE, name="grad_scale_out"),
+    ),
+    *(_SEED, _OFFSET),
+)
 OPERANDS: dict[str, tuple[_Operand, ...]] = {
     Op.BATCH_NORM_OUTPUT: (
         *(_read("x", _Kind.FLOATS, True), _WEIGHT, _BIAS, _EPS, _read("residual", _Kind.FLOATS)),
@@ -115,6 +123,11 @@ OPERANDS: dict[str, tuple[_Operand, ...]] = {
     Op.ACTIVATION_GRAD_INPUT: (*_SAVED, _out("grad_input", _Kind.FLOATS, True)),
 }
 """Arguments of every producer, in order."""
+
+
+def operands_of(request: KernelRequest) -> tuple[_Operand, ...]:
+    """The arguments that a request's kernel takes."""
+    return OPERANDS[request.op] + (_GRAD_COPY if request.chain.grad_copy else ())
 
 
 @attrs.frozen(eq=False)
@@ -145,7 +158,7 @@ class Producer:
         Raises:
             BackendError: when it cannot be compiled or loaded.
         """
-        self._op, self._operands = request.op, OPERANDS[request.op]
+        self._op, self._operands = request.op, operands_of(request)
         self._library = compiled(producer_source(request, arch))
         self._is_image = request.op in BATCH_NORMS
         self._is_relu = request.chain.activation is Activation.RELU
@@ -202,6 +215,8 @@ class Producer:
             if operand.format_field:
                 numbers[operand.format_field] = library.PRODUCER_FORMATS[FORMATS[value.dtype]]
         arguments = library.ProducerArguments(rounding=self._rounding, scale_per_row=int(self._by_row), **numbers)
+        for place, field, _ in tensors:  # workspace depends on what is wanted
+            setattr(arguments, field, given[place].data_ptr())
         return _Plan(arguments, tuple(tensors), self._library.workspace_bytes(arguments, lambda: self._described(x)))
 
     def _check(self, x: Tensor, given: tuple[Any, ...]) -> None:
@@ -279,7 +294,6 @@ class Producer:
         by_field = dict(zip((operand.field for operand in self._operands), given, strict=True))
         for operand, value in zip(self._operands, given, strict=True):
             if isinstance(value, Tensor) and operand.written:
-                is_scale = operand.kind is _Kind.SCALES or operand.field == "x_scale"
-                value.fill_(1.0 if is_scale else 0.0)
+                value.fill_(1.0 if operand.field in ("scale", "x_scale") else 0.0)
         if self._op == Op.LAYER_NORM_OUTPUT:
             by_field["spread"].fill_(1 / math.sqrt(by_field["eps"]))

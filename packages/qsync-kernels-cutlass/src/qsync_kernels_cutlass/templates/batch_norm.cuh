@@ -3,7 +3,8 @@
 // Images are channels-last: a matrix of positions and channels.  Forward: each block of ``channel_statistics`` leaves the mean, the
 // sum of squares, the smallest and the largest x of a strip of channels at some of the positions; ``channel_coefficients`` merges
 // them, and knows the largest result without having written one, since z is monotone in x; ``normalize_positions`` writes.
-// Backward: ``reduce_gradient`` sums h and h * xhat, ``apply_gradient`` writes.  Each of the large kernels reads a tensor once, 16
+// Backward: ``reduce_gradient`` sums h and h * xhat, ``apply_gradient`` writes; for an 8-bit copy of the gradient the first also notes
+// the largest magnitudes of both, of which ``gradient_reach`` makes a bound of the gradient's.  Each of the large kernels reads a tensor once, 16
 // bytes a thread and access; memory is what limits them.  The second pass of both walks backward and finds the end of x in the
 // cache.
 #pragma once
@@ -342,12 +343,13 @@ struct GradientOfEight {
   }
 };
 
-template <bool kWide, Activation kActivation>
+template <bool kWide, Activation kActivation, bool kCopies>
 __global__ void __launch_bounds__(kThreads, 2) reduce_gradient(BatchNorm p) {
   auto const& q = p.q;
   Place const place = Place::of(p);
   GradientOfEight<kWide, kActivation> gradient;
   float total[kEight] = {}, product[kEight] = {};
+  uint32_t highest[kEight] = {}, widest[kEight] = {};
   if (place.count > 0) gradient.prepare(p, place);
   for (int64_t first = place.first_row; first < q.rows && place.count > 0; first += kRowsAtOnce * place.step) {
     typename GradientOfEight<kWide, kActivation>::Loaded loaded[kRowsAtOnce] = {};
@@ -361,7 +363,10 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_gradient(BatchNorm p) {
       float h[kEight], xhat[kEight];
       gradient.widened(q, place, loaded[k], h, xhat);
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) total[i] += h[i], product[i] = __fmaf_rn(h[i], xhat[i], product[i]);
+      for (int i = 0; i < kEight; ++i) {
+        total[i] += h[i], product[i] = __fmaf_rn(h[i], xhat[i], product[i]);
+        if (kCopies) highest[i] = larger(highest[i], magnitude(h[i])), widest[i] = larger(widest[i], magnitude(xhat[i]));
+      }
     }
   }
   for (int distance = p.strips.lanes; distance < 32; distance *= 2) {
@@ -369,29 +374,73 @@ __global__ void __launch_bounds__(kThreads, 2) reduce_gradient(BatchNorm p) {
     for (int i = 0; i < kEight; ++i) {
       total[i] += __shfl_xor_sync(0xFFFFFFFFu, total[i], distance);
       product[i] += __shfl_xor_sync(0xFFFFFFFFu, product[i], distance);
+      if (kCopies) highest[i] = larger(highest[i], __shfl_xor_sync(0xFFFFFFFFu, highest[i], distance));
+      if (kCopies) widest[i] = larger(widest[i], __shfl_xor_sync(0xFFFFFFFFu, widest[i], distance));
     }
   }
-  __shared__ float shared[2][kWarps][kSumLanes * kEight];
+  __shared__ float shared[kCopies ? 4 : 2][kWarps][kSumLanes * kEight];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane < p.strips.lanes) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       shared[0][warp][lane * kEight + i] = total[i];
       shared[1][warp][lane * kEight + i] = product[i];
+      if (kCopies) shared[2][warp][lane * kEight + i] = __uint_as_float(highest[i]);
+      if (kCopies) shared[3][warp][lane * kEight + i] = __uint_as_float(widest[i]);
     }
   }
   __syncthreads();
   int const width = p.strips.lanes * kEight, which = threadIdx.x / width, within = threadIdx.x % width;
   int64_t const column = int64_t(blockIdx.y) * width + within;
-  if (which > 1 || column >= q.columns) return;
-  float sum = 0.0f;
-  for (int other = 0; other < kWarps; ++other) sum += shared[which][other][within];
+  if (which >= (kCopies ? 4 : 2) || column >= q.columns) return;
+  float sum = shared[which][0][within];
+  for (int other = 1; other < kWarps; ++other) {
+    float const found = shared[which][other][within];
+    sum = which < 2 ? sum + found : __uint_as_float(larger(__float_as_uint(sum), __float_as_uint(found)));
+  }
   p.partial[(which * p.programs + blockIdx.x) * q.columns + column] = sum;
+}
+
+// What |gradient * multiplier| of 32 channels cannot exceed; each operation is monotone, and rounded as ``apply_gradient`` does.
+static __global__ void __launch_bounds__(kThreads) gradient_reach(BatchNorm p) {
+  __shared__ uint32_t shared[2][kWarps][kSumColumns];
+  auto const& q = p.q;
+  int const lane = threadIdx.x % kSumColumns, group = threadIdx.x / kSumColumns;
+  int64_t const column = int64_t(blockIdx.x) * kSumColumns + lane, kind = p.programs * q.columns;
+  uint32_t highest = 0, widest = 0;
+  for (int64_t program = group; program < p.programs && column < q.columns; program += kWarps) {
+    float const* const at = p.partial + 2 * kind + program * q.columns + column;
+    highest = larger(highest, __float_as_uint(at[0])), widest = larger(widest, __float_as_uint(at[kind]));
+  }
+  shared[0][group][lane] = highest, shared[1][group][lane] = widest;
+  __syncthreads();
+  uint32_t reach = 0;
+  if (group == 0 && column < q.columns) {
+    for (int other = 1; other < kWarps; ++other) {
+      highest = larger(highest, shared[0][other][lane]), widest = larger(widest, shared[1][other][lane]);
+    }
+    float const positions = float(q.rows), mean_h = fabsf(__fdiv_rn(p.total[column], positions));
+    float const mean_product = fabsf(__fdiv_rn(p.product[column], positions));
+    float const weight = q.weight == nullptr ? 1.0f : q.weight[column];
+    float const factor = fabsf(__fmul_rn(weight, inverse_deviation(q.spread[column], float(q.eps))));
+    float const sum = __fmaf_rn(__uint_as_float(widest), mean_product, __fadd_rn(__uint_as_float(highest), mean_h));
+    float const multiplier = q.multiplier == nullptr ? 1.0f : q.multiplier[column];
+    reach = magnitude(__fmul_rn(__fmul_rn(factor, sum), multiplier));
+  }
+  reach = block_largest(reach);
+  if (threadIdx.x == 0) p.bound[blockIdx.x] = __uint_as_float(reach);
 }
 
 template <bool kWide, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 2) apply_gradient(BatchNorm p) {
   auto const& q = p.q;
+  Scale scale = {1.0f, 1.0f};
+  Stream stream = {};
+  if (q.q != nullptr) {
+    scale = scale_of(largest_of(p.bound, p.bounds));
+    stream = stream_of(q.seed, q);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *q.scale = scale.scale;
+  }
   Place const place = Place::of(p);
   if (place.count == 0) return;
   GradientOfEight<kWide, kActivation> gradient;
@@ -401,7 +450,9 @@ __global__ void __launch_bounds__(kThreads, 2) apply_gradient(BatchNorm p) {
   load_vector<false>(p.product, place.column, place.count, 0.0f, mean_product);
   float const positions = float(q.rows);
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) mean_h[i] /= positions, mean_product[i] /= positions;
+  for (int i = 0; i < kEight; ++i) {
+    mean_h[i] = __fdiv_rn(mean_h[i], positions), mean_product[i] = __fdiv_rn(mean_product[i], positions);
+  }
   int const format = int(q.grad_input_format);
   for (int64_t number = place.first_row; number < q.rows; number += kRowsAtOnce * place.step) {
     typename GradientOfEight<kWide, kActivation>::Loaded loaded[kRowsAtOnce] = {};
@@ -417,10 +468,19 @@ __global__ void __launch_bounds__(kThreads, 2) apply_gradient(BatchNorm p) {
       float h[kEight], xhat[kEight];
       gradient.widened(q, place, loaded[k], h, xhat);
       if (q.grad_residual != nullptr) store_eight<kWide>(q.grad_residual, format, index, place.count, h);
-      if (q.grad_input == nullptr) continue;
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) h[i] = gradient.factor[i] * (h[i] - mean_h[i] - xhat[i] * mean_product[i]);
-      store_eight<kWide>(q.grad_input, format, index, place.count, h);
+      for (int i = 0; i < kEight; ++i) {
+        h[i] = __fmul_rn(gradient.factor[i], __fmaf_rn(-xhat[i], mean_product[i], __fsub_rn(h[i], mean_h[i])));
+      }
+      if (q.grad_input != nullptr) store_eight<kWide>(q.grad_input, format, index, place.count, h);
+      if (q.q == nullptr) continue;
+      if (q.multiplier != nullptr) {
+        float multiplier[kEight];
+        load_vector<false>(q.multiplier, place.column, place.count, 0.0f, multiplier);
+#pragma unroll
+        for (int i = 0; i < kEight; ++i) h[i] = __fmul_rn(h[i], multiplier[i]);
+      }
+      store_copy<kWide>(q.q, index, place.count, h, scale, int(q.rounding), stream);
     }
   }
 }
@@ -466,13 +526,18 @@ struct BatchNormOutput {
 
 template <Activation kActivation>
 struct BatchNormGradient {
+  // Of partial results: two sums, and two maxima for a copy.
+  static int64_t kinds(QsyncProducerArguments const& q) { return q.q == nullptr ? 2 : 4; }
+
   static BatchNorm planned(QsyncProducerArguments const& q) {
     BatchNorm p = {};
     p.q = q;
     p.strips = Strips::of(q, kSumLanes);
     p.programs = p.strips.programs(q, kSumming, kMostPrograms);
     p.partial = static_cast<float*>(q.workspace);
-    float* const spare = p.partial + 2 * p.programs * q.columns;
+    float* const spare = p.partial + kinds(q) * p.programs * q.columns;
+    p.bounds = q.q == nullptr ? 0 : int(ceil_div(q.columns, kSumColumns));
+    p.bound = spare + 2 * q.columns;
     p.total = q.grad_bias == nullptr ? spare : q.grad_bias;
     p.product = q.grad_weight == nullptr ? spare + q.columns : q.grad_weight;
     return p;
@@ -480,7 +545,8 @@ struct BatchNormGradient {
 
   static int64_t workspace(QsyncProducerArguments const& q) {
     if (int32_t const status = check(q, 0)) return -int64_t(status);
-    return int64_t(sizeof(float)) * (2 * planned(q).programs * q.columns + 2 * q.columns);
+    BatchNorm const p = planned(q);
+    return int64_t(sizeof(float)) * (kinds(q) * p.programs * q.columns + 2 * q.columns + p.bounds);
   }
 
   static int32_t run(QsyncProducerArguments const& q) {
@@ -491,11 +557,14 @@ struct BatchNormGradient {
     BatchNorm p = planned(q);
     bool const wide = is_wide(q);
     dim3 const reading{unsigned(p.programs), unsigned(p.strips.count)};
-    int32_t status =
-        launch(wide ? reduce_gradient<true, kActivation> : reduce_gradient<false, kActivation>, reading, p, q.stream);
+    bool const copies = q.q != nullptr;
+    auto const reduce = wide ? copies ? reduce_gradient<true, kActivation, true> : reduce_gradient<true, kActivation, false>
+                             : copies ? reduce_gradient<false, kActivation, true> : reduce_gradient<false, kActivation, false>;
+    int32_t status = launch(reduce, reading, p, q.stream);
     ColumnSums const sums = {p.partial, const_cast<float*>(p.total), const_cast<float*>(p.product), p.programs, q.columns};
     if (status == QSYNC_OK) status = launch_add_programs(sums, q.stream);
-    if (status != QSYNC_OK || (q.grad_input == nullptr && q.grad_residual == nullptr)) return status;
+    if (status == QSYNC_OK && copies) status = launch(gradient_reach, dim3(unsigned(p.bounds)), p, q.stream);
+    if (status != QSYNC_OK || (q.grad_input == nullptr && q.grad_residual == nullptr && !copies)) return status;
     p.strips = Strips::of(q, kWriteLanes);
     dim3 const writing{unsigned(p.strips.programs(q, kWriting, INT32_MAX)), unsigned(p.strips.count)};
     return launch(wide ? apply_gradient<true, kActivation> : apply_gradient<false, kActivation>, writing, p, q.stream);

@@ -52,6 +52,7 @@ struct QsyncProducerArguments {
   void* grad_residual;      // in the format of grad_input
   float* grad_weight;
   float* grad_bias;
+  const float* multiplier;  // of the channels of a gradient whose copy q is
   void* workspace;
 
   int64_t workspace_bytes;
