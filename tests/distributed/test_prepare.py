@@ -100,6 +100,10 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     ]
     assert {frozenset(link.between) for link in cluster.links} == {frozenset(GROUPS)}
     plan = run.load_plan(GROUPS)
+    lines = [line.strip() for line in run.start.read_text().splitlines() if line.startswith("  ")]
+    assert lines == json.loads(ended[0].out)["commands"]
+    assert len(lines) == len(plan.recommended_groups)
+    assert all(line in run.report.read_text(encoding="utf-8") for line in lines)
     assert load(run.timeline("predicted", GROUPS), Timeline).iteration_ns == plan.predicted_iteration_ns
     assert [group.role for group in run.load_plan(["weak"]).groups] == [Role.TRAIN], "alone, a group has nobody to keep up with"
     assert "share cores of" in ended[0].error
