@@ -26,7 +26,6 @@ from indicator.rows import beside_int8
 from results import write_rows
 
 from qsync_core.artifacts.files import save
-from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicate import indicate
 from qsync_planner.indicator_check import compare, read_truth
@@ -39,7 +38,7 @@ from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
-LADDER = tuple(map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32)))
+LADDER = tuple(map(Variant.parse, ("int8>float32", "bfloat16", "float32")))
 COSTS = {"resnet50": "resnet50:batch=128,channels_last=true", "bert-base": "bert-base:seq=384,batch=12"}
 DEFAULT = HutchinsonCollector.name
 OBSERVED = (HutchinsonCollector, LossVarCollector, PaperCollector, HessianCollector)

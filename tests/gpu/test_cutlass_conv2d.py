@@ -23,7 +23,7 @@ from qsync_kernels_cutlass.sources import request_sources  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-INT8 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
+INT8 = attrs.evolve(Variant.of(Precision.INT8, output=Precision.FLOAT32), grad_input=Precision.INT8)
 BFLOAT16 = attrs.evolve(INT8, output=Precision.BFLOAT16)
 FLOAT16 = attrs.evolve(INT8, output=Precision.FLOAT16)
 DTYPES = {Precision.FLOAT32: torch.float32, Precision.FLOAT16: torch.float16, Precision.BFLOAT16: torch.bfloat16}

@@ -19,10 +19,10 @@ from qsync_kernels_cutlass.sources import request_sources  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-INT8 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8, grad_weight=Precision.INT8)
+INT8 = attrs.evolve(Variant.of(Precision.INT8, output=Precision.FLOAT32), grad_input=Precision.INT8, grad_weight=Precision.INT8)
 INT8_BFLOAT16 = attrs.evolve(INT8, output=Precision.BFLOAT16)
 INT8_FLOAT16 = attrs.evolve(INT8, output=Precision.FLOAT16)
-SIXTEEN = Variant.of(Precision.INT8)
+SIXTEEN = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 HALF = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16, output=Precision.FLOAT16)
 PER_ROW = attrs.evolve(INT8, x_granularity=Granularity.PER_ROW)
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 
-INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 CHAINS = ["aten", "triton+aten", "cutlass+triton+aten"]
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from qsync_core.ir.op_id import OpId  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 
-INT8 = Variant.parse("int8")
+INT8 = Variant.parse("int8>float32")
 
 
 def model():

@@ -12,7 +12,7 @@ from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 INT8_GRADIENTS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 FLOAT8 = Variant.of(Precision.FLOAT8_E4M3FN)
 SHAPES = [(256, 512, 1024), (100, 70, 90), (1, 16, 33), (4608, 768, 768), (17, 1, 5), (129, 257, 64)]

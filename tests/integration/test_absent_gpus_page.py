@@ -33,7 +33,7 @@ def test_the_pages_commands_plan_16_v100_and_16_t4(tmp_path: Path):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, (line, done.stderr)
         said += done.stdout
-    assert "int8 is left out: V100 has no int8 hardware" in said
+    assert "int8>float32 is left out: V100 has no int8 hardware" in said
     assert "verdict: estimated: use infer: 100.0% more throughput" in said
     plan = load(tmp_path / "plan.qsync", PrecisionPlan)
     assert plan.estimated == {"train": "NVIDIA H200", "infer": "NVIDIA H200"}

@@ -11,7 +11,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 
-LINEAR_INT8 = KernelRequest(Op.LINEAR_OUTPUT, Variant.of(Precision.INT8), ((128, 64), (32, 64)))
+LINEAR_INT8 = KernelRequest(Op.LINEAR_OUTPUT, Variant.of(Precision.INT8, output=Precision.FLOAT32), ((128, 64), (32, 64)))
 
 
 @attrs.define

@@ -87,25 +87,35 @@ def test_the_file_name_names_a_cluster_without_a_name(tmp_path: Path) -> None:
 
 
 def test_options_of_bare_names() -> None:
-    options = 'ladder = ["int8", "float16", "float32"]\nrounding = "nearest"\nw_granularity = "tensor"\noutput = "float16"'
+    options = 'ladder = ["int8", "float16", "float32"]\nrounding = "nearest"\nw_granularity = "tensor"\noutput = "float32"'
     cluster = parse_cluster(GOOD.replace('ladder = ["int8", "float16", "float32"]', options))
     int8, float16, _ = cluster.group("infer").ladder
-    assert (int8.rounding, int8.w_granularity, int8.output) == (Rounding.NEAREST, Granularity.PER_TENSOR, FP16)
+    assert (int8.rounding, int8.w_granularity, int8.output) == (Rounding.NEAREST, Granularity.PER_TENSOR, FP32)
     assert float16 == Variant.plain(FP16)
 
 
 def test_a_zero_point_has_a_name_that_takes_the_group_s_settings() -> None:
-    options = 'ladder = ["int8", "int8-affine", "float32"]\nrounding = "nearest"\noutput = "float16"'
+    options = 'ladder = ["int8", "int8-affine", "float32"]\nrounding = "nearest"\noutput = "float32"'
     symmetric, affine, _ = parse_cluster(GOOD.replace('ladder = ["int8", "float16", "float32"]', options)).group("infer").ladder
     assert affine == attrs.evolve(symmetric, symmetric=False)
     assert (affine.output, affine.rounding, affine.grad_input, affine.label) == (
-        FP16,
+        FP32,
         Rounding.NEAREST,
         FP16,
-        "int8-affine>float16",
+        "int8-affine>float32",
     )
     with pytest.raises(ClusterError, match="zero points belong to int8 activations, got 'float32-affine'"):
         parse_cluster(GOOD.replace('"int8", ', '"float32-affine", '))
+
+
+def test_a_rung_may_name_its_output() -> None:
+    """Both outputs of int8 on one ladder; what a rung says itself goes before the group's ``output``."""
+    asked = GOOD.replace('"int8"', '"int8", "int8>float32"')
+    int8 = Variant.of(INT8, sixteen_bit=FP16)
+    assert parse_cluster(asked).group("infer").ladder[:2] == (int8, attrs.evolve(int8, output=FP32))
+    one = GOOD.replace('"int8", ', '"int8>float32", ').replace('role = "infer"', 'role = "infer"\noutput = "float16"')
+    assert parse_cluster(one).group("infer").ladder[0] == attrs.evolve(int8, output=FP32)
+    assert "output must be one of int8" in changed('"int8"', '"int8>float33"')
 
 
 def test_chips_with_bfloat16_and_unknown_devices_take_bfloat16_gradients() -> None:

@@ -28,7 +28,8 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 
 FULL, HALF, BRAIN = Variant.of(FLOAT32), Variant.of(FLOAT16), Variant.of(BFLOAT16)
-EIGHT_HALF, EIGHT_BRAIN = Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(INT8, sixteen_bit=BFLOAT16)
+EIGHT_HALF = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32)
+EIGHT_BRAIN = Variant.of(INT8, sixteen_bit=BFLOAT16, output=FLOAT32)
 EIGHT_TO_HALF = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT16)
 EIGHT_TO_BRAIN = Variant.of(INT8, sixteen_bit=BFLOAT16, output=BFLOAT16)
 EIGHT_BACKWARD = attrs.evolve(EIGHT_TO_BRAIN, grad_input=INT8)

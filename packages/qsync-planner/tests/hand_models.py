@@ -16,7 +16,7 @@ from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKin
 from qsync_core.ir.variant import Variant
 
 FP32, BF16, FP16 = Variant.of(FLOAT32), Variant.of(BFLOAT16), Variant.of(FLOAT16)
-I8 = Variant.of(INT8)
+I8 = Variant.of(INT8, output=FLOAT32)
 I8_BF16 = Variant.of(INT8, output=BFLOAT16)
 LADDER = (I8, I8_BF16, BF16, FP16, FP32)
 

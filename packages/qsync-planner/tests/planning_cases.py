@@ -28,9 +28,9 @@ from qsync_planner.replayer.replay import Replayer
 
 FULL = Variant.of(FLOAT32)
 LADDERS = (
-    (Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(FLOAT16), FULL),
-    (Variant.of(INT8, sixteen_bit=BFLOAT16), Variant.of(BFLOAT16), FULL),
-    (Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT16), Variant.of(FLOAT16), FULL),
+    (Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32), Variant.of(FLOAT16), FULL),
+    (Variant.of(INT8, sixteen_bit=BFLOAT16, output=FLOAT32), Variant.of(BFLOAT16), FULL),
+    (Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32), Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(FLOAT16), FULL),
     (Variant.of(FLOAT16), FULL),
     (FULL,),
 )

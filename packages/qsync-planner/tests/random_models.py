@@ -17,7 +17,7 @@ from qsync_core.ir.profile import CastKey, CastModel, CollectiveModel, DeviceKin
 from qsync_core.ir.variant import Variant
 
 RUNGS = (
-    Variant.of(INT8, sixteen_bit=FLOAT16),
+    Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32),
     attrs.evolve(Variant.of(INT8, sixteen_bit=BFLOAT16, output=BFLOAT16), grad_input=INT8),
     Variant.of(FLOAT16),
     Variant.of(BFLOAT16),

@@ -244,7 +244,7 @@ class Chip:
 T4 = Chip("T4", {FLOAT32: 8.1, FLOAT16: 65.0, INT8: 130.0}, 300.0)
 V100 = Chip("V100", {FLOAT32: 15.7, FLOAT16: 125.0}, 900.0)
 
-INT8_RUNG = Variant.of(INT8, sixteen_bit=FLOAT16)
+INT8_RUNG = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32)
 INT8_TO_FLOAT16_RUNG = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT16)
 FLOAT16_RUNG = Variant.of(FLOAT16)
 FLOAT32_RUNG = Variant.of(FLOAT32)

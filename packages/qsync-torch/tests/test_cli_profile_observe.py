@@ -17,6 +17,7 @@ from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
 FLOAT32 = Variant.of(Precision.FLOAT32)
+INT8, INT8_WIDE = Variant.of(Precision.INT8), Variant.of(Precision.INT8, output=Precision.FLOAT32)
 JOB = """
 import torch
 from qsync_torch.job import Batch, Job
@@ -145,7 +146,7 @@ def test_observe_writes_an_artifact(folder):
         (["--memory-cap", "much"], "--memory-cap: not a size: 'much'"),
         (["--device", "mps"], "QSync measures cpu and cuda devices, got 'mps'"),
         (["--dag", "cluster.toml"], "cluster.toml"),
-        (["--rungs", "float8_e4m3fn,float32"], "operator 0#0 cannot run linear.output as float8_e4m3fn>bfloat16: aten: "),
+        (["--rungs", "float8_e4m3fn,float32"], "operator 0#0 cannot run linear.output as float8_e4m3fn: aten: "),
         (["--backend", "nobody"], "kernel backend 'nobody' is not installed here"),
     ],
 )
@@ -193,9 +194,9 @@ def test_without_a_device_the_command_takes_a_gpu_where_there_is_one_and_says_wh
     ("name", "capability", "rungs"),
     [
         ("Tesla V100-SXM2-32GB", (7, 0), [Variant.of(Precision.FLOAT16), FLOAT32]),
-        ("Tesla T4", (7, 5), [Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16), Variant.of(Precision.FLOAT16), FLOAT32]),
-        ("NVIDIA GeForce RTX 3090", (8, 6), [Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32]),
-        ("A new chip", (13, 0), [Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), FLOAT32]),
+        ("Tesla T4", (7, 5), [*devices.int8_rungs(Precision.FLOAT16), Variant.of(Precision.FLOAT16), FLOAT32]),
+        ("NVIDIA GeForce RTX 3090", (8, 6), [INT8, INT8_WIDE, Variant.of(Precision.BFLOAT16), FLOAT32]),
+        ("A new chip", (13, 0), [INT8, INT8_WIDE, Variant.of(Precision.BFLOAT16), FLOAT32]),
     ],
 )
 def test_a_profile_measures_the_ladder_of_its_chip(name, capability, rungs, monkeypatch):

@@ -42,7 +42,8 @@ def sixteen_bit(chip: str) -> Precision:
 def ladder(chip: str) -> tuple[Variant, ...]:
     """int8 written to 16 bit, int8 written to float32, 16 bit, float32: the output format is a decision of its own."""
     half = sixteen_bit(chip)
-    return (Variant.of(INT8, sixteen_bit=half, output=half), Variant.of(INT8, sixteen_bit=half), Variant.of(half), FLOAT32_RUNG)
+    int8 = Variant.of(INT8, sixteen_bit=half)
+    return (int8, attrs.evolve(int8, output=Precision.FLOAT32), Variant.of(half), FLOAT32_RUNG)
 
 
 @attrs.frozen

@@ -23,13 +23,14 @@ from qsync_torch.observing.montecarlo import MonteCarloCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace
 
-INT8, BFLOAT16, FLOAT32 = map(Variant.of, (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
+BFLOAT16, FLOAT32 = Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)
 SETS = {
     "ladder": (INT8, BFLOAT16, FLOAT32),
     "variations": (
-        Variant.of(Precision.INT8, w_granularity=Granularity.PER_TENSOR),
-        Variant.of(Precision.INT8, rounding=Rounding.NEAREST),
-        Variant.of(Precision.INT8, rounding=Rounding.FLOOR),
+        attrs.evolve(INT8, w_granularity=Granularity.PER_TENSOR),
+        attrs.evolve(INT8, rounding=Rounding.NEAREST),
+        attrs.evolve(INT8, rounding=Rounding.FLOOR),
     ),
 }
 """What is observed and measured together: what the rows are about, and other ways to quantize to int8."""

@@ -169,8 +169,8 @@ def _profile(bench: Bench, job: StepJob, kernels: JobKernels, setting: Setting, 
 
 def ablation_rows(bench: Bench, *, backend: str | None) -> Iterator[Row]:
     """K9: the paper's Fig. 8: ResNet50, int8 over float16, without and with the min/max kernels and the fusion."""
-    variant = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
-    sixteen = attrs.evolve(variant, output=Precision.FLOAT16)
+    sixteen = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
+    variant = attrs.evolve(sixteen, output=Precision.FLOAT32)
     quantize = "&".join(f"{role}={_quantizer(bench)}/" for role in ("quantize", "quantize.weight"))
     job = attrs.evolve(JOBS[0], id="K9")
     settings = {

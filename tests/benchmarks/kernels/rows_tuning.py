@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Kernel, KernelBackend, KernelConfig, KernelRequest, Op
 from qsync_core.tuning.search import Effort, tune
 from qsync_core.tuning.store import TuningStore
+from qsync_torch.devices import int8_rungs
 from qsync_torch.kernels.selection import find_backends
 
 from .bench import Bench, Row, ratio
@@ -56,7 +56,7 @@ def exhaustive_rows(bench: Bench, backend_name: str = "cutlass", budget_s: float
 def duration_rows(bench: Bench) -> Iterator[Row]:
     """K10b: minutes to tune ResNet50's kernels from an empty record, with compiled kernels at hand."""
     half = Precision.FLOAT16
-    ladder = (Variant.of(Precision.INT8, sixteen_bit=half), Variant.of(Precision.INT8, sixteen_bit=half, output=half))
+    ladder = int8_rungs(half)
     job, batch = ("resnet18:image=32,width=8,classes=10", 2) if bench.quick else ("resnet50:image=224,channels_last=true", 128)
     with tempfile.TemporaryDirectory() as folder:
         kernels = JobKernels(bench, job, batch, Path(folder) / "first.jsonl")

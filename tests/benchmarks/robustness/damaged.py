@@ -69,7 +69,7 @@ device = "T4"
 count = 2
 role = "infer"
 memory = "15 GiB"
-ladder = ["int8", "float16", "float32"]
+ladder = ["int8>float32", "float16", "float32"]
 [[link]]
 between = ["train", "infer"]
 latency_us = 20

@@ -188,12 +188,13 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
         if ";" in text:
             variant = Variant.parse(text)
         else:
-            output = _get(entry, "output", str, where, "")
-            precision = _enum(Precision, text.removesuffix(AFFINE), "ladder", where)
+            name, _, output = text.partition(">")
+            precision = _enum(Precision, name.removesuffix(AFFINE), "ladder", where)
+            output = output or (_get(entry, "output", str, where, "") if precision.needs_scale else "")
             variant = Variant.named(
-                text,
+                name,
                 sixteen_bit=chip.sixteen_bit if chip else Precision.BFLOAT16,
-                output=_enum(Precision, output, "output", where) if output and precision.needs_scale else None,
+                output=_enum(Precision, output, "output", where) if output else None,
                 rounding=_enum(Rounding, _get(entry, "rounding", str, where, "stochastic"), "rounding", where),
                 w_granularity=_parse_w_granularity(entry, where),
             )
@@ -201,7 +202,7 @@ def _parse_rung(text: Any, entry: dict[str, Any], device: str, where: str) -> Va
         raise ClusterError(f"{where}: {error}") from None
     # The compute precision first: it is the one that the person named.
     for precision in dict.fromkeys((variant.compute, variant.output, variant.saved, variant.grad_input, variant.grad_weight)):
-        _check_supported(device, precision, f"ladder entry {text.partition(';')[0]!r}", where)
+        _check_supported(device, precision, f"ladder entry {str(variant.compute)!r}", where)
     return variant
 
 

@@ -196,7 +196,7 @@ _CASES: list[tuple[type, Callable[[Any], Any], str]] = [
     (Timeline, _set(["intervals", 3, "op_id"], "a"), "intervals[3].op_id: an operator is stored as 'a#0', got 'a'"),
     (Timeline, _set(["intervals", 3, "op_id"], "a#-1"), "intervals[3].op_id: an operator is written 'fqn#call'"),
     (Timeline, _set(["intervals", 3, "phase"], "lunch"), "intervals[3].phase: expected one of forward, backward, optimizer"),
-    (PrecisionDag, _set(["operators", 1, "variant"], "int8"), "operators[1].variant: a variant is stored as 'int8;out=float32"),
+    (PrecisionDag, _set(["operators", 1, "variant"], "int8"), "operators[1].variant: a variant is stored as 'int8;out=bfloat16"),
     (PrecisionDag, _set(["operators", 1, "variant"], "int9"), "operators[1].variant: not a variant: 'int9'"),
     (PrecisionDag, _set(["operators", 1, "inputs"], ["nobody#0"]), "reads nobody#0, which does not come before it"),
     (PrecisionDag, _set(["operators", 1, "inputs"], []), "0 inputs but 1 input shapes"),

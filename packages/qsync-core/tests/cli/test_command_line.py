@@ -200,7 +200,11 @@ def test_backends(qsync: Any, tmp_path: Path) -> None:
 def test_backends_shows_what_was_tuned(qsync: Any, tmp_path: Path) -> None:
     artifact.save(examples(layers=1)[PrecisionDag], tmp_path / "dag.qsync")
     request = KernelRequest(
-        "linear.output", Variant.of(Precision.INT8), ((4608, 768), (768, 768)), device_kind="cuda", compute_capability="7.5"
+        "linear.output",
+        Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16),
+        ((4608, 768), (768, 768)),
+        device_kind="cuda",
+        compute_capability="7.5",
     )
     store = TuningStore(tmp_path / "tuning.jsonl", "T4", {"torch": "2.12"})
     store.add(TuningRecord(store.key("a", request), "t128", 1_230_000))

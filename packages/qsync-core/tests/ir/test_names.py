@@ -64,10 +64,13 @@ def test_equal_variants_have_equal_text(a: Variant, b: Variant) -> None:
 
 
 def test_variant_text() -> None:
-    text = "int8;out=float32;save=int8;gi=bfloat16;gw=bfloat16;x=tensor;w=channel;round=stochastic;sym=true"
+    text = "int8;out=bfloat16;save=int8;gi=bfloat16;gw=bfloat16;x=tensor;w=channel;round=stochastic;sym=true"
     assert str(Variant.of(Precision.INT8)) == text
-    assert Variant.parse("int8") == Variant.parse(text)
+    assert Variant.parse("int8") == Variant.parse("int8>bfloat16") == Variant.parse(text)
+    assert Variant.parse("int8>float32") == Variant.parse(text.replace("out=bfloat16", "out=float32"))
+    assert Variant.named("int8", sixteen_bit=Precision.FLOAT16) == Variant.parse(text.replace("bfloat16", "float16"))
     assert Variant.parse("int8-affine") == Variant.parse(text.replace("sym=true", "sym=false"))
+    assert Variant.parse("int8-affine>float32").label == "int8-affine>float32"
 
 
 INT8_TEXT = str(Variant.of(Precision.INT8))
@@ -80,9 +83,12 @@ INT8_TEXT = str(Variant.of(Precision.INT8))
         "bfloat16-affine",
         "",
         "int8;",
+        "int8>",
+        "int8>int8",
+        "int8>float32;out=float32",
         "int8;out=float32",
         INT8_TEXT + ";x=tensor",
-        INT8_TEXT.replace("out=float32", "out=int8"),
+        INT8_TEXT.replace("out=bfloat16", "out=int8"),
         INT8_TEXT.replace("sym=true", "sym=True"),
         INT8_TEXT.replace("gi=bfloat16;gw=bfloat16", "gw=bfloat16;gi=bfloat16"),
         INT8_TEXT.replace("round=stochastic", "round=up"),
@@ -98,7 +104,7 @@ def test_bad_variant_text(text: str) -> None:
 def test_standard_variants() -> None:
     """The table of docs/design/precision-semantics.md#standard-variants: output, saved copies and gradients of each precision."""
     int8 = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
-    assert (int8.output, int8.saved, int8.grad_input, int8.grad_weight) == ("float32", "int8", "float16", "float16")
+    assert (int8.output, int8.saved, int8.grad_input, int8.grad_weight) == ("float16", "int8", "float16", "float16")
     float8 = Variant.of(Precision.FLOAT8_E4M3FN)
     assert (float8.output, float8.saved, float8.grad_input, float8.grad_weight) == (
         "bfloat16",
@@ -108,5 +114,7 @@ def test_standard_variants() -> None:
     )
     for precision in (Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32):
         assert Variant.of(precision) == Variant.plain(precision)
-    assert Variant.of(Precision.INT8).label == "int8"
-    assert Variant.of(Precision.INT8, output=Precision.FLOAT16).label == "int8>float16"
+    assert int8.label == "int8"
+    assert float8.label == "float8_e4m3fn"
+    assert Variant.of(Precision.INT8, output=Precision.FLOAT32).label == "int8>float32"
+    assert Variant.of(Precision.FLOAT16, output=Precision.FLOAT32).label == "float16>float32"

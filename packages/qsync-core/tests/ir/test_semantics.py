@@ -50,7 +50,7 @@ TABLE = [
     ),
     (Variant.of(FP16), FP16, (Cast(WEIGHT, CastKey(FP32, FP16), W),)),
     (
-        Variant.of(INT8),
+        Variant.of(INT8, output=FP32),
         FP32,
         (
             Cast(IN, quantizing(FP32, INT8), X, shared=True),
@@ -61,7 +61,7 @@ TABLE = [
     ),
     (
         # A zero point of the activation: weight and gradient are quantized as without one.
-        attrs.evolve(Variant.of(INT8), symmetric=False, grad_input=INT8),
+        attrs.evolve(Variant.of(INT8, output=FP32), symmetric=False, grad_input=INT8),
         FP32,
         (
             Cast(IN, attrs.evolve(quantizing(FP32, INT8), symmetric=False), X, shared=True),
@@ -71,7 +71,7 @@ TABLE = [
         ),
     ),
     (
-        Variant.of(INT8, output=BF16),
+        Variant.of(INT8),
         BF16,
         (Cast(IN, quantizing(BF16, INT8), X, shared=True), Cast(WEIGHT, quantizing(FP32, INT8, CHANNEL), W)),
     ),
@@ -86,7 +86,7 @@ TABLE = [
     ),
     (
         # Both products in int8: one quantized copy of the incoming gradient; the product writes the activation's format itself.
-        attrs.evolve(Variant.of(INT8), grad_input=INT8, grad_weight=INT8),
+        attrs.evolve(Variant.of(INT8, output=FP32), grad_input=INT8, grad_weight=INT8),
         FP32,
         (
             Cast(IN, quantizing(FP32, INT8), X, shared=True),
@@ -96,7 +96,7 @@ TABLE = [
     ),
     (
         # One product in int8, the other in 16 bit: two copies of the incoming gradient.
-        attrs.evolve(Variant.of(INT8), grad_input=INT8),
+        attrs.evolve(Variant.of(INT8, output=FP32), grad_input=INT8),
         BF16,
         (
             Cast(IN, quantizing(BF16, INT8), X, shared=True),
@@ -172,7 +172,7 @@ def test_the_gradient_is_cast_once_to_the_wider_float_and_once_to_each_8_bit_for
 def test_a_gradient_that_no_product_reads_is_not_cast() -> None:
     """The first layer computes no gradient of its input."""
     first = attrs.evolve(LINEAR, no_grad_inputs=(0,))
-    variant = attrs.evolve(Variant.of(INT8), grad_input=INT8)
+    variant = attrs.evolve(Variant.of(INT8, output=FP32), grad_input=INT8)
     found = [(cast.site, cast.key.target) for cast in casts(first, variant, [FP32])]
     assert found == [(IN, INT8), (WEIGHT, INT8), (GRAD_OUT, BF16)]
 
@@ -188,7 +188,7 @@ def test_every_cast_of_an_activation_has_its_counterpart_for_the_gradient(inputs
 
 def test_a_ladder_under_a_base_ends_with_it_and_delivers_it():
     """float16 is beside bfloat16, float32 above it; 8-bit rungs keep everything but their output."""
-    ladder = [Variant.of(Precision.INT8), Variant.of(FP16), Variant.of(BF16), Variant.of(FP32)]
+    ladder = [Variant.of(Precision.INT8, output=FP32), Variant.of(FP16), Variant.of(BF16), Variant.of(FP32)]
     kept, cut = ladder_under(BF16, ladder)
     assert kept == (attrs.evolve(ladder[0], output=BF16), ladder[2])
     assert cut == (ladder[1], ladder[3])

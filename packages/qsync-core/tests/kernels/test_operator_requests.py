@@ -18,7 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import Peaks, lower_bound_ns, operations, read_bytes
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 INT8_GRADS = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 LINEAR = CallShapes("linear", (2, 5, 16), (8, 16), (2, 5, 8))
 GEOMETRY = {"dilation": "1,1", "groups": "2", "padding": "1,1", "stride": "2,2"}

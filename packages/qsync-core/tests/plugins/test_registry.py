@@ -16,6 +16,7 @@ from backend_doubles import LINEAR_INT8, FakeBackend
 from plugin_doubles import offering, plugin, registry
 
 from qsync_core.errors import BackendError, CompatibilityError, PluginError
+from qsync_core.ir.precision import Precision
 from qsync_core.kernels.backend import CompilingBackend, KernelConfig, KernelRequest, KernelSpec
 from qsync_core.plugins.backends import Answer
 from qsync_core.plugins.doctor import DoctorLine
@@ -273,6 +274,23 @@ def test_the_name_decides_among_backends_that_were_never_tuned() -> None:
     assert (backend.name, config.text) == ("a", "")
 
 
+@pytest.mark.parametrize(
+    ("device", "op", "grad_input", "expected"),
+    [
+        ("cuda", "linear.output", "bfloat16", "z"),
+        ("cuda", "quantize", "bfloat16", "z"),
+        ("cuda", "linear.grad_input", "int8", "z"),
+        ("cuda", "linear.grad_input", "bfloat16", "aten"),
+        ("cuda", "layer_norm.output", "bfloat16", "aten"),
+        ("cpu", "linear.output", "bfloat16", "aten"),
+    ],
+)
+def test_untuned_8_bit_kernels_of_a_gpu_are_not_pytorchs_own(device: str, op: str, grad_input: str, expected: str) -> None:
+    found = registry(one=offering(FakeBackend("aten"), FakeBackend("z")))
+    variant = attrs.evolve(LINEAR_INT8.variant, grad_input=Precision(grad_input))
+    assert found.select(attrs.evolve(LINEAR_INT8, op=op, device_kind=device, variant=variant))[0].name == expected
+
+
 def test_the_lowest_tuned_latency_decides_and_brings_its_configuration(tmp_path: Path) -> None:
     slow, fast = FakeBackend("a", latencies_ns={"x": 9, "y": 8}), FakeBackend("b", latencies_ns={"x": 7, "y": 3})
     untuned = FakeBackend("0")
@@ -304,7 +322,7 @@ def test_a_named_backend_is_never_replaced() -> None:
     with pytest.raises(BackendError) as caught:
         found.select(LINEAR_INT8, "b")
     assert str(caught.value) == (
-        "no kernel backend can run linear.output in int8 of shapes [(128, 64), (32, 64)] on cpu "
+        "no kernel backend can run linear.output in int8>float32 of shapes [(128, 64), (32, 64)] on cpu "
         "(b: K must be a multiple of 16, no GPU)"
     )
     found.disabled["c"] = "its import failed"

@@ -252,7 +252,7 @@ def test_memory_that_runs_out_in_a_later_round_keeps_what_was_measured(store: Tu
 
 
 def test_errors_name_the_reasons(store: TuningStore) -> None:
-    with pytest.raises(BackendError, match=r"backend fake cannot run linear\.output in int8 of shapes .*: too small"):
+    with pytest.raises(BackendError, match=r"backend fake cannot run linear\.output in int8>float32 of shapes .*: too small"):
         tune(FakeBackend(reasons=("too small",)), LINEAR_INT8, measure, store)
     with pytest.raises(BackendError, match="b: configuration b needs more shared memory than there is"):
         tune(FakeBackend(latencies_ns={"b": None}), LINEAR_INT8, measure, store)

@@ -62,7 +62,7 @@ def test_a_record_is_valid_for_its_key_only(path: Path) -> None:
 
 
 def test_what_does_not_change_a_kernel_does_not_change_its_key() -> None:
-    int8 = Variant.of(Precision.INT8)
+    int8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
     sixteen = attrs.evolve(int8, grad_input=Precision.FLOAT16, grad_weight=Precision.FLOAT16)
     for op in (Op.LINEAR_OUTPUT, Op.CONV2D_OUTPUT, Op.QUANTIZE):
         assert formats_of(KernelRequest(op, int8, ())) == formats_of(KernelRequest(op, sixteen, ()))

@@ -25,7 +25,7 @@ from qsync_kernels_cutlass.configs.problem import folds, problem_of  # noqa: E40
 from qsync_kernels_cutlass.kernels import conv2d, conv2d_launch  # noqa: E402
 from qsync_kernels_cutlass.sources import conv_source  # noqa: E402
 
-FLOAT32 = attrs.evolve(Variant.of(Precision.INT8), grad_input=Precision.INT8)
+FLOAT32 = attrs.evolve(Variant.of(Precision.INT8, output=Precision.FLOAT32), grad_input=Precision.INT8)
 FLOAT16 = attrs.evolve(FLOAT32, output=Precision.FLOAT16)
 MMA = ConvConfig(Family.MMA, (64, 64, 64), (32, 32, 64), (16, 8, 32), 3)
 

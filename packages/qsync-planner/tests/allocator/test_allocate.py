@@ -211,8 +211,8 @@ def test_uniform_precision_is_the_base_where_all_lower_rungs_are_slower() -> Non
     assert plan.baselines["uniform"] == plan.baselines["full"] == plan.predicted_iteration_ns == plan.time_limit_ns
     periods = {rung: format_ns(slow.replay(_with_rung(slow, rung)).groups["infer0"].period_ns) for rung in LADDERS[0]}
     said = (
-        f"float32, the fastest that fits ({periods[FULL]} a step): float16 ({periods[half]} a step) and int8 ({periods[int8]} a "
-        "step) would be slower"
+        f"float32, the fastest that fits ({periods[FULL]} a step): float16 ({periods[half]} a step) and int8>float32 "
+        f"({periods[int8]} a step) would be slower"
     )
     assert f"uniform precision of group infer0 is {said}" in plan.notes
     assert allocate(*slow.arguments).objective == 0
@@ -221,7 +221,9 @@ def test_uniform_precision_is_the_base_where_all_lower_rungs_are_slower() -> Non
     plan = allocate(*mixed.arguments, solver="uniform")
     assert {a.variant for a in plan.group("infer0").assignments.values()} == {int8}
     assert plan.baselines["uniform"] <= plan.baselines["full"]
-    assert any("uniform precision of group infer0 is int8, the first rung below" in n and "float16 (" in n for n in plan.notes)
+    assert any(
+        "uniform precision of group infer0 is int8>float32, the first rung below" in n and "float16 (" in n for n in plan.notes
+    )
 
 
 def test_uniform_precision_is_the_fastest_that_fits_where_the_base_does_not() -> None:

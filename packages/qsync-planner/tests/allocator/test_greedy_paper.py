@@ -235,7 +235,7 @@ def test_a_refused_step_hides_the_rungs_above_it() -> None:
     begun = begin(case, tolerance=1.0)
     solution = begun.solve()
     assert initial_plan(begun.state, "g") == solution.rungs["g"] == (0,)
-    assert re.fullmatch(r"kept int8: \S+ would exceed the time limit by [\d,]+ µs", solution.reasons["g"][0])
+    assert re.fullmatch(r"kept int8>float32: \S+ would exceed the time limit by [\d,]+ µs", solution.reasons["g"][0])
     assert begun.solve("uniform").rungs["g"] == (0,)  # the search stands where it was left, as any solver's
 
 

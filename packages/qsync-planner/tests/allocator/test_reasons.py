@@ -25,7 +25,7 @@ UNIT = Unit("a", (), LADDERS[0], (4.0, 1.0, 0.0))
     [
         (2, History(1, [Step(2, 212_000)]), "recovered to float32: +212 µs, slack of the finished plan 1,830 µs"),
         (2, History(0, [Step(1, -5_000), Step(2, 217_000)]), "recovered to float32: +212 µs, slack of the finished plan 1,830 µs"),
-        (0, History(0, [], [Refusal(1, 0, 38 * 2**20, True)]), "kept int8: float16 would exceed memory by 38 MiB"),
+        (0, History(0, [], [Refusal(1, 0, 38 * 2**20, True)]), "kept int8>float32: float16 would exceed memory by 38 MiB"),
         (1, History(1, [], [Refusal(2, 1_204_000, 0, True)]), "kept float16: float32 would exceed the time limit by 1,204 µs"),
         (
             1,
@@ -38,7 +38,7 @@ UNIT = Unit("a", (), LADDERS[0], (4.0, 1.0, 0.0))
             History(1, [Step(2, 212_000, together_with="layer.0.output")]),
             "recovered to float32 together with layer.0.output: +212 µs, slack of the finished plan 1,830 µs",
         ),
-        (0, History(0, [], [Refusal(1, 0, 0, False)]), "kept int8: float16 would not lower its sensitivity"),
+        (0, History(0, [], [Refusal(1, 0, 0, False)]), "kept int8>float32: float16 would not lower its sensitivity"),
         (2, History(2), "float32 from the start: the fastest choice is already the base precision"),
     ],
 )

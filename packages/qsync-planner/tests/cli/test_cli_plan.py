@@ -37,7 +37,7 @@ name = "infer"
 device = "T4"
 count = 2
 role = "infer"
-ladder = ["int8", "float16", "float32"]
+ladder = ["int8>float32", "float16", "float32"]
 memory = "15 GiB"
 
 [[link]]

@@ -30,7 +30,7 @@ device = "T4"
 count = 2
 role = "infer"
 base = "float32"
-ladder = ["int8", "float16", "float32"]
+ladder = ["int8>float32", "float16", "float32"]
 [[link]]
 between = ["train", "infer"]
 latency_us = 20

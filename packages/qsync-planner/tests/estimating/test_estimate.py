@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 from click.testing import CliRunner
-from synthetic import FLOAT16_RUNG, LADDER, T4, hybrid_cluster, roofline_profile, transformer
+from synthetic import FLOAT16_RUNG, INT8_RUNG, LADDER, T4, hybrid_cluster, roofline_profile, transformer
 
 from qsync_core.artifacts.files import digest, from_bytes, load, save, to_bytes
 from qsync_core.artifacts.summary import summarize
@@ -59,7 +59,7 @@ def test_the_measured_device_and_share_give_the_measured_profile(resnet: tuple[P
 
 @pytest.mark.parametrize(
     ("model", "label", "limit"),
-    [("resnet50", "bfloat16", 0.05), ("resnet50", "int8", 0.08), ("bert-base", "float32", 0.08)],
+    [("resnet50", "bfloat16", 0.05), ("resnet50", "int8>float32", 0.08), ("bert-base", "float32", 0.08)],
 )
 def test_half_of_an_h200_from_the_whole(model: str, label: str, limit: float) -> None:
     """Left out: steps that the CPU bounds (BERT in low precision), and ResNet50 in float32, for which cuDNN takes other algorithms
@@ -110,17 +110,16 @@ def test_v100_and_t4_have_float16_for_bfloat16_and_v100_no_int8(resnet: tuple[Pr
     dag, whole, _ = resnet
     v100, t4 = estimate(dag, whole, "V100"), estimate(dag, whole, "Tesla T4")
     stand_in = "has no bfloat16 hardware: float16 stands in for it, at the costs measured in bfloat16"
-    assert v100.notes == ("int8 is left out: V100 has no int8 hardware; it has float16, float32", f"V100 {stand_in}")
+    assert v100.notes == ("int8>float32 is left out: V100 has no int8 hardware; it has float16, float32", f"V100 {stand_in}")
     assert t4.notes == (f"T4 {stand_in}",)
     assert {entry.variant.label for entry in v100.profile.steps} == {"float32", "float16"}
-    assert {entry.variant.label for entry in t4.profile.steps} == {"float32", "float16", "int8"}
+    assert {entry.variant.label for entry in t4.profile.steps} == {"float32", "float16", "int8>float32"}
     for found in (v100.profile, t4.profile):
         texts = {str(variant) for by in found.cost_index.values() for variant in by}
         assert not any("bfloat16" in text for text in texts)
         assert all(BFLOAT16 not in (model.key.source, model.key.target) for model in found.casts)
     assert not any(INT8 in (model.key.source, model.key.target) for model in v100.profile.casts)
-    rung = Variant.of(INT8, sixteen_bit=FLOAT16)
-    assert all(rung in t4.profile.cost_index[operator.op_id] for operator in dag.adjustable)
+    assert all(INT8_RUNG in t4.profile.cost_index[operator.op_id] for operator in dag.adjustable)
     assert t4.profile.device == DeviceType("T4", DeviceKind.CUDA, 1.0, 0, "7.5")
 
 
@@ -205,7 +204,7 @@ device = "H200"
 share = 0.5
 count = 2
 role = "infer"
-ladder = ["int8", "bfloat16", "float32"]
+ladder = ["int8>float32", "bfloat16", "float32"]
 [[link]]
 between = ["train", "infer"]
 latency_us = 20
@@ -283,7 +282,7 @@ name = "infer"
 device = "T4"
 count = 512
 role = "infer"
-ladder = ["int8", "float16", "float32"]
+ladder = ["int8>float32", "float16", "float32"]
 [[link]]
 between = ["train", "train"]
 latency_us = 10
@@ -331,7 +330,7 @@ def test_1024_ranks_are_planned(resnet: tuple[PrecisionDag, Profile, Profile], t
     (tmp_path / "cluster.toml").write_text(THOUSAND)
     profiles = {"train": estimate(dag, whole, "V100").profile, "infer": estimate(dag, whole, "T4").profile}
     observed = load(H200 / "resnet50" / "sensitivity.qsync", Sensitivity)
-    rungs = {Variant.of(BFLOAT16): FLOAT16_RUNG, Variant.of(INT8): Variant.of(INT8, sixteen_bit=FLOAT16)}
+    rungs = {Variant.of(BFLOAT16): FLOAT16_RUNG, Variant.of(INT8, output=Precision.FLOAT32): INT8_RUNG}
     omega = {op_id: {rungs.get(v, v): value for v, value in by.items()} for op_id, by in observed.omega.items()}
     sensitivity = attrs.evolve(observed, omega=omega, flips={})
     plan = allocate(dag, read_cluster(tmp_path / "cluster.toml"), profiles, sensitivity)

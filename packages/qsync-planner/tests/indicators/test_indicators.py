@@ -9,7 +9,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import BFLOAT16, FLOAT16, FLOAT32, INT8, GraphBuilder
+from synthetic import FLOAT16, FLOAT32, INT8, GraphBuilder
 
 from qsync_core.artifacts.files import digest, to_bytes
 from qsync_core.errors import ObservationError, PluginError
@@ -28,7 +28,7 @@ from qsync_planner.indicators.random_scheme import RandomScheme
 from qsync_planner.indicators.registry import builtin_indicators
 from qsync_planner.indicators.series import geometric_mean
 
-I8, F16, F32 = Variant.of(INT8, sixteen_bit=FLOAT16), Variant.of(FLOAT16), Variant.of(FLOAT32)
+I8, F16, F32 = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32), Variant.of(FLOAT16), Variant.of(FLOAT32)
 A, B = OpId("a"), OpId("b")
 
 
@@ -84,13 +84,13 @@ def test_lossvar_takes_observed_variants_where_none_are_asked_for() -> None:
 
 def test_lossvar_needs_a_rounding_to_be_observed_once_whatever_the_gradient_format() -> None:
     dag = two_linears()
-    found = indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [Variant.of(INT8, sixteen_bit=BFLOAT16)])
-    assert found.omega[A] == {Variant.of(INT8, sixteen_bit=BFLOAT16): pytest.approx(6.0)}
-    other = Variant.of(INT8, sixteen_bit=FLOAT16, rounding=Rounding.FLOOR)
-    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at int8 .*round=floor"):
+    found = indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [Variant.of(INT8, output=FLOAT32)])
+    assert found.omega[A] == {Variant.of(INT8, output=FLOAT32): pytest.approx(6.0)}
+    other = Variant.of(INT8, sixteen_bit=FLOAT16, output=FLOAT32, rounding=Rounding.FLOOR)
+    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.x_var_grad of a#0 at int8>float32 .*round=floor"):
         indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [other])
-    sixteen_bit = Variant.of(INT8, output=BFLOAT16)
-    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.y_var_grad of a#0 at int8>bfloat16 .*out=bfloat16"):
+    sixteen_bit = Variant.of(INT8)
+    with pytest.raises(ObservationError, match=r"the observations lack lossvar\.y_var_grad of a#0 at int8 .*out=bfloat16"):
         indicate(observe(dag, lossvar_rows(dag, [I8], [3.0])), dag, [sixteen_bit])
 
 
@@ -100,7 +100,7 @@ def test_nan_and_infinite_statistics_name_operator_term_and_iteration(bad: float
     rows = lossvar_rows(dag, [I8], [1.0, 1.0, 1.0])
     rows[B, I8, terms.LOSSVAR, terms.W_VAR_GRAD] = [1.0, 1.0, bad]
     with pytest.raises(
-        ObservationError, match=rf"lossvar\.w_var_grad of b#0 at int8 is {bad} in iteration 12; the observed training"
+        ObservationError, match=rf"lossvar\.w_var_grad of b#0 at int8>float32 is {bad} in iteration 12; the observed training"
     ):
         indicate(observe(dag, rows), dag)
 
@@ -109,7 +109,7 @@ def test_negative_sums_of_squares_are_refused() -> None:
     dag = two_linears()
     rows = lossvar_rows(dag, [I8], [1.0, -2.0])
     with pytest.raises(
-        ObservationError, match=r"lossvar\.x_var_grad of a#0 at int8 is -2\.0 in iteration 11, but a sum of squares"
+        ObservationError, match=r"lossvar\.x_var_grad of a#0 at int8>float32 is -2\.0 in iteration 11, but a sum of squares"
     ):
         indicate(observe(dag, rows), dag)
 
@@ -292,7 +292,7 @@ def test_bad_indicators_of_plugins_are_named() -> None:
         available_indicators(registry_with(clash))
     for value in (math.nan, -1.0):
         with pytest.raises(
-            ObservationError, match=rf"indicator 'flat' gave {value} for a#0 at int8; Ω must be a finite number ≥ 0"
+            ObservationError, match=rf"indicator 'flat' gave {value} for a#0 at int8>float32; Ω must be a finite number ≥ 0"
         ):
             indicate(None, two_linears(), [I8], Flat(value))
 

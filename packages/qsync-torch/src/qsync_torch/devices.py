@@ -189,15 +189,22 @@ def gradient_format(device: torch.device) -> Precision:
 def standard_ladder(device: torch.device) -> tuple[Variant, ...]:
     """What is profiled where no ladder is named, lowest first: the chip's 8-bit and 16-bit formats that it has products for.
 
-    Of an unknown chip and of a CPU these are int8 and the format of gradients: profiling measures whether they pay.
+    Of an unknown chip and of a CPU these are int8 and the format of gradients: profiling measures whether they pay.  On GPUs, int8
+    is there with an output in 16 bit and in float32, of which the plan chooses by who reads it.
     """
     sixteen_bit = gradient_format(device)
     chip = find_chip(device_type(device).name)
     rungs = chip.rungs if chip else (Precision.INT8, sixteen_bit, Precision.FLOAT32)
-    return tuple(Variant.of(precision, sixteen_bit=sixteen_bit) for precision in rungs)
+    int8 = int8_rungs(sixteen_bit) if device.type == "cuda" else (Variant.of(Precision.INT8, sixteen_bit=sixteen_bit),)
+    return (*(int8 if Precision.INT8 in rungs else ()), *(Variant.of(rung) for rung in rungs if not rung.needs_scale))
+
+
+def int8_rungs(sixteen_bit: Precision) -> tuple[Variant, ...]:
+    """int8 with each output that a plan may choose; gradients are in ``sixteen_bit``."""
+    return tuple(Variant.of(Precision.INT8, sixteen_bit=sixteen_bit, output=output) for output in (sixteen_bit, Precision.FLOAT32))
 
 
 def any_chips_ladder() -> tuple[Variant, ...]:
-    """What is observed where no ladder is named: with both formats of int8's gradients, the standard ladders of all chips."""
+    """What is observed where no ladder is named: the standard ladders of all chips."""
     sixteen = (Precision.BFLOAT16, Precision.FLOAT16)
-    return (*(Variant.of(Precision.INT8, sixteen_bit=p) for p in sixteen), *map(Variant.of, (*sixteen, Precision.FLOAT32)))
+    return (*(rung for p in sixteen for rung in int8_rungs(p)), *map(Variant.of, (*sixteen, Precision.FLOAT32)))

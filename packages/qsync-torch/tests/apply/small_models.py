@@ -59,7 +59,7 @@ class Functional(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-INT8, BFLOAT16, FLOAT32 = (Variant.parse(name) for name in ("int8", "bfloat16", "float32"))
+INT8, BFLOAT16, FLOAT32 = (Variant.parse(name) for name in ("int8>float32", "bfloat16", "float32"))
 
 
 def named(**variants):

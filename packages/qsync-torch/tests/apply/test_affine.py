@@ -19,7 +19,7 @@ from qsync_torch.quantize import quantize
 from .operator_reference import check_operator
 
 TENSOR, ROW = Granularity.PER_TENSOR, Granularity.PER_ROW
-AFFINE = attrs.evolve(Variant.of(Precision.INT8), symmetric=False, rounding=Rounding.NEAREST)
+AFFINE = attrs.evolve(Variant.of(Precision.INT8, output=Precision.FLOAT32), symmetric=False, rounding=Rounding.NEAREST)
 FLOAT32_GRADIENTS = attrs.evolve(AFFINE, grad_input=Precision.FLOAT32, grad_weight=Precision.FLOAT32)
 VARIANTS = {
     "bfloat16 gradients": AFFINE,

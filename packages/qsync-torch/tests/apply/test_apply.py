@@ -225,7 +225,9 @@ def test_shared_modules_share_a_variant():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2] = model[0]
     apply_(model, {OpId("0", 0): INT8, OpId("0", 1): INT8}).remove()
-    with pytest.raises(PlanError, match="calls of 0 are to run as int8 and as bfloat16; calls that share a weight share a variant"):
+    with pytest.raises(
+        PlanError, match="calls of 0 are to run as int8>float32 and as bfloat16; calls that share a weight share a v"
+    ):
         apply_(model, {OpId("0", 0): INT8, OpId("0", 1): BFLOAT16})
 
 
@@ -288,7 +290,7 @@ def test_a_refused_plan_leaves_the_model_alone():
     float8 = Variant.parse("float8_e4m3fn")
     with pytest.raises(
         BackendError,
-        match=r"1 of 2 operators cannot run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn>bfloat16 \(aten: ",
+        match=r"1 of 2 operators cannot run on cpu as .* planned: conv1#0: conv2d\.output as float8_e4m3fn \(aten: ",
     ):
         apply_(model, named(fc=INT8, conv1=float8))
     assert all("forward" not in module.__dict__ for module in model.modules())

@@ -97,7 +97,7 @@ def _outcome(run):
 
 SIZES = st.integers(1, 3)
 PAIRS = st.tuples(SIZES, SIZES)
-VARIANT = Variant.of(INT8)
+VARIANT = Variant.of(INT8, output=Precision.FLOAT32)
 GRADIENTS = {"bfloat16": VARIANT, "int8": attrs.evolve(VARIANT, grad_input=INT8)}
 
 

@@ -442,7 +442,7 @@ class Halves(torch.autograd.Function):
 def test_several_runs_of_one_part_are_not_told_apart():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    apply_(model, {"0#0": "int8", "2#0": "int8"})
+    apply_(model, {"0#0": INT8, "2#0": INT8})
     y = Halves.apply(model, torch.randn(8, 8), *model.parameters())
     with pytest.raises(PlanError, match="nothing tells which forward it repeats"):
         y.sum().backward()

@@ -9,7 +9,7 @@ NEAREST = {
     precision: Variant.of(precision, rounding=Rounding.NEAREST)
     for precision in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT16, Precision.FLOAT32)
 }
-INT8 = NEAREST[Precision.INT8]
+INT8 = NEAREST[Precision.INT8] = attrs.evolve(NEAREST[Precision.INT8], output=Precision.FLOAT32)
 INT8_INPUT_GRADIENT = attrs.evolve(INT8, grad_input=Precision.INT8)
 ALL = {
     **{str(precision): variant for precision, variant in NEAREST.items()},

@@ -7,7 +7,7 @@ from torch import nn
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
 
-INT8 = Variant.parse("int8")
+INT8 = Variant.parse("int8>float32")
 
 
 def lowered(model, variant=INT8, without=()):

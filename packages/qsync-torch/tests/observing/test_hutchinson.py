@@ -24,7 +24,7 @@ from qsync_torch.observing.hutchinson import HutchinsonCollector
 from qsync_torch.observing.observe import observe
 from qsync_torch.tracing.trace import trace
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)
 FLOAT32 = Variant.of(Precision.FLOAT32)
 

@@ -24,7 +24,7 @@ from qsync_torch.tracing.trace import trace
 
 FLOAT32, BF16, INT8_FORMAT = Precision.FLOAT32, Precision.BFLOAT16, Precision.INT8
 BFLOAT16 = Variant.of(BF16)
-INT8 = Variant.of(INT8_FORMAT)
+INT8 = Variant.of(INT8_FORMAT, output=Precision.FLOAT32)
 FORWARD = attrs.evolve(INT8, grad_input=FLOAT32, grad_weight=FLOAT32)
 PER_TENSOR = attrs.evolve(FORWARD, w_granularity=Granularity.PER_TENSOR)
 NEAREST = attrs.evolve(FORWARD, rounding=Rounding.NEAREST)

@@ -18,7 +18,7 @@ from qsync_torch.observing.measure_truth import TruthBudget, fit_passes, fit_sec
 from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, passes, subjects
 from qsync_torch.tracing.trace import trace
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)
 FLOAT32 = Variant.of(Precision.FLOAT32)

@@ -19,7 +19,7 @@ from qsync_torch.observing.record import SettledRule
 from qsync_torch.observing.rounding_noise import element_variance
 from qsync_torch.tracing.trace import trace
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BFLOAT16 = Variant.of(Precision.BFLOAT16)
 FLOAT32 = Variant.of(Precision.FLOAT32)
 LADDER = (INT8, BFLOAT16, FLOAT32)

@@ -9,6 +9,7 @@ from qsync_core.ir.cluster import DeviceGroup
 from qsync_core.ir.plan import Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
+from qsync_torch.devices import int8_rungs
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, rung_texts, with_links
 
 FLOAT32 = Variant.plain(Precision.FLOAT32)
@@ -22,7 +23,7 @@ def infer(device: str, *rungs: Variant, share: float = 1.0) -> DeviceGroup:
 @pytest.mark.parametrize(
     "group, texts",
     [
-        (infer("Tesla T4", Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)), ["int8", "float32"]),
+        (infer("Tesla T4", *int8_rungs(Precision.FLOAT16)), ["int8", "int8>float32", "float32"]),
         (infer("cpu", Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)), ["int8", "bfloat16", "float32"]),
         # Of a chip that nobody knows a name means gradients in bfloat16, which this one has not.
         (infer("Quadro X", odd := Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16), share=0.5), [str(odd), "float32"]),

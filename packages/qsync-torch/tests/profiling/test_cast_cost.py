@@ -13,7 +13,7 @@ from qsync_torch.profiling.cast_cost import activation_precisions, possible_cast
 
 RUNGS = [
     Variant.of(Precision.INT8),
-    Variant.of(Precision.INT8, output=Precision.BFLOAT16),
+    Variant.of(Precision.INT8, output=Precision.FLOAT32),
     Variant.named("int8-affine"),
     Variant.of(Precision.FLOAT8_E4M3FN, sixteen_bit=Precision.FLOAT16),
     Variant.of(Precision.BFLOAT16),
@@ -23,7 +23,9 @@ RUNGS = [
 
 
 def test_standard_ladder():
-    found = possible_casts([Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)])
+    found = possible_casts(
+        [Variant.of(Precision.INT8, output=Precision.FLOAT32), Variant.of(Precision.BFLOAT16), Variant.of(Precision.FLOAT32)]
+    )
     per_channel = CastKey(Precision.FLOAT32, Precision.INT8, Granularity.PER_CHANNEL, Rounding.STOCHASTIC)
     assert found[per_channel] == {CastSite.WEIGHT}
     assert found[CastKey(Precision.BFLOAT16, Precision.INT8, Granularity.PER_TENSOR, Rounding.STOCHASTIC)] == {CastSite.INPUT}

@@ -13,7 +13,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling import profile as profile_module
 from qsync_torch.profiling.cast_cost import possible_casts
-from qsync_torch.profiling.profile import distinct_items, profile
+from qsync_torch.profiling.profile import distinct_items, layout_advice, profile
 from qsync_torch.timing import Effort
 from qsync_torch.tracing.trace import trace
 
@@ -304,14 +304,33 @@ def profile_of(model, notes=None):
     return dag, profile(job, dag, with_collectives=False, note=(notes if notes is not None else []).append, **EFFORTS)
 
 
+@pytest.mark.parametrize("layout, said", [(torch.contiguous_format, "2 of 3 convolutions read images"), (torch.channels_last, "")])
+def test_convolutions_that_copy_their_images_are_told_how_not_to(layout, said):
+    # The third one reads images of one pixel, which have either layout.
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 2, 1), nn.Flatten())
+    images = Job(
+        "images",
+        model.to(memory_format=layout),
+        lambda step, size: Batch((torch.randn(size, 3, 8, 8).to(memory_format=layout),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+    graph = trace(images)
+    advice = layout_advice(graph, (Variant.of(Precision.INT8), Variant.of(Precision.FLOAT32)))
+    assert advice.startswith(said)
+    assert bool(advice) == bool(said)
+    assert layout_advice(graph, (Variant.of(Precision.FLOAT32),)) == ""
+
+
 def test_an_operator_that_a_rung_cannot_run_is_named_with_its_line():
     with pytest.raises(QSyncError) as error:
         profile_of(Calls(lambda x: only_float32(x)))
     text = str(error.value)
-    assert "calls does not run with its operators in bfloat16 because of" in text
+    assert "calls does not run with its operators in int8 because of" in text
     assert "test_profile.py:" in text
     assert '(raise RuntimeError("Unsupported dtype"))' in text
-    assert "leave bfloat16 off the ladder" in text
+    assert "leave int8 off the ladder" in text
     assert "\n" not in text
 
 

@@ -1,6 +1,7 @@
 """Tuning a graph's kernels: each distinct one once, for every backend that takes it; interrupted runs continue."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ from qsync_torch.job import Batch, Job
 from qsync_torch.kernels.installed import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning import job_tuning
 from qsync_torch.tuning.compiling import _greedy
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
+    JobTuning,
     capability_of,
     compile_requests,
     describe,
     distinct_requests,
+    tune_job,
     tune_requests,
 )
 from qsync_torch.tuning.kernel_timing import device_peaks
@@ -34,7 +38,7 @@ from .installed_backends import CompilingNamedBackend, NamedBackend
 
 CPU = torch.device("cpu")
 INT8 = Variant.of(Precision.INT8)
-SIXTEEN = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
+WIDE = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 QUICK = Effort(budget=2, samples=(1, 1))
 
 
@@ -55,10 +59,10 @@ def dag():
 
 
 def test_each_distinct_kernel_once(dag):
-    found = distinct_requests(dag, (INT8, SIXTEEN, Variant.of(Precision.BFLOAT16)), "cpu", "")
+    found = distinct_requests(dag, (INT8, WIDE, Variant.of(Precision.BFLOAT16)), "cpu", "")
     roles = [(asked.role, asked.request.shapes) for asked in found]
     wide, narrow = ((4, 6), (6, 6)), ((4, 6), (3, 6))
-    # The first layer has no gradient of its input and the second has; a 16-bit output changes the forward product only.
+    # The first layer has no gradient of its input and the second has; a float32 output changes the forward product only.
     assert sorted(roles) == sorted(
         [
             ("quantize", ((4, 6),)),
@@ -74,6 +78,9 @@ def test_each_distinct_kernel_once(dag):
             ("linear.output", narrow),
         ]
     )
+    # Uses × (operations + 400 × bytes read): 6 × 400·96 to quantize activations, 4 × 400·144 for weights; 1 × (144 + 400·42).
+    assert set(roles[:2]) == {("quantize", ((4, 6),)), ("quantize.weight", ((6, 6),))}
+    assert roles[-2:] == [("linear.output", narrow)] * 2
 
 
 def test_every_backend_that_takes_a_kernel_is_tuned(dag, install):
@@ -95,6 +102,39 @@ def test_every_backend_that_takes_a_kernel_is_tuned(dag, install):
             assert record.latency_ns > 0
     assert told[-1][:2] == (2 * len(requests), 2 * len(requests))
     assert [done for done, _, _ in told] == list(range(2 * len(requests) + 1))
+
+
+def test_no_search_begins_after_the_budget(dag, install, monkeypatch):
+    one = NamedBackend("one")
+    install(one)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    clock = iter(range(100))
+    monkeypatch.setattr(job_tuning, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    store = open_store(CPU)
+    found = tune_requests(requests, [one], store, CPU, effort=QUICK, seconds=3)
+    # It begins at 0 and looks at the clock before each search: at 1, 2 and 3.
+    assert [entry.asked for entry in found.requests] == requests[:2]
+    assert found.left == len(requests) - 2
+    assert [store.find("one", asked.request) is not None for asked in requests[:3]] == [True, True, False]
+
+
+def test_a_job_is_tuned_on_a_gpu_only_and_says_what_is_left(dag, install, monkeypatch):
+    said = []
+    assert tune_job(dag, (INT8,), CPU, note=said.append) is None
+    monkeypatch.setattr(job_tuning, "device_facts", lambda device: ("cuda", "9.0"))
+    monkeypatch.setattr(job_tuning, "open_store", lambda device, path: open_store(CPU, path))
+    gpu = torch.device("cuda", 0)
+    assert tune_job(dag, (INT8,), gpu, seconds=0, note=said.append) is None
+    assert tune_job(dag, (Variant.of(Precision.BFLOAT16),), gpu, note=said.append) is None
+    assert said == []
+    asked = []
+    monkeypatch.setattr(
+        job_tuning, "tune_requests", lambda requests, *rest, **named: asked.append(named) or JobTuning((), 0, 0.0, left=3)
+    )
+    assert tune_job(dag, (INT8,), gpu, seconds=5, note=said.append) is not None
+    assert asked[0]["seconds"] == 5
+    assert len(said) == 1
+    assert said[0].startswith("3 of 9 kernels, those with the least work, were not tuned within 5 s")
 
 
 def test_an_interrupted_run_continues_and_a_finished_one_measures_nothing(dag, install):

@@ -9,10 +9,10 @@ from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.ir.variant import Variant
 
 MODELS = ("relu-cnn", "transformer")
-FLOOR = Variant.of(Precision.INT8, rounding=Rounding.FLOOR)
-NEAREST = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
-PER_TENSOR = Variant.of(Precision.INT8, rounding=Rounding.NEAREST, w_granularity=Granularity.PER_TENSOR)
-LEAN = Variant.of(Precision.INT8, output=Precision.BFLOAT16)
+FLOOR = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.FLOOR)
+NEAREST = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
+PER_TENSOR = attrs.evolve(NEAREST, w_granularity=Granularity.PER_TENSOR)
+LEAN = Variant.of(Precision.INT8)
 """int8 that saves memory even where the next operator keeps its own input: it hands on 16 bits."""
 OBSERVED = (LEAN, INT8, FLOOR, PER_TENSOR, BFLOAT16, FLOAT32)
 """What indicators are asked about."""

@@ -70,14 +70,13 @@ class Variant:
     ) -> Variant:
         """The standard variant of a precision (the table of docs/design/precision-semantics.md#standard-variants).
 
-        int8: output float32 (as in the paper) unless ``output`` says otherwise, int8 copies saved, backward in ``sixteen_bit``.
-        float8: output and backward in ``sixteen_bit``.  float16, bfloat16, float32: the same format throughout.
+        int8, float8: 8-bit copies saved, output (unless ``output`` says otherwise) and backward in ``sixteen_bit``.  float16,
+        bfloat16, float32: the same format throughout.
         """
         if precision.needs_scale:
-            default_output = Precision.FLOAT32 if precision.is_fixed_point else sixteen_bit
             return cls(
                 compute=precision,
-                output=output or default_output,
+                output=output or sixteen_bit,
                 saved=precision,
                 grad_input=sixteen_bit,
                 grad_weight=sixteen_bit,
@@ -91,12 +90,15 @@ class Variant:
         """The standard variant of a precision's name, or of ``int8-affine``: int8 with a zero point of the activation.
 
         Args:
-            name: as people write it.
+            name: as people write it; the output's format may stand behind it, ``int8>float32``.
             settings: as :meth:`of` takes them.
 
         Raises:
             ValueError: for any other name.
         """
+        name, delivers, output = name.partition(">")
+        if delivers:
+            settings["output"] = Precision(output)
         precision = Precision(name.removesuffix(AFFINE))
         standard = cls.of(precision, **settings)
         if precision is not Precision.INT8 and name.endswith(AFFINE):
@@ -119,13 +121,13 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Short text for tables: the compute format, whether it is affine, and the output's where it is not the usual one; for what
-        a fused chain keeps in 8 bit the format of that."""
+        """Short text for tables: the compute format, whether it is affine, and the output's where it is not the usual one (of 8-bit
+        formats 16 bit); for what a fused chain keeps in 8 bit the format of that."""
         if self.saved.needs_scale and not self.compute.needs_scale:
             return f"{self.saved} saved"
-        usual = Precision.FLOAT32 if self.compute.is_fixed_point else self.compute
         compute = str(self.compute) if self.symmetric else f"{self.compute}{AFFINE}"
-        return compute if self.output is usual else f"{compute}>{self.output}"
+        is_usual = self.output is not Precision.FLOAT32 if self.compute.needs_scale else self.output is self.compute
+        return compute if is_usual else f"{compute}>{self.output}"
 
     def __str__(self) -> str:
         parts = [str(self.compute)]
@@ -136,7 +138,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Read the canonical text, or a bare name (``int8``, ``int8-affine``) for its standard variant.
+        """Read the canonical text, or a name (``int8``, ``int8>float32``, ``int8-affine``: :meth:`named`).
 
         Raises:
             ValueError: when the text names an unknown format, field or value.

@@ -20,9 +20,11 @@ from qsync_core.kernels.backend import (
     KernelConfig,
     KernelRequest,
     KernelSpec,
+    Op,
     takes_offset_tensors,
 )
-from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME
+from qsync_core.kernels.choice import AUTO_BACKEND, BACKEND_NAME, FLOAT_BACKEND
+from qsync_core.kernels.support import product_format
 from qsync_core.plugins import hooks
 from qsync_core.plugins.guard import guard
 from qsync_core.progress import ProgressCallback
@@ -207,5 +209,14 @@ class DefaultSelection:
     @staticmethod
     @hooks.hookimpl(trylast=True)
     def qsync_select_backend(request: KernelRequest, candidates: Sequence[hooks.Candidate]) -> str:
-        """The lowest tuned latency, then the name; a tuned candidate goes before one that never ran."""
-        return min(candidates, key=lambda c: (c.latency_ns is None, c.latency_ns or 0, c.backend)).backend
+        """The lowest tuned latency; a tuned candidate goes before one that never ran, and then the name decides.
+
+        Where nothing was tuned, PyTorch's own kernels go first, but for what they do not do well on a GPU: quantization and 8-bit
+        products (docs/tuning.md#where-nothing-was-tuned).
+        """
+        eight_bit = request.op in Op.UNFUSED and product_format(request).needs_scale
+        own_last = request.device_kind == "cuda" and eight_bit
+        return min(
+            candidates,
+            key=lambda c: (c.latency_ns is None, c.latency_ns or 0, (c.backend == FLOAT_BACKEND) is own_last, c.backend),
+        ).backend

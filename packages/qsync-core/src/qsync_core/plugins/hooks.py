@@ -98,7 +98,7 @@ def qsync_select_backend(request: KernelRequest, candidates: Sequence[Candidate]
     When called: each time such a request is made.
     Parameters: the request; the backends that can run it, by name, at least one.
     Returns: the name of one of them, or None to leave the choice to the next plugin; the first answer counts.  Without any, the
-        lowest tuned latency wins, then the name.
+        lowest tuned latency wins (docs/tuning.md#where-nothing-was-tuned).
     Must not: build or run kernels.
     """
 

@@ -60,6 +60,17 @@ device_option = click.option(
 )
 """``--device``; the command's parameter is ``device: str``, for :func:`chosen_device`."""
 
+tune_option = click.option(
+    "--tune",
+    "tune_s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="On a GPU, how long kernels that were never tuned are tuned first; 0: not at all.",
+)
+"""``--tune``; the command's parameter is ``tune_s: float``, :data:`qsync_torch.tuning.job_tuning.TUNING_S` by default."""
+
 
 def chosen_device(text: str) -> torch.device:
     """The device that ``--device`` means; where it left the choice, what was chosen is printed on standard error.

@@ -11,7 +11,7 @@ import click
 from qsync_core.cli.output import emit, json_option
 from qsync_core.errors import ClusterError, QSyncError
 from qsync_core.units import format_bytes, format_ns
-from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, device_option
+from qsync_torch.cli.options import PATH, batch_size_option, chosen_device, device_option, tune_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     help="equal: every rank has the job's batch; free: samples may move to training ranks, and the script must honour it.",
 )
 @click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
+@tune_option
 @click.option("--fresh", is_flag=True, help="Keep nothing of an earlier run.")
 @json_option
 def prepare(
@@ -61,6 +62,7 @@ def prepare(
     batch_size: int | None,
     batch: str,
     chains: bool,
+    tune_s: float,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -102,6 +104,7 @@ def prepare(
         wishes=wanted,
         batch=batch,
         chains=chains,
+        tune_s=tune_s,
         fresh=fresh,
     )
     try:

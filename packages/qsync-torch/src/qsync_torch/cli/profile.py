@@ -12,6 +12,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.cli.options import output_option
 from qsync_core.cli.output import emit, json_option, progress_bar
 from qsync_core.errors import QSyncError
+from qsync_core.kernels.choice import AUTO_BACKEND
 from qsync_core.units import format_bytes, format_ns, parse_bytes
 from qsync_torch.cli.options import (
     PATH,
@@ -24,6 +25,7 @@ from qsync_torch.cli.options import (
     ladder_options,
     partial_file,
     remove_partial,
+    tune_option,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 @device_option
 @click.option("--share", type=float, default=None, help="Share of the device that the job gets, above 0 and at most 1.  [1.0]")
 @click.option("--memory-cap", default=None, help="Memory the job may use, such as '8 GiB'.  [all]")
-@ladder_options("the chip's: T4 int8,float16,float32; CPU int8,bfloat16,float32")
+@ladder_options("the chip's: T4 int8,int8>float32,float16,float32; CPU int8,bfloat16,float32")
 @batch_size_option()
 @click.option(
     "--backend",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option("--tuning", type=PATH, default=None, help="Tuning file.  [$QSYNC_TUNING or the cache]")
 @click.option("--chains", is_flag=True, help="Measure fused chains too, for plans; training is then by qsync.compile.")
+@tune_option
 @click.option("--fresh", is_flag=True, help="Do not continue an interrupted run.")
 @json_option
 def profile(
@@ -62,6 +65,7 @@ def profile(
     backend: str | None,
     tuning: Path | None,
     chains: bool,
+    tune_s: float,
     fresh: bool,
     json_flag: bool,
 ) -> None:
@@ -77,6 +81,7 @@ def profile(
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
+    from qsync_torch.tuning.job_tuning import tune_job
 
     group = ladder.group
     if share is None:
@@ -92,13 +97,20 @@ def profile(
     except ValueError as error:
         raise QSyncError(f"--memory-cap: {error}") from None
 
-    partial = partial_file(output)
+    unfinished = partial_file(output)
+
+    def note(text: str) -> None:
+        click.echo(f"note: {text}", err=True)
+
     with process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
             if fresh:
-                remove_partial(partial)
+                remove_partial(unfinished)
             loaded = load_job(job, batch_size)
             dag = graph_of(loaded, dag_path)
+        if backend in (None, AUTO_BACKEND):
+            with progress_bar("tune") as update:
+                tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update, note=note)
         with job_code(job), naming_lost_ranks("qsync profile"), progress_bar("profile") as update:
             found = run_profile(
                 loaded,
@@ -109,14 +121,14 @@ def profile(
                 ladder=variants,
                 backend=backend,
                 tuning=tuning,
-                resume=partial,
                 with_chains=chains,
+                resume=unfinished,
                 progress=update,
-                note=lambda text: click.echo(f"note: {text}", err=True),
+                note=note,
             )
             if rank == 0:
                 artifact.save(found, output)
-                remove_partial(partial)
+                remove_partial(unfinished)
     if rank == 0:
         emit(json_flag, _facts(found, output), lambda console: _render(found, output, console))
 

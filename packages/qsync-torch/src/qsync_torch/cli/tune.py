@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("job", required=False)
 @device_option
-@ladder_options("int8, with float32 and 16-bit output")
+@ladder_options("int8,int8>float32")
 @batch_size_option()
 @click.option("--backend", default=None, help="Backends to tune, joined by +.  [all that are installed]")
 @click.option("-o", "--output", type=PATH, default=None, help="The tuning file.  [$QSYNC_TUNING or the cache]")
@@ -84,7 +84,7 @@ def tune(
         raise QSyncError("--compile-only needs --arch, the chip to compile for, for example --arch sm_75")
     from qsync_core.kernels.choice import split_chain
     from qsync_core.tuning.search import Effort
-    from qsync_torch.devices import device_facts, gradient_format
+    from qsync_torch.devices import device_facts, gradient_format, int8_rungs
     from qsync_torch.kernels.installed import open_store
     from qsync_torch.kernels.selection import find_backends
     from qsync_torch.tuning.job_tuning import capability_of, distinct_requests, tune_requests
@@ -95,10 +95,7 @@ def tune(
     else:
         kind, capability = "cuda", capability_of(arch)
         sixteen_bit = Precision.BFLOAT16 if int(capability.split(".")[0]) >= 8 else Precision.FLOAT16
-    variants = ladder.variants(sixteen_bit) or (
-        Variant.of(Precision.INT8, sixteen_bit=sixteen_bit),
-        Variant.of(Precision.INT8, sixteen_bit=sixteen_bit, output=sixteen_bit),
-    )
+    variants = ladder.variants(sixteen_bit, int8_rungs(sixteen_bit))
     backends = list(find_backends(split_chain(backend or "auto")))
     dag = _graph(job, batch_size)
     requests = distinct_requests(dag, variants, kind, capability)

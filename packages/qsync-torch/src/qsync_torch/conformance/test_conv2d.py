@@ -18,7 +18,7 @@ from qsync_torch.conformance.checks import FLOATS, Check, check_near
 from qsync_torch.conformance.operands import between_others, floats, integers, large_integers, powers_of_two
 from qsync_torch.dtypes import TORCH_DTYPE
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 INT8_GRADIENT = attrs.evolve(INT8, grad_input=Precision.INT8)
 Case = tuple[tuple[int, int, int, int], tuple[int, int, int], dict[str, Any]]
 """Image, filters as (O, KH, KW), geometry."""

@@ -15,7 +15,7 @@ from qsync_torch.conformance.operands import integers
 from qsync_torch.conformance.subject import Kernel, Subject
 from qsync_torch.conformance.test_quantize import variant_of
 
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 SIZE = 256
 CASES = {

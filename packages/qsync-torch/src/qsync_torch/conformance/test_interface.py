@@ -17,7 +17,7 @@ from qsync_core.kernels import support
 from qsync_core.kernels.backend import BACKEND_API_VERSION, KernelConfig, KernelRequest, Op
 from qsync_torch.conformance.subject import Subject, check_sentences
 
-INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
 SAMPLES = {
     Op.QUANTIZE: ((64, 128),),
     Op.QUANTIZE_MANY: ((64, 128), (32, 64)),

@@ -16,7 +16,7 @@ from qsync_torch.dtypes import TORCH_DTYPE
 
 TENSOR, CHANNEL, ROW = Granularity.PER_TENSOR, Granularity.PER_CHANNEL, Granularity.PER_ROW
 SIZES = [(64, 128, 96), (33, 72, 40), (1, 16, 8), (130, 4096, 64), (17, 100, 3), (5, 7, 11), (256, 264, 512)]
-INT8 = Variant.of(Precision.INT8)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 
 
 def output_variant(output: Precision, x: Granularity = TENSOR, w: Granularity = CHANNEL) -> Variant:

@@ -59,7 +59,7 @@ def _means(rung: Variant, device: str) -> bool:
     if rung == Variant.plain(Precision.FLOAT32):
         return True
     entry = f'[[group]]\nname = "a"\ndevice = {json.dumps(device)}\ncount = 1\nrole = "infer"\n'
-    read = parse_cluster(f'{entry}ladder = ["{rung.compute}", "float32"]\n').group("a")
+    read = parse_cluster(f'{entry}ladder = ["{rung.label}", "float32"]\n').group("a")
     return read.ladder[0] == rung
 
 

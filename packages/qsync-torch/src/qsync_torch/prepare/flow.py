@@ -37,6 +37,7 @@ from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import measure_communication
 from qsync_torch.tracing.trace import trace
+from qsync_torch.tuning.job_tuning import TUNING_S
 
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
 """Makes parts, and names those that are no more."""
@@ -58,6 +59,7 @@ class Request:
         cluster: text of a cluster file that the person gives; wishes: of groups that are formed here, by name.
         batch: local batches, ``equal`` or ``free``.
         chains: profiles measure fused chains, and plans may fuse them.
+        tune_s: for how long a GPU's kernels are tuned, in seconds.
         fresh: measure everything anew.
         quiet: show no progress.
     """
@@ -72,6 +74,7 @@ class Request:
     wishes: Mapping[str, Wish] = {}
     batch: str = "equal"
     chains: bool = False
+    tune_s: float = TUNING_S
     fresh: bool = False
     quiet: bool = False
 
@@ -198,7 +201,7 @@ class _Flow:
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "
-        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains)
+        bench = Bench(job, dag, request.device, me, folder, self.board, request.chains, request.tune_s)
         self._communicate(bench, groups, own)
         cluster = self._write_cluster(bench, groups, described)
         self._measure(bench, groups, cluster)

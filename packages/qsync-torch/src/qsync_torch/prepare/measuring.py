@@ -17,10 +17,8 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.variant import Variant
 from qsync_core.plugins.registry import Registry
-from qsync_torch.devices import device_facts, standard_ladder
+from qsync_torch.devices import standard_ladder
 from qsync_torch.job import Job, check_same_job, describe_optimizer
-from qsync_torch.kernels.installed import open_store
-from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.observing.observe import STEPS, WARMUP, observe
 from qsync_torch.observing.record import JobFault
 from qsync_torch.prepare.board import Board
@@ -30,7 +28,7 @@ from qsync_torch.profiling.paying import CPU_LADDER, rung_ratios, seconds_of
 from qsync_torch.profiling.profile import profile
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
-from qsync_torch.tuning.job_tuning import distinct_requests, tune_requests
+from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
 
 Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
@@ -69,6 +67,7 @@ class Bench:
         me: what this process has said of itself.
         folder: where finished parts are; board: who is told how far it is.
         chains: whether profiles measure fused chains.
+        tune_s: for how long kernels are tuned, in seconds.
     """
 
     job: Job
@@ -78,6 +77,7 @@ class Bench:
     folder: Folder
     board: Board
     chains: bool = False
+    tune_s: float = TUNING_S
     _checked: list[bool] = attrs.field(factory=list)
 
     def probe(self, group: Group) -> dict[str, Made]:
@@ -88,17 +88,14 @@ class Bench:
         """The part ``tuning GROUP``: the fastest kernels, on a GPU; their records stay in the tuning file of this machine."""
         if self.device.type != "cuda":
             return {}
-        requests = distinct_requests(self.dag, group.ladder, *device_facts(self.device))
-        if not requests:
-            return {}
 
         def run(inputs: Mapping[str, str]) -> Made:
-            store = open_store(self.device, None)
             progress = self.board.stage("tuning")
-            tune_requests(requests, list(find_backends(AUTO)), store, self.device, progress=progress)
-            return Made(inputs, value=json.dumps({"records": str(store.path)}))
+            store = tune_job(self.dag, group.ladder, self.device, seconds=self.tune_s, progress=progress, note=self.board.note)
+            return Made(inputs, value=json.dumps({"records": str(store.path) if store else ""}))
 
-        return self._unless_kept(f"tuning {group.name}", self._inputs(ladder=_texts(group.ladder), kernels=_kernels()), run)
+        inputs = self._inputs(ladder=_texts(group.ladder), kernels=_kernels(), seconds=f"{self.tune_s:g}")
+        return self._unless_kept(f"tuning {group.name}", inputs, run)
 
     def profile(self, group: DeviceGroup) -> dict[str, Made]:
         """The part ``profile GROUP``; an interrupted one leaves ``profiles/GROUP.qsync.partial``, and continues."""
@@ -122,7 +119,8 @@ class Bench:
         if known is not None and set(ladder.split()) <= set(known.inputs.get("ladder", "").split()):
             ladder = known.inputs["ladder"]  # more was measured
         chains = {"chains": "measured"} if self.chains else {}
-        inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains)
+        tuned = {"seconds of tuning": f"{self.tune_s:g}"} if self.device.type == "cuda" else {}
+        inputs = self._inputs(ladder=ladder, kernels=_kernels(), optimizer=describe_optimizer(self.job), **chains, **tuned)
         return self._unless_kept(f"profile {group.name}", inputs, run)
 
     def observe(self, variants: Iterable[Variant]) -> dict[str, Made]:

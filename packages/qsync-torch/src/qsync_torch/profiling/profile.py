@@ -181,6 +181,8 @@ def profile(
         note(f"{resume} is of an interrupted profile that cannot be continued: {store.discarded}; everything is measured again")
     if chooser.chain == AUTO and chooser.untuned:
         note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
+    if type_.kind is DeviceKind.CUDA and (advice := layout_advice(dag, variants)):
+        note(advice)
     layouts = dict(job.model.named_parameters())
     bench = _Bench(dag, layouts, chooser, make_stopwatch(target), store, *efforts, note)
     cast_sites = possible_casts(variants)
@@ -253,6 +255,24 @@ def profile(
         synchronises=runner.watch_synchronising(target),
         memory=memory,
         chains=tuple(chains),
+    )
+
+
+def layout_advice(dag: PrecisionDag, variants: Sequence[Variant]) -> str:
+    """What to change where convolutions copy their images for the kernels of tensor cores; empty where none does."""
+    convolutions = [operator for operator in dag.adjustable if operator.kind == "conv2d"]
+    # An image of one channel or of one pixel is both at once.
+    copied = sum(
+        operator.attributes.get("memory_format") != "channels_last" and 1 not in (x[1], x[2] * x[3])
+        for operator in convolutions
+        for x in operator.input_shapes[:1]
+    )
+    if not copied or all(variant.compute is Precision.FLOAT32 for variant in variants):
+        return ""
+    return (
+        f"{copied} of {len(convolutions)} convolutions read images that are not channels-last, and kernels for tensor cores copy "
+        "them; bring the job's model and batches to that layout, model.to(memory_format=torch.channels_last) and "
+        "images.to(memory_format=torch.channels_last), trace again, and train so (docs/tuning.md#the-layout-of-images)"
     )
 
 

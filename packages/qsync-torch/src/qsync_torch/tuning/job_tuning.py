@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 import attrs
 import torch
@@ -15,15 +18,22 @@ from qsync_core.ir.variant import Variant, ladder_under
 from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelRequest
 from qsync_core.kernels.choice import QUANTIZE_WEIGHT
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
-from qsync_core.kernels.roofline import lower_bound_ns
+from qsync_core.kernels.roofline import lower_bound_ns, operations, read_bytes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_core.tuning.record import TuningRecord
 from qsync_core.tuning.search import DeviceLostError, Effort, tune
 from qsync_core.tuning.store import TuningStore
+from qsync_torch.devices import device_facts
+from qsync_torch.kernels.installed import open_store
+from qsync_torch.kernels.selection import AUTO, find_backends
 from qsync_torch.tuning.compiling import BackgroundCompiler, LimitedBackend, group_of
 from qsync_torch.tuning.kernel_timing import KernelTimer, device_peaks, rotating_sets
 
 DEFAULT_EFFORT = Effort()
+TUNING_S = 60.0
+"""How long a job's kernels are tuned where nobody asks for more: ``qsync profile`` and ``qsync prepare``."""
+_OPERATIONS_PER_BYTE = 400
+"""8-bit operations in the time of one byte of memory; T4, A100 and H200 have 400 to 420."""
 
 
 @attrs.frozen
@@ -42,28 +52,75 @@ class TunedRequest:
 
 @attrs.frozen
 class JobTuning:
-    """What tuning a job gave: one entry a distinct kernel, how many searches were there already, and the seconds it took."""
+    """What tuning a job gave: one entry a distinct kernel, how many searches were there already, and the seconds it took.
+
+    ``left`` is how many kernels there was no time for.
+    """
 
     requests: tuple[TunedRequest, ...]
     reused: int
     seconds: float
+    left: int = 0
 
 
 def distinct_requests(
     dag: PrecisionDag, ladder: Sequence[Variant], device_kind: str, compute_capability: str
 ) -> list[OperatorRequest]:
-    """Every kernel that the graph's adjustable operators need in the 8-bit rungs of a ladder, each once.
+    """Every kernel that the graph's adjustable operators need in the 8-bit rungs of a ladder, each once, the most work first.
 
     Float rungs run PyTorch's own kernels, of which there is nothing to tune.
     """
     found: dict[tuple[object, ...], OperatorRequest] = {}
+    work: Counter[tuple[object, ...]] = Counter()
     calls = {(operator.cost_key, operator.no_grad_inputs): CallShapes.of(operator) for operator in dag.adjustable}
+    uses = Counter((operator.cost_key, operator.no_grad_inputs) for operator in dag.adjustable)
     for variant in ladder_under(dag.base, ladder)[0]:
         if variant.compute.needs_scale:
-            for call in calls.values():
+            for name, call in calls.items():
                 for asked in operator_requests(call, variant, device_kind, compute_capability):
-                    found.setdefault((group_of(asked.request), asked.request.shapes), asked)
-    return list(found.values())
+                    key = (group_of(asked.request), asked.request.shapes)
+                    found.setdefault(key, asked)
+                    work[key] += uses[name] * (operations(asked) + _OPERATIONS_PER_BYTE * read_bytes(asked))
+    return [found[key] for key, _ in work.most_common()]
+
+
+def tune_job(
+    dag: PrecisionDag,
+    ladder: Sequence[Variant],
+    device: torch.device,
+    *,
+    tuning: Path | None = None,
+    seconds: float = TUNING_S,
+    progress: ProgressCallback = silent,
+    note: Callable[[str], None] = lambda text: None,
+) -> TuningStore | None:
+    """Tune what a job needs on a GPU within a budget, with every installed backend; on a CPU, PyTorch's own kernels run.
+
+    Args:
+        dag, ladder: the job, and the variants that a plan may use.
+        device: where.
+        tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
+        seconds: no search begins later; what has been found before takes none.
+        progress: receives the state before each search.
+        note: receives what there was no time for.
+
+    Returns:
+        The records; None where there is nothing to tune.
+
+    Raises:
+        DeviceLostError: when a kernel broke the device for this process; run again to continue.
+    """
+    requests = distinct_requests(dag, ladder, *device_facts(device)) if device.type == "cuda" and seconds > 0 else []
+    if not requests:
+        return None
+    store = open_store(device, tuning)
+    found = tune_requests(requests, list(find_backends(AUTO)), store, device, seconds=seconds, progress=progress)
+    if found.left:
+        note(
+            f"{found.left} of {len(requests)} kernels, those with the least work, were not tuned within {seconds:g} s and take a "
+            "default; raise --tune, or run 'qsync tune', to find the fastest"
+        )
+    return store
 
 
 def tune_requests(
@@ -73,16 +130,18 @@ def tune_requests(
     device: torch.device,
     *,
     effort: Effort = DEFAULT_EFFORT,
+    seconds: float = math.inf,
     progress: ProgressCallback = silent,
 ) -> JobTuning:
     """Tune requests on a device with every backend that takes them.
 
     Args:
-        requests: what is to run.
+        requests: what is to run; those that matter most first.
         backends: who is asked.
         store: where records go; finished searches in it are not repeated, interrupted ones continue.
         device: where.
         effort: how much to try.
+        seconds: no search begins later; one that has begun, and a kernel that is being compiled, is finished.
         progress: receives the state before each search.
 
     Raises:
@@ -95,7 +154,7 @@ def tune_requests(
     left = list(range(len(requests)))
     total = len(requests) * len(backends)
     with BackgroundCompiler(backends, requests, effort.kernels) as compiler:
-        while left:
+        while left and time.monotonic() - start < seconds:
             index = compiler.ready(left, partial(_report_compiling, progress, done, total))
             left.remove(index)
             request = _RequestTuning(requests[index], device, store, effort)
@@ -105,7 +164,8 @@ def tune_requests(
                 reused += request.tune(backend)
             tuned[index] = TunedRequest(requests[index], tuple(request.records), request.refusals)
     progress(total, total, "")
-    return JobTuning(tuple(tuned[index] for index in range(len(requests))), reused, time.monotonic() - start)
+    found = tuple(tuned[index] for index in sorted(tuned))
+    return JobTuning(found, reused, time.monotonic() - start, len(left))
 
 
 def _report_compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
