@@ -251,7 +251,7 @@ class _OpenFunction:
         self.call = id(caller), caller.f_lasti
         self.active, self.scopes = len(ACTIVE), len(SCOPES)
         # Every function of a script comes here, under a plan or not: no more frames than this one.
-        while OPEN and ((last := OPEN[-1].node()) is None or last._input_metadata):
+        while OPEN and not _may_run(OPEN[-1].node()):
             OPEN.pop()
         if OPEN:
             _open_functions()
@@ -293,12 +293,19 @@ def _open_functions() -> list[_OpenFunction]:
 
     Until its forward has ended, a node has no outputs; nor has it where the forward failed and somebody keeps the exception.
     """
-    found = [function for function in OPEN if (node := function.node()) is not None and not node._input_metadata]
+    found = [function for function in OPEN if _may_run(function.node())]
     if found:
         calls = set(_calls())
         found = [function for function in found if function.call in calls]
     OPEN[:] = found
     return found
+
+
+def _may_run(node: Any) -> bool:
+    try:
+        return node is not None and not node._input_metadata
+    except RuntimeError:  # PyTorch 2.11 asks a node that is gone
+        return False
 
 
 def _calls() -> Iterator[tuple[int, int]]:
