@@ -251,7 +251,12 @@ class _OpenFunction:
         self.call = id(caller), caller.f_lasti
         self.active, self.scopes = len(ACTIVE), len(SCOPES)
         # Every function of a script comes here, under a plan or not: no more frames than this one.
-        while OPEN and not _may_run(OPEN[-1].node()):
+        while OPEN:
+            try:  # as may_run, in this frame
+                if (last := OPEN[-1].node()) is not None and not last._input_metadata:
+                    break
+            except RuntimeError:
+                pass
             OPEN.pop()
         if OPEN:
             _open_functions()
@@ -262,6 +267,15 @@ class _OpenFunction:
                     refuse_compiled_backward(node)
                 break
         OPEN.append(self)
+
+    @property
+    def may_run(self) -> bool:
+        """Until its forward has ended, a node has no outputs; nor has it where the forward failed and the exception is kept."""
+        node = self.node()
+        try:
+            return node is not None and not node._input_metadata
+        except RuntimeError:  # PyTorch 2.11 says so of a node that is gone
+            return False
 
     def passage(self) -> Passage:
         """From now on its backward runs with what was in force where it began."""
@@ -289,23 +303,13 @@ def _open_in_compiled_code(node: Any, caller: FrameType) -> None:
 
 
 def _open_functions() -> list[_OpenFunction]:
-    """Those whose forward runs, in any thread.
-
-    Until its forward has ended, a node has no outputs; nor has it where the forward failed and somebody keeps the exception.
-    """
-    found = [function for function in OPEN if _may_run(function.node())]
+    """Those whose forward runs, in any thread."""
+    found = [function for function in OPEN if function.may_run]
     if found:
         calls = set(_calls())
         found = [function for function in found if function.call in calls]
     OPEN[:] = found
     return found
-
-
-def _may_run(node: Any) -> bool:
-    try:
-        return node is not None and not node._input_metadata
-    except RuntimeError:  # PyTorch 2.11 asks a node that is gone
-        return False
 
 
 def _calls() -> Iterator[tuple[int, int]]:
