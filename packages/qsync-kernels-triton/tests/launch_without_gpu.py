@@ -115,7 +115,7 @@ def producers():
     words = (1 << 40, 2, 3)
     yield normalize, (half, of, of, 1e-5, half, one, per, per, half, one, eight, one, eight, per, None, *words)
     yield (
-        build_batch_norm_grad_input(Activation.RELU, config),
+        build_batch_norm_grad_input(Activation.RELU, Rounding.STOCHASTIC, config),
         (half, half, None, per, per, of, of, 1e-5, None, half, None, per, per),
     )
     rows, eight_rows = torch.zeros(64, 64, dtype=torch.float16), torch.empty(64, 64, dtype=torch.int8)
