@@ -75,7 +75,9 @@ class Judged:
 def _check(measured: Measured, updates: int | None = None) -> Check:
     """All indicators over their first so many updates."""
     dag, observed = measured.dag, measured.observed
-    series = tuple(attrs.evolve(one, values=one.values[:updates]) for one in observed.series)
+    adjustable = {operator.op_id for operator in dag.adjustable}  # the truth is of these; what chains keep is observed as well
+    of_operators = (one for one in observed.series if one.op_id is None or one.op_id in adjustable)
+    series = tuple(attrs.evolve(one, values=one.values[:updates]) for one in of_operators)
     observed = attrs.evolve(observed, iterations=observed.iterations[:updates], series=series)
     variants = [v for v in dict.fromkeys(s.variant for s in observed.series) if v is not None and v != FLOAT32]
     omegas = {indicator.name: indicate(observed, dag, variants, indicator).omega for indicator in INDICATORS}

@@ -51,7 +51,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 from robustness.reference import SUMS, Reference, sums_by
 
-INT8 = Variant.of(Precision.INT8, rounding=Rounding.NEAREST)
+INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32, rounding=Rounding.NEAREST)
 BFLOAT16, FLOAT32 = Variant.parse("bfloat16"), Variant.parse("float32")
 BOTH = {"a": INT8, "b": BFLOAT16}
 BASE = {"a": FLOAT32, "b": FLOAT32}

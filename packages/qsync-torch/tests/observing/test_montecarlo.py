@@ -166,7 +166,7 @@ def test_the_cost_is_known_before(together):
     expected = passes(3, [INT8, NEAREST, BFLOAT16, FLOAT32], 4, together=together)
     assert expected == 1 + (3 + together) * 6 == len(counts)
     assert seen[0] == (0, expected, "full precision")
-    assert seen[1] == (1, expected, "conv#0 in int8")
+    assert seen[1] == (1, expected, "conv#0 in int8>float32")
     assert seen[-1] == (expected, expected, "")
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
@@ -199,7 +199,7 @@ def test_a_quantizer_that_sees_infinity_names_operator_and_variant():
             return super().forward(x) + 0 * blown.sum()
 
     with pytest.raises(
-        ObservationError, match=r"conv#0 of net in int8 at update 0: operator conv#0: a tensor of shape .* infinite"
+        ObservationError, match=r"conv#0 of net in int8>float32 at update 0: operator conv#0: a tensor of shape .* infinite"
     ):
         MonteCarloCollector(operators=[OpId("conv")]).collect_step(_step(_job(Blown())), [INT8])
 
