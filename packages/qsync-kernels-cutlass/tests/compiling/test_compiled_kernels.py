@@ -28,8 +28,8 @@ from qsync_kernels_cutlass.sources import producer_source, request_sources
 
 CHIPS = [SM_75, SM_80, SM_90A]
 PRODUCERS = [request for request in every_producer() if request.chain.activation in (Activation.NONE, Activation.RELU)]
-REQUESTS = {
-    **{request.op: request for request in PRODUCERS},
+"""One of each operator, for the chip that has them from here alone; their sources say nothing of a chip."""
+PRODUCTS = {
     "linear": linear(),
     "convolution": conv2d(),
     "gradient of a convolution's input": conv2d(Op.CONV2D_GRAD_INPUT, x=(32, 128, 56, 56), variant=INT8_THROUGHOUT),
@@ -44,14 +44,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=CHIPS, ids=lambda chip: chip.name)
 def libraries(request):
-    """By request: the libraries of its best-ranked configuration on one chip."""
+    """A chip, requests by name, and by the same names the libraries of their best-ranked configurations."""
     chip = request.param
     if reason := toolchain.arch_reason(toolchain.find_nvcc(), chip.name):
         pytest.skip(reason)
-    sources = {name: sources_of(one, chip) for name, one in REQUESTS.items()}
+    requests = PRODUCTS | ({request.op: request for request in PRODUCERS} if chip is SM_75 else {})
+    sources = {name: sources_of(one, chip) for name, one in requests.items()}
     flat = list(dict.fromkeys(source for found in sources.values() for source in found))
     made = {source: Library(path, source) for source, path in zip(flat, compile_files(flat, progress=silent), strict=True)}
-    return chip, {name: [made[source] for source in found] for name, found in sources.items()}
+    return chip, requests, {name: [made[source] for source in found] for name, found in sources.items()}
 
 
 def sources_of(request, chip):
@@ -67,34 +68,33 @@ def exported(path):
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
 def test_nothing_is_exported_but_the_c_interface(libraries):
-    for library in (library for found in libraries[1].values() for library in found):
+    for library in (library for found in libraries[2].values() for library in found):
         assert exported(library.path) == {library.source.symbol, library.source.workspace_symbol}
 
 
 def test_the_code_is_for_the_chip(libraries):
-    chip, found = libraries
+    chip, _, found = libraries
     for library in (library for several in found.values() for library in several):
         # ptxas writes its target into the machine code that it makes.
         assert set(re.findall(rb"\bsm_\d+a?\b", library.path.read_bytes())) == {chip.name.encode()}
 
 
 def test_arguments_of_another_version_are_refused_before_anything_runs(libraries):
-    for library in (library for found in libraries[1].values() for library in found):
+    for library in (library for found in libraries[2].values() for library in found):
         with pytest.raises(BackendError, match=r"the call failed: the library was compiled for other arguments"):
             library.call(Arguments(struct_bytes=8), lambda: "the call")
 
 
 def test_sizes_that_no_kernel_takes_are_refused_before_anything_runs(libraries):
-    product = libraries[1]["linear"][0]
+    product = libraries[2]["linear"][0]
     with pytest.raises(BackendError, match="the kernel does not take these sizes or strides"):
         product.call(Arguments(m=-1, n=8, k=16, lda=16, ldb=16, ldo=8), lambda: "the call")
 
 
 def test_compiling_ahead_needs_no_gpu_and_names_what_it_refuses(libraries):
-    chip, found = libraries
-    requests = [*REQUESTS.values(), linear(k=200_000)]
-    done = compile_ahead(requests, chip.name, silent, configs_per_request=1)
-    assert done.requests == len(REQUESTS)
+    chip, requests, found = libraries
+    done = compile_ahead([*requests.values(), linear(k=200_000)], chip.name, silent, configs_per_request=1)
+    assert done.requests == len(requests)
     assert done.kernels == len({library.source for several in found.values() for library in several})
     (refused,) = done.refused
     assert refused[0].compute_capability == f"{chip.capability[0]}.{chip.capability[1]}"
