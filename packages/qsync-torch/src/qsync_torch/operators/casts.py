@@ -368,23 +368,41 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Ten
 
 
 class _Underivable(torch.autograd.Function):
-    """Gradients that cannot be differentiated again, whatever they were made from."""
+    """Gradients that cannot be differentiated again.
+
+    The engine runs what lies on a path to the tensors whose gradients are asked for: ``sources`` are all that these gradients were
+    computed from, so that there is a path wherever a derivative would be left out.
+    """
 
     @staticmethod
-    def forward(ctx: Any, refusal: str, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, refusal: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Of that many sources, and then gradients: the gradients."""
         ctx.refusal = refusal
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise PlanError(ctx.refusal)
 
 
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The tensors that a part of autograd's graph begins with."""
+    found, seen, waiting = [], {node}, [node]
+    while waiting:
+        for source, _ in waiting.pop().next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+                if (leaf := getattr(source, "variable", None)) is not None:
+                    found.append(leaf)
+    return found
+
+
 def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
     """A backward whose gradients are refused to be differentiated, which only one that is recorded itself pays for.
 
-    PyTorch's ``once_differentiable`` lets gradients pass that were made from a constant one: what the weight has to do with them
-    would be left out without a word.
+    PyTorch's ``once_differentiable`` refuses on the way to the incoming gradient alone: what activation and weight have to do with
+    the gradients would be left out without a word.
     """
 
     def call(ctx: Any, grad: torch.Tensor) -> Any:
@@ -396,7 +414,8 @@ def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[
             f"{ctx.name} runs in {ctx.binding.variant.compute}, which has no second derivative, and its gradient is differentiated "
             "(create_graph=True): keep it in a float format in the plan, or differentiate twice on a model without a plan"
         )
-        return apply_of(_Underivable)(refusal, *(None if each is None else each.requires_grad_() for each in grads))
+        sources = [grad, *_leaves(ctx)]
+        return apply_of(_Underivable)(refusal, len(sources), *sources, *(None if g is None else g.requires_grad_() for g in grads))
 
     return call
 
