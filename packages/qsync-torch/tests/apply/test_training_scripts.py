@@ -806,3 +806,13 @@ def test_second_derivatives_of_chosen_tensors_are_refused(differentiate):
     apply_(model, {OpId("2"): INT8})
     with pytest.raises(PlanError, match=r"operator 2#0 runs in int8, which has no second derivative"):
         differentiate(model, x)
+
+
+def test_padding_that_is_circular_since_the_plan_was_applied_is_refused():
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)), torch.randn(1, 2, 5, 5)
+    applied = apply_(model, {OpId("0"): INT8})
+    model[0].padding_mode = "circular"
+    with pytest.raises(PlanError, match=r"Conv2d\(2, 3, .*padding_mode=circular\) has another padding_mode than when the plan"):
+        model(x)
+    applied.remove()
+    model(x)

@@ -99,11 +99,15 @@ def put_zeros_in(module, _):
     module.weight.data = torch.zeros_like(module.weight)
 
 
+def zero_unseen(module, _):
+    module.weight.data.zero_()
+
+
 def put_another_in(module, _):
     module.weight = nn.Parameter(torch.zeros_like(module.weight))
 
 
-@pytest.mark.parametrize("change", [zero_in_place, put_zeros_in, put_another_in])
+@pytest.mark.parametrize("change", [zero_in_place, put_zeros_in, zero_unseen, put_another_in])
 def test_a_weight_that_changed_meanwhile_is_quantized_again(monkeypatch, calls, change):
     on_cpu_too(monkeypatch)
     model, seen = Net(), []

@@ -225,6 +225,11 @@ class Installation(abc.ABC):
             return otherwise(module, input, linear)
 
         def forward_conv2d(module: Any, input: torch.Tensor) -> Any:
+            if module.padding_mode != "zeros":
+                raise PlanError(
+                    f"{module} has another padding_mode than when the plan was applied, and the plan's kernels pad with zeros: "
+                    "change it before trace and apply_"
+                )
             if self.running and module is owner:
                 return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
             return otherwise(module, input, conv2d)

@@ -112,9 +112,12 @@ class LoweredCall:
         return Seeds(self._x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
-        """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits."""
+        """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits.
+
+        None of a weight that was written to through ``weight.data`` in a forward, now or before: its version does not say so.
+        """
         prepared, self.prepared_weight = self.prepared_weight, None
-        return None if prepared is None else prepared.of(weight)
+        return None if prepared is None or not self._cache.applies_to(weight) else prepared.of(weight)
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
