@@ -26,7 +26,7 @@ from qsync_kernels_cutlass.sources import KernelSource, producer_source
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 FOLDER = "QSYNC_EMULATED_PRODUCERS"
-"""Environment variable: where the library is kept for other processes; by default nobody else's."""
+"""Environment variable: where the library is kept for other processes; by default for this one alone."""
 _OWN_FOLDER = tempfile.TemporaryDirectory()
 _FLAGS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 

@@ -150,7 +150,7 @@ def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[_Shape]:
 
 
 def _is_its_own(node: Node, place: int, order: dict[Node, int]) -> bool:
-    """Whether a tensor may be written to at a place of the graph without anybody else seeing it."""
+    """Whether a tensor may be written to at a place of the graph without another reader seeing it."""
     if node.op == "placeholder" or node.op == "get_attr" or not _only_reader(node):
         return False
     memory = nodes.storage_of(node)
