@@ -45,7 +45,7 @@ def test_a_machine_goes_and_comes_back_while_the_other_keeps_the_global_batch(ru
         job.kill_machine("infer")
         job.wait(lambda: any(line["ranks"] == 1 for line in job.losses("train")), "steps of the survivor")
         job.start("infer")
-        job.wait(lambda: len(job.starts("infer")) == 2 and job.losses("infer")[-1]["ranks"] == 2, "steps of both")
+        job.wait(lambda: len(job.starts("infer")) == 2 and job.losses("train")[-1]["ranks"] == 2, "steps of both")
         starts = job.starts("train")
     assert [start.ranks for start in starts] == [2, 1, 2]
     assert starts[0].step == 0 < starts[1].step < starts[2].step
