@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from qsync_kernels_triton.products.conv2d import implicit_gemm
 from qsync_kernels_triton.products.gemm import gemm, mixed_gemm
+from qsync_kernels_triton.products.pointwise import pointwise_grad_weight
 from qsync_kernels_triton.quantize.many import partials_of_many, round_many, rows_of_many
 from qsync_kernels_triton.quantize.rows import quantize_rows, quantize_twice_from_partials
 from qsync_kernels_triton.quantize.split import partial_absmax, quantize_from_partials
@@ -57,6 +58,9 @@ def cases(capability):
     yield "gemm", gemm, PRODUCT | scaled, operands
     unit = {"a_inner": 1, "b_column": 1, "INNER_SCALES": True, "SCALE_FIRST": False, "EVEN_K": True, "WIDEN": False}
     yield "mixed_gemm", mixed_gemm, PRODUCT | unit, operands | {"a_ptr": "*bf16"}
+    tall = PRODUCT | {"BLOCK_M": 64, "BLOCK_N": 256, "GROUP_M": 1, "EVEN_K": True, "WIDEN": False}
+    for name, strided in (("pointwise_grad_weight", False), ("pointwise_grad_weight strided", True)):
+        yield name, pointwise_grad_weight, tall | {"STRIDED": strided}, {"grad_ptr": "*fp16", "x_ptr": "*i8"}
     convolution = {"ACCUMULATOR": tl.int32, "BIAS": False, "EVEN_K": True, **FILTER}
     yield "implicit_gemm", implicit_gemm, PRODUCT | convolution, {"x_ptr": "*i8", "out_ptr": "*bf16"}
     if capability >= 90:
@@ -75,7 +79,7 @@ def compiled(function, constants, types, capability):
             continue
         pointer = name.endswith(("_ptr", "_like"))
         signature[name] = types.get(name) or POINTERS.get(name) or (("*fp32") if pointer else WIDE.get(name, "i32"))
-        if pointer or function in (gemm, mixed_gemm, implicit_gemm):
+        if pointer or function in (gemm, mixed_gemm, implicit_gemm, pointwise_grad_weight):
             divisible[(position,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature, values, divisible)

@@ -88,6 +88,27 @@ def test_other_chains_are_refused_with_their_one_reason(request_, change, reason
         TritonBackend().build(attrs.evolve(request_, **change), KernelConfig())
 
 
+@pytest.mark.parametrize(
+    ("grad", "x", "change", "first"),
+    [
+        ((128, 64, 56, 56), (128, 256, 56, 56), {}, "m=64;n=256;k=64;warps=8;stages=3;group=1;tma=0"),
+        ((128, 256, 56, 56), (128, 64, 56, 56), {}, "m=256;n=64;k=64;warps=8;stages=3;group=1;tma=0"),
+        ((128, 128, 28, 28), (128, 256, 56, 56), {"geometry": Geometry((2, 2))}, "m=128;n=256;k=64;warps=8;stages=3;group=1;tma=0"),
+        ((128, 512, 28, 28), (128, 256, 56, 56), {"geometry": Geometry((2, 2))}, "m=128;n=256;k=64;warps=8;stages=3;group=1;tma=0"),
+        ((128, 512, 7, 7), (128, 2048, 7, 7), {}, "dequantize"),
+        ((128, 64, 54, 54), (128, 64, 56, 56), {}, ""),
+        ((128, 64, 56, 56), (128, 64, 56, 56), {"geometry": Geometry(padding=(1, 1))}, ""),
+        ((128, 64, 56, 56), (128, 64, 56, 56), {"geometry": Geometry(groups=2)}, ""),
+        ((128, 64, 56, 56), (128, 64, 56, 56), {"variant": attrs.evolve(INT8, grad_weight=Precision.FLOAT32)}, ""),
+    ],
+)
+def test_the_weight_of_a_1x1_convolution_reads_its_copy_where_an_element_enters_few_sums(grad, x, change, first):
+    request = attrs.evolve(CONVOLUTION, op=Op.CONV2D_GRAD_WEIGHT, shapes=(grad, x), geometry=Geometry())
+    texts = [config.text for config in TritonBackend().candidate_configs(attrs.evolve(request, **change))]
+    assert texts[0] == first
+    assert ("dequantize" in texts) == (first != "")
+
+
 def test_many_tensors_at_once_and_large_ones_are_supported():
     many = attrs.evolve(QUANTIZE, op=Op.QUANTIZE_MANY, shapes=((64, 64), (5,)))
     assert TritonBackend().unsupported_reasons(many) == []

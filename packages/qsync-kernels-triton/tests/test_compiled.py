@@ -46,7 +46,9 @@ def test_rounding_is_not_contracted_to_fused_multiply_adds(kernels):
 def test_the_products_run_on_tensor_cores(kernels):
     capability, found = kernels
     instruction = "wgmma" if capability == 90 else "mma"
-    assert {name for name in ("gemm", "mixed_gemm", "implicit_gemm") if not found[name][instruction]} == set()
+    assert {
+        name for name in ("gemm", "mixed_gemm", "pointwise_grad_weight", "implicit_gemm") if not found[name][instruction]
+    } == set()
 
 
 def test_sums_of_float8_products_are_taken_over_into_float32(kernels):

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from qsync_core.errors import BackendError
 from qsync_core.kernels.backend import BACKEND_API_VERSION, Kernel, KernelConfig, KernelRequest, KernelSpec, Op
 from qsync_core.kernels.support import BATCH_NORMS, FLOATS, LINEAR, QUANTIZATIONS, product_format
-from qsync_kernels_triton.config import ProducerConfig, ProductConfig, QuantizeConfig, UnknownConfigError, ranked
+from qsync_kernels_triton.config import (
+    DEQUANTIZE,
+    ProducerConfig,
+    ProductConfig,
+    QuantizeConfig,
+    UnknownConfigError,
+    ranked,
+    ranked_pointwise,
+)
 from qsync_kernels_triton.support import EIGHT_BIT, MIN_COMPUTE_CAPABILITY, unsupported_reasons
 
 QUANTIZE_CANDIDATES = (
@@ -70,7 +78,11 @@ class TritonBackend:
         if request.op in Op.PRODUCERS:
             return tuple(KernelConfig(str(config)) for config in PRODUCER_CANDIDATES)
         if request.op == Op.CONV2D_GRAD_WEIGHT:
-            return (KernelConfig(),)
+            if not _may_be_pointwise(request):
+                return (KernelConfig(),)
+            (_, outputs, *_), (_, channels, *_) = request.shapes[:2]
+            touched = 1 / math.prod(request.geometry.stride)
+            return tuple(KernelConfig(text) for text in ranked_pointwise(outputs, channels, touched))
         m, n, k = _product_shape(request)
         a_bytes = 1 if product_format(request).needs_scale else 2
         b_bytes = 1 if request.op in LINEAR else a_bytes
@@ -101,11 +113,18 @@ class TritonBackend:
         if request.op in Op.PRODUCERS:
             return _producer(request, ProducerConfig.parse(config.text))
         if request.op == Op.CONV2D_GRAD_WEIGHT:
-            if config.text:
-                raise UnknownConfigError(f"backend triton has no configuration {config.text!r} of {request.op}; leave it empty")
             from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight
 
-            return build_conv2d_grad_weight(request.geometry)
+            text = config.text or self.candidate_configs(request)[0].text
+            if text in ("", DEQUANTIZE):
+                return build_conv2d_grad_weight(request.geometry)
+            cut = ProductConfig.parse(text)
+            if not _may_be_pointwise(request):
+                raise UnknownConfigError(
+                    f"backend triton has no configuration {text!r} of {request.op}, which only 1x1 convolutions with 16-bit "
+                    "gradients have; leave it empty"
+                )
+            return build_conv2d_grad_weight(request.geometry, cut)
         cut = ProductConfig.parse(config.text or self.candidate_configs(request)[0].text)
         eight_bit = product_format(request).needs_scale
         if request.op in LINEAR:
@@ -147,6 +166,16 @@ def _producer(request: KernelRequest, config: ProducerConfig) -> Kernel:
     if request.op == Op.ACTIVATION_OUTPUT:
         return row_plans.build_activation_output(activation, variant.x_granularity, variant.rounding, config)
     return row_plans.build_activation_grad_input(activation, config)
+
+
+def _may_be_pointwise(request: KernelRequest) -> bool:
+    """Whether gradient and activation can be those of a 1x1 convolution in one group, with gradients in 16 bit."""
+    geometry = request.geometry
+    if len(request.shapes) < 2 or geometry.padding != (0, 0) or geometry.groups != 1:
+        return False
+    grad, x = request.shapes[:2]
+    in_16_bit = request.variant.grad_weight.nbytes == 2
+    return in_16_bit and len(grad) == len(x) == 4 and tuple(grad[2:]) == geometry.output_size(x[2:], (1, 1))
 
 
 def _product_shape(request: KernelRequest) -> tuple[int, int, int]:

@@ -540,6 +540,21 @@ class SkipsAnImage(Mutant):
         return gradient
 
 
+class LosesTheLastShareOfPositions(Mutant):
+    """Where programs share the positions that a gradient of the weight sums, the last one stops too early."""
+
+    op = Op.CONV2D_GRAD_WEIGHT
+
+    def wrap(self, kernel, request):
+        def gradient(grad, x, x_scale, out):
+            if grad[:, 0].numel() > 2048:
+                grad = grad.clone()
+                grad[-1, :, -2:] = 0
+            kernel(grad, x, x_scale, out)
+
+        return gradient
+
+
 class Affine(Mutant):
     """A mistake with zero points alone."""
 

@@ -27,6 +27,7 @@ from qsync_kernels_triton.products.fitting import (
     scale_problems,
 )
 from qsync_kernels_triton.products.gemm import EightBitProduct, cut_into_tiles
+from qsync_kernels_triton.products.pointwise import PointwiseGradWeight
 
 
 @triton.jit
@@ -219,13 +220,15 @@ def build_conv2d_grad_input(config: ProductConfig, geometry: Geometry, eight_bit
     return Planned(plan)
 
 
-def build_conv2d_grad_weight(geometry: Geometry) -> Planned:
+def build_conv2d_grad_weight(geometry: Geometry, cut: ProductConfig | None = None) -> Planned:
     """``kernel(grad, x, x_scale, out)``: x is dequantized to grad's format, the product is cuDNN's.
 
     Shapes: grad (B, O, OH, OW) in a 16- or 32-bit float; x (B, C, H, W), 8-bit; x_scale one float32; out (O, C / groups, KH, KW),
-    float32.
+    float32.  With ``cut``, a 1x1 convolution of channels-last tensors and a 16-bit gradient reads x as it is
+    (:mod:`~qsync_kernels_triton.products.pointwise`).
     """
     g, op = geometry, "conv2d.grad_weight"
+    pointwise = None if cut is None else PointwiseGradWeight(cut, geometry.stride)
 
     def plan(grad: Any, x: Any, x_scale: Any, out: Any) -> Any:
         refuse(op, rank_problems(4, grad=grad, x=x, out=out))
@@ -238,12 +241,17 @@ def build_conv2d_grad_weight(geometry: Geometry) -> Planned:
             problems.append(f"out must be float32, got {out.dtype}")
         fit = convolution_problems(x, out, grad, geometry)
         refuse(op, (*problems, *fit, *scale_problems("x_scale", x_scale, 1), *device_problems(grad, x, x_scale, out)))
+        if not grad.numel() or not x.numel():
+            return zero
+        is_pointwise = out.shape[2:] == (1, 1) and out.is_contiguous() and grad.element_size() == 2
+        if pointwise is not None and is_pointwise and all(t.permute(0, 2, 3, 1).is_contiguous() for t in (grad, x)):
+            return pointwise
         return run
 
+    def zero(grad: Any, x: Any, x_scale: Any, out: Any) -> None:
+        out.zero_()
+
     def run(grad: Any, x: Any, x_scale: Any, out: Any) -> None:
-        if not grad.numel() or not x.numel():
-            out.zero_()
-            return
         # Only shape, dtype and layout of the weight are looked at.
         like_w = torch.empty_strided(out.shape, out.stride(), dtype=grad.dtype, device=grad.device)
         values = dequantized(x, x_scale, grad.dtype)

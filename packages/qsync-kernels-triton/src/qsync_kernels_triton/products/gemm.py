@@ -24,7 +24,7 @@ from qsync_kernels_triton.launching import Grid, Launch
 
 
 @triton.jit
-def _tile_of(program, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of(program, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Row and column of a program's tile; GROUP_M rows of tiles are walked together so that they share columns in the cache."""
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     in_group = GROUP_M * tiles_n
@@ -65,7 +65,7 @@ def gemm(
 
     A_SCALES, B_SCALES: 0 no scale, 1 a single one, 2 one for each row of A or B.  Grid (tiles,).
     """
-    tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     # Rows beyond the edge read the last one again, which costs no mask in the loop; their results are not stored.
@@ -94,7 +94,7 @@ def described_gemm(
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """:func:`gemm` with operands read by the tensor memory accelerator, from descriptors; beyond the edges it reads zeros."""
-    tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
     for step in range(0, k, BLOCK_K):
         a = a_tiles.load([tile_m * BLOCK_M, step])
@@ -118,7 +118,7 @@ def mixed_gemm(
     WIDEN: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16; the products are the same.
     Grid (tiles,).
     """
-    tile_m, tile_n = _tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     inside_row, inside_column = row < m, column < n
