@@ -8,13 +8,16 @@ import torch
 from torch import nn
 
 import qsync_torch as qsync
+from qsync_core.ir.chain import Producer
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_torch import apply_
 from qsync_torch.compiling import compile as compiling
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
+from qsync_torch.kernels.binding import BOUND
+from qsync_torch.kernels.producers import ProducerBinding
 
-from .chained_models import INT8, ResNet, images, lowered
+from .chained_models import INT8, Bert, ResNet, images, lowered, tokens
 
 NEAREST = attrs.evolve(INT8, rounding=Rounding.NEAREST, grad_input=Precision.INT8, grad_weight=Precision.FLOAT32)
 STOCHASTIC = attrs.evolve(NEAREST, rounding=Rounding.STOCHASTIC)
@@ -89,3 +92,13 @@ def test_gradients_are_unbiased(copies):
     found = torch.tensor(drawn, dtype=torch.float64)
     assert found.unique().numel() == len(drawn)
     assert abs(found.mean().item() - expected) < 4 * found.std().item() / len(drawn) ** 0.5
+
+
+def test_batch_norms_alone_are_known_with_a_copy_of_their_gradient():
+    """Only their backward graphs name one; of a layer norm and an activation no kernel could write it."""
+    model = Bert()
+    apply_(model, lowered(model, NEAREST))
+    gradients(qsync.compile(model, backend="aot_eager"), model, tokens())
+    bound = [binding for binding in BOUND.values() if isinstance(binding, ProducerBinding)]
+    assert {Producer.LAYER_NORM, Producer.ACTIVATION} <= {binding.producer for binding in bound}
+    assert {binding.producer for binding in bound if binding.chain.grad_copy} <= {Producer.BATCH_NORM}

@@ -19,19 +19,24 @@ INT8 = Variant.of(Precision.INT8, output=Precision.FLOAT32)
 BOTH = attrs.evolve(INT8, grad_input=Precision.INT8, grad_weight=Precision.INT8)
 SIZE = 256
 CASES = {
-    Op.QUANTIZE: (variant_of(Rounding.NEAREST), ((SIZE, SIZE),)),
-    Op.LINEAR_OUTPUT: (INT8, ((SIZE, SIZE), (SIZE, SIZE))),
-    Op.LINEAR_GRAD_INPUT: (BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
-    Op.LINEAR_GRAD_WEIGHT: (BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
+    "quantize": (Op.QUANTIZE, variant_of(Rounding.NEAREST), ((SIZE, SIZE),)),
+    "quantize, affine": (Op.QUANTIZE, attrs.evolve(variant_of(Rounding.NEAREST), symmetric=False), ((SIZE, SIZE),)),
+    "linear.output": (Op.LINEAR_OUTPUT, INT8, ((SIZE, SIZE), (SIZE, SIZE))),
+    "linear.output, affine": (Op.LINEAR_OUTPUT, attrs.evolve(INT8, symmetric=False), ((SIZE, SIZE), (SIZE, SIZE))),
+    "linear.grad_input": (Op.LINEAR_GRAD_INPUT, BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
+    "linear.grad_weight": (Op.LINEAR_GRAD_WEIGHT, BOTH, ((SIZE, SIZE), (SIZE, SIZE))),
 }
+ZERO_POINT = -3
 
 
-def call_of(op: str, device: torch.device) -> tuple[Callable[[Kernel], None], Callable[[int], None], Callable[[], torch.Tensor]]:
+def call_of(case: str, device: torch.device) -> tuple[Callable[[Kernel], None], Callable[[int], None], Callable[[], torch.Tensor]]:
     """How to call a kernel on fixed buffers, how to fill the inputs from a seed, and what it should have written by then."""
+    op, variant, _ = CASES[case]
     a, b = (torch.zeros(SIZE, SIZE, dtype=torch.int8, device=device) for _ in range(2))
     one, ones = torch.ones(1, device=device), torch.ones(SIZE, device=device)
+    x_scale = one if variant.symmetric else torch.tensor([1.0, ZERO_POINT], device=device)
     out = torch.zeros(SIZE, SIZE, device=device)
-    x, q, scale = torch.zeros(SIZE, SIZE, device=device), torch.zeros_like(a), torch.zeros(1, device=device)
+    x, q, scale = torch.zeros(SIZE, SIZE, device=device), torch.zeros_like(a), torch.zeros_like(x_scale)
 
     def fill(seed: int) -> None:
         a.copy_(integers((SIZE, SIZE), device, seed))
@@ -42,33 +47,35 @@ def call_of(op: str, device: torch.device) -> tuple[Callable[[Kernel], None], Ca
         if op == Op.QUANTIZE:
             kernel(x, q, scale, 0, 0)
         elif op == Op.LINEAR_OUTPUT:
-            kernel(a, one, b, ones, None, out)
+            kernel(a, x_scale, b, ones, None, out)
         else:
             kernel(a, b, one, out)
 
     def error() -> torch.Tensor:
         if op == Op.QUANTIZE:
-            return (q.double() - a.double()).abs().max()
+            zero_point = 0 if variant.symmetric else scale[1].double()
+            return (scale[0] * (q.double() - zero_point) - a.double()).abs().max()
         left = a.double().t() if op == Op.LINEAR_GRAD_WEIGHT else a.double()
+        left = left if variant.symmetric else left - ZERO_POINT
         right = b.double().t() if op == Op.LINEAR_OUTPUT else b.double()
         return (out.double() - (left @ right).float().double()).abs().max()
 
     return call, fill, error
 
 
-def kernels(subject: Subject, op: str) -> list[Kernel]:
+def kernels(subject: Subject, case: str) -> list[Kernel]:
     """Kernels of a case, where there is a CUDA device and the backend offers the operator."""
     if subject.device.type != "cuda":
         pytest.skip("streams and graphs are CUDA's")
-    variant, shapes = CASES[op]
+    op, variant, shapes = CASES[case]
     return subject.bare_kernels(op, variant, shapes)
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_kernels_run_on_the_current_stream(subject: Subject, op: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_run_on_the_current_stream(subject: Subject, case: str) -> None:
     """Inputs that the same stream fills only after a long wait must be seen; another stream's order does not count."""
-    for kernel in kernels(subject, op):
-        call, fill, error = call_of(op, subject.device)
+    for kernel in kernels(subject, case):
+        call, fill, error = call_of(case, subject.device)
         fill(1)
         call(kernel)  # whatever is set up on first use
         torch.cuda.synchronize()
@@ -81,11 +88,11 @@ def test_kernels_run_on_the_current_stream(subject: Subject, op: str) -> None:
         assert error().item() == 0, "the kernel did not wait for what its stream did before"
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_kernels_can_be_captured(subject: Subject, op: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_can_be_captured(subject: Subject, case: str) -> None:
     """A captured call is replayed on new inputs: no host synchronisation, no memory that is gone by then."""
-    for kernel in kernels(subject, op):
-        call, fill, error = call_of(op, subject.device)
+    for kernel in kernels(subject, case):
+        call, fill, error = call_of(case, subject.device)
         fill(1)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -129,14 +136,14 @@ def test_a_replay_rounds_with_the_offset_of_its_time(subject: Subject) -> None:
         assert not torch.equal(*found), "two replays drew the same numbers"
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_kernels_run_where_their_operands_are(subject: Subject, op: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_run_where_their_operands_are(subject: Subject, case: str) -> None:
     """The current device may be another one."""
     if subject.device.type != "cuda" or torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     other = torch.device("cuda", 1 - (subject.device.index or 0))
-    for kernel in kernels(attrs.evolve(subject, device=other), op):
-        call, fill, error = call_of(op, other)
+    for kernel in kernels(attrs.evolve(subject, device=other), case):
+        call, fill, error = call_of(case, other)
         fill(1)
         call(kernel)
         assert error().item() == 0

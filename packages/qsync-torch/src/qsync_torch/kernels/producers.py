@@ -87,7 +87,7 @@ class ProducerBinding(Bound):
 
     @functools.cached_property
     def with_grad_copy(self) -> ProducerBinding:
-        """The same backward kernel that also writes its input's gradient in int8."""
+        """Of a batch norm, the same backward kernel that also writes its input's gradient in int8."""
         return producer_binding(self.producer, self.variant, self.choice, attrs.evolve(self.chain, grad_copy=True))
 
     def names(self, keep: bool) -> tuple[str, ...]:
