@@ -160,7 +160,8 @@ def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice) ->
     )
     form = ChainForm(chain.activation, chain.residual is not None, chain.float_result)
     binding = producer_binding(chain.producer, variant, choice, form)
-    _ = binding.with_grad_copy  # known by its key to backward graphs that inductor has in its cache
+    if chain.producer is Producer.BATCH_NORM:
+        _ = binding.with_grad_copy  # known by its key to backward graphs that inductor has in its cache
     return _Way(binding, tuple(binding.reasons_against(x.device, sizes)))
 
 
