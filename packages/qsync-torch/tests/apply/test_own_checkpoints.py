@@ -584,8 +584,8 @@ def test_hooks_that_stay_for_all_of_training_remember_no_more_with_each_step(x):
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
         for _ in range(5):
             model(x).sum().backward()
-        assert sum(len(begun) for begun in recomputation._HOOKED) == 2
-    assert not recomputation._HOOKED
+        assert sum(len(begun) for _, begun in recomputation.HERE.hooked) == 2
+    assert not recomputation.HERE.hooked
     assert applied.step == 5
 
 
@@ -608,7 +608,7 @@ def test_a_forward_that_failed_is_over_though_its_exception_is_kept(x):
         except ValueError as error:
             kept.append(error)
     model(x).sum().backward()
-    assert not recomputation.OPEN
+    assert not recomputation.HERE.open
     assert [len(error.args[1].qsync_passage.begun) for error in kept] == [1, 1, 1]
 
 

@@ -79,6 +79,7 @@ class _Stretches:
     kinds: list[Stretch] = attrs.Factory(list)
     open: list[tuple[int, Stretch]] = attrs.Factory(list)
     known_from: int = 0
+    has_entered: bool = False
     inside: int = 0
     last: int = 0
 
@@ -117,15 +118,22 @@ class _Stretches:
         return next((kind for begin, kind in reversed(self.open) if number >= begin), None)
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class NodesInside:
     """Which nodes of autograd's graphs the forwards of a model have made."""
 
     def __init__(self) -> None:
+        self._here = threading.local()
         self._by_thread: dict[int, _Stretches] = {}
 
     def begin(self, kind: Stretch) -> None:
         """A forward begins, in this thread."""
-        self.of_thread().open.append((_number_now(), kind))
+        own = self.of_thread()
+        own.open.append((_number_now(), kind))
+        own.has_entered = own.has_entered or not _in_backward()
 
     def end(self) -> None:
         """The forward that began last in this thread has ended, or failed."""
@@ -134,20 +142,19 @@ class NodesInside:
 
     def of_thread(self) -> _Stretches:
         """Those of this thread: each counts its own nodes."""
-        thread = threading.get_ident()
-        found = self._by_thread.get(thread)
-        if found is None:
-            found = self._by_thread[thread] = _Stretches()
+        found: _Stretches | None = getattr(self._here, "stretches", None)
+        if found is None:  # a thread that has ended may have had the same name
+            found = self._here.stretches = self._by_thread[threading.get_ident()] = _Stretches()
             found.last = _number_now()
         return found
 
     def kind_of(self, number: int) -> Stretch | None:
         """What a node of a graph that this thread differentiates was made in; None for one that was made outside."""
-        own = self._by_thread.get(threading.get_ident())
-        nested = torch._C._current_graph_task_id() != -1  # in a backward pass, what runs again is this thread's
-        if own is not None and (nested or own.begins or own.open):
+        own: _Stretches | None = getattr(self._here, "stretches", None)
+        # In a backward pass, what runs again is this thread's; what one began with is another's where no forward has run here.
+        if own is not None and (own.has_entered or _in_backward()):
             return own.kind_of(number)
-        found = [kind for stretches in self._by_thread.values() if (kind := stretches.kind_of(number))]
+        found = [kind for stretches in tuple(self._by_thread.values()) if (kind := stretches.kind_of(number))]
         return found[0] if found else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,6 +57,13 @@ class WeightPlace:
         return self.module._parameters.get(self.name)
 
 
+class _Repeated(threading.local):
+    """Whether this thread runs a piece of an earlier forward again, in the backward of an autograd function, under gradients."""
+
+    def __init__(self) -> None:
+        self.repeats = self.by_gradient = self.had_gradients = False
+
+
 class WeightCalls:
     """By weight: what replaces a functional call with it.
 
@@ -84,7 +92,7 @@ class WeightCalls:
         for place, call in planned:
             if isinstance(place.module, nn.Linear):
                 self._ways[id(call)].add(LINEAR)
-        self._repeats = self._by_gradient = self._had_gradients = False
+        self._here = _Repeated()
         self._casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._traced_casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -100,12 +108,13 @@ class WeightCalls:
     @contextmanager
     def repeating(self, by_gradient: bool) -> Iterator[None]:
         """While a piece of an earlier forward runs again; ``by_gradient``: in the backward of an autograd function."""
-        before = self._repeats, self._by_gradient, self._had_gradients
-        self._repeats, self._by_gradient, self._had_gradients = True, by_gradient, torch.is_grad_enabled()
+        here = self._here
+        before = here.repeats, here.by_gradient, here.had_gradients
+        here.repeats, here.by_gradient, here.had_gradients = True, by_gradient, torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._repeats, self._by_gradient, self._had_gradients = before
+            here.repeats, here.by_gradient, here.had_gradients = before
 
     def called(self, weight: object, way: str) -> OperatorCall | None:
         """What replaces a call with this weight that is made now, as ``F.linear``, ``F.conv2d`` or a product on its left.
@@ -114,18 +123,20 @@ class WeightCalls:
             PlanError: when it cannot be told whether a call in a backward pass repeats one of the forward pass.
         """
         call = self.of(weight)
-        if call is None and self._repeats and isinstance(weight, torch.Tensor):
-            call = self._of_past(weight)
-        if call is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return call
-        if not self._by_gradient:
+        if call is None and self._here.repeats and isinstance(weight, torch.Tensor):
+            call = self._of_past(weight)
+        if call is None:
+            return None
+        if not self._here.by_gradient:
             self._ways[id(call)].add(way)
             return call
         # Gradient formulas multiply with weights too, but otherwise: what has the gradient ``grad @ weight`` is a linear.
         ways = self._ways.get(id(call), set())
         if isinstance(call, RefusedCall) or way not in ways:
             return None
-        if len(ways) > 1 and (self._had_gradients or not torch.is_grad_enabled()):
+        if len(ways) > 1 and (self._here.had_gradients or not torch.is_grad_enabled()):
             raise PlanError(
                 f"the backward of an autograd function multiplies with {self._fqn_of_call(call)}, which the model reads in two "
                 "ways: as the weight of a linear, as a right factor, transposed, or in another product; whether this repeats the "
@@ -139,7 +150,7 @@ class WeightCalls:
         for argument in arguments:
             if isinstance(argument, (list, tuple)):
                 self.read_otherwise(argument)
-            elif isinstance(argument, nn.Parameter) and not self._repeats and (call := self.of(argument)) is not None:
+            elif isinstance(argument, nn.Parameter) and not self._here.repeats and (call := self.of(argument)) is not None:
                 self._ways[id(call)].add(OTHERWISE)
 
     def _of_past(self, weight: torch.Tensor) -> OperatorCall | None:

@@ -27,7 +27,7 @@ from qsync_torch.apply.calls_outside import NodesInside, Stretch
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
-from qsync_torch.apply.recomputation import ACTIVE, PLAIN, next_replayed, record, wrap_checkpointing
+from qsync_torch.apply.recomputation import HERE, PLAIN, EntryHere, next_replayed, record, wrap_checkpointing
 from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import in_float32, layer_norm
 
@@ -43,19 +43,18 @@ class Installation(abc.ABC):
     Attributes:
         model: the model.
         cache: casts that consumers share within a forward.
-        running: whether an entry runs now in which operators are replaced.
-        may_repeat_unseen: whether an autograd function that begins now may run in its backward what has not run in its forward:
-            nothing is replaced in this entry, or operators have run in it under ``no_grad``.
+        here: what it does in this thread.
+        running: whether a compiled entry runs, in whatever thread: a compiler loses what is written to a thread's own.
         nodes: what its entries have made of autograd's graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.cache = CastCache()
-        self.running = self.may_repeat_unseen = False
+        self.here = EntryHere()
+        self.running = False
         self.nodes = NodesInside()
-        self._suspended = False
-        self._thread = 0
+        self._one_thread = threading.RLock()
         self._calls = WeightCalls(())
         self._around: AbstractContextManager[Any] = contextlib.nullcontext()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
@@ -85,7 +84,7 @@ class Installation(abc.ABC):
 
     def present(self) -> Any:
         """:meth:`position`, or that operators are not replaced in this entry."""
-        return PLAIN if self._suspended else self.position()
+        return PLAIN if self.here.suspended else self.position()
 
     def at_position(self, position: Any) -> AbstractContextManager[None]:
         """Have the random numbers of that place for a while."""
@@ -178,38 +177,42 @@ class Installation(abc.ABC):
             with self._suspension():
                 yield
             return
-        was_running, self.running = self.running, self.running or not around
+        here = self.here
+        was_running, here.running = here.running, here.running or not around
         self.nodes.begin(Stretch.PLANNED)
-        ACTIVE.append(self)  # what is checkpointed inside runs once more
+        HERE.active.append(self)  # what is checkpointed inside runs once more
         try:
             with self.at_position(position), self._calls.repeating(by_gradient), self._around:
                 yield
         finally:
-            ACTIVE.remove(self)
+            HERE.active.remove(self)
             self.nodes.end()
-            self.running = was_running
+            here.running = was_running
             if not was_running:
                 self.cache.end_forward()
 
     @contextlib.contextmanager
     def _suspension(self) -> Iterator[None]:
         """An entry in which nothing is replaced."""
-        before = self.running, self._suspended, self.may_repeat_unseen
-        self.running, self._suspended, self.may_repeat_unseen = False, True, True
+        here = self.here
+        before = here.running, here.suspended, here.may_repeat_unseen
+        here.running, here.suspended, here.may_repeat_unseen = False, True, True
         self.nodes.begin(Stretch.PLAIN)
-        ACTIVE.append(self)
+        HERE.active.append(self)
         try:
             yield
         finally:
-            ACTIVE.remove(self)
+            HERE.active.remove(self)
             self.nodes.end()
-            self.running, self._suspended, self.may_repeat_unseen = before
+            here.running, here.suspended, here.may_repeat_unseen = before
 
     def _operator(self, call: OperatorCall, owner: Any, inner: Forward) -> Forward:
         """An operator that is a module's forward; inside a forward of the model, no frame stands before its call."""
 
+        here = self.here
+
         def otherwise(module: nn.Module, input: torch.Tensor, run: Forward) -> Any:
-            if self._suspended or module is not owner:
+            if here.suspended or module is not owner:
                 return inner(module, input)
             return self._enter(module is self.model, run, inner, module, (input,), {})
 
@@ -220,7 +223,7 @@ class Installation(abc.ABC):
             return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
 
         def forward_linear(module: Any, input: torch.Tensor) -> Any:
-            if self.running and module is owner:
+            if (self.running or here.running) and module is owner:
                 return call.linear(input, module.weight, module.bias)
             return otherwise(module, input, linear)
 
@@ -230,7 +233,7 @@ class Installation(abc.ABC):
                     f"{module} has another padding_mode than when the plan was applied, and the plan's kernels pad with zeros: "
                     "change it before trace and apply_"
                 )
-            if self.running and module is owner:
+            if (self.running or here.running) and module is owner:
                 return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
             return otherwise(module, input, conv2d)
 
@@ -239,13 +242,10 @@ class Installation(abc.ABC):
     def _entry(self, whole: bool, owner: nn.Module, inner: Forward) -> Forward:
         """The model, or a part of it that gradient checkpointing or a user may run by itself."""
 
+        here = self.here
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.running or self._suspended or module is not owner:
-                if whole and self.running and not torch.compiler.is_compiling() and self._thread != threading.get_ident():
-                    raise PlanError(
-                        "an applied model runs in two threads at once (nn.DataParallel does that); use DistributedDataParallel, "
-                        "with a process for each device"
-                    )
+            if self.running or here.running or here.suspended or module is not owner:
                 return inner(module, *args, **kwargs)
             return self._enter(whole, inner, inner, module, args, kwargs)
 
@@ -273,26 +273,33 @@ class Installation(abc.ABC):
             self.check_repeated(module)
             with self.again(position):
                 return replaced(module, *args, **kwargs)
-        self._thread = threading.get_ident()
+        if not self._one_thread.acquire(blocking=False):
+            raise PlanError(
+                "an applied model runs in two threads at once (nn.DataParallel does that); use DistributedDataParallel, "
+                "with a process for each device, or a copy of the model (copy.deepcopy) in each thread"
+            )
         self._calls.start_forward()
-        self.may_repeat_unseen = False
+        self.here.may_repeat_unseen = False
         self.nodes.begin(Stretch.PLANNED)
-        ACTIVE.append(self)
+        HERE.active.append(self)
         try:
             return self._run(whole, replaced, module, args, kwargs)
         finally:
-            ACTIVE.pop()
+            HERE.active.pop()
             self.nodes.end()
+            self._one_thread.release()
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.start_forward(whole)
-        record(self, module)
-        self.running = True
+        if not torch.compiler.is_compiling():
+            record(self, module)
+        entry = self if torch.compiler.is_compiling() else self.here
+        entry.running = True
         try:
             with self._around:
                 output = replaced(module, *args, **kwargs)
         finally:
-            self.running = False
+            entry.running = False
             self.cache.end_forward()
             self._calls.end_forward()
             self.end_forward()
@@ -300,9 +307,10 @@ class Installation(abc.ABC):
 
     def _recurrent(self, owner: nn.Module, inner: Forward) -> Forward:
         """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
+        here = self.here
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.running or module is not owner:
+            if not (self.running or here.running) or module is not owner:
                 return inner(module, *args, **kwargs)
             return inner(module, *in_float32(args), **in_float32(kwargs))
 
@@ -310,10 +318,11 @@ class Installation(abc.ABC):
 
     def _aside(self, interception: Interception, owner: nn.Module, inner: Forward) -> Forward:
         """A module whose functions are not intercepted runs without the mode, which takes longer than most functions do."""
+        here = self.here
         run: Forward = layer_norm if inner is nn.LayerNorm.forward and interception.promotes else inner
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.running or module is not owner:
+            if not (self.running or here.running) or module is not owner:
                 return inner(module, *args, **kwargs)
             if torch.compiler.is_compiling() or not interception.step_out():
                 return run(module, *args, **kwargs)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
 from qsync_torch.apply.functional_calls import CONV2D, LINEAR, PRODUCT, OperatorCall, WeightCalls
-from qsync_torch.apply.recomputation import OPEN
+from qsync_torch.apply.recomputation import HERE
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION, TORCH_DTYPE
 from qsync_torch.operators.addresses import has_class_forward
 from qsync_torch.operators.casts import CastCache, float_key
@@ -205,9 +205,9 @@ class Interception(TorchFunctionMode):
             if not self._cache.applies_to(value):
                 return value.to(dtype)
             entry = self._cache.find(value, float_key(value.dtype, dtype), 0)
-            if entry.value is None:
-                entry.value = value.to(dtype)
-            return entry.value
+            if (cast := entry.value) is None:
+                cast = entry.value = value.to(dtype)
+            return cast
         if type(value) in (list, tuple):
             return type(value)(self._cast(item, dtype) for item in value)
         return value
@@ -241,12 +241,12 @@ class Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _read(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.compiler.is_compiling() and OPEN:
+        if not torch.compiler.is_compiling() and HERE.open:
             self._calls.read_otherwise((*args, *kwargs.values()))
         return func(*args, **kwargs)
 
     def _read_promoted(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.compiler.is_compiling() and OPEN:
+        if not torch.compiler.is_compiling() and HERE.open:
             self._calls.read_otherwise((*args, *kwargs.values()))
         return self._promoted(func, args, kwargs)
 

@@ -23,7 +23,7 @@ from qsync_core.ir.variant import Variant
 from qsync_core.kernels.backend import Op
 from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
-from qsync_torch.apply.recomputation import OPEN, SCOPES, operator_runs
+from qsync_torch.apply.recomputation import HERE, operator_runs
 from qsync_torch.apply.sharded_parameters import check_ordinary
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.caller import BY_HAND, Caller
@@ -187,7 +187,7 @@ class LoweredCall:
 
     def _casts(self) -> CastCache:
         """Where this call's casts are shared; float ones, which draw no random numbers, always among all."""
-        if not (OPEN or SCOPES) and torch.is_grad_enabled():
+        if not (HERE.open or HERE.scopes) and torch.is_grad_enabled():
             return self._cache
         cache = operator_runs(self._cache)
         return cache if self._linear.is_quantized else self._cache

@@ -522,8 +522,11 @@ class PlannedForwards(Installation):
         return self._steps.at(position)
 
     def _refuse(self, call: RefusedCall, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+        here = self.here
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return call.linear() if self.running and module is owner else inner(module, *args, **kwargs)
+            refused = (self.running or here.running) and module is owner
+            return call.linear() if refused else inner(module, *args, **kwargs)
 
         return forward
 

@@ -9,12 +9,17 @@ in its random numbers.  :func:`wrap_checkpointing` makes one for every way that 
 - autograd functions of the user's, whose node is the same object in both passes: checkpointing of another make is one whose forward
   runs operators of a plan, or which begins after such have run under ``no_grad``, whose results it may attach;
 - ``saved_tensors_hooks``, whose ``unpack`` hook may compute what its ``pack`` hook did not keep.
+
+What runs now is a thread's own (:data:`HERE`): other threads train and evaluate other models, and a backward pass may run in
+another thread than its forward did, as it always does on a GPU.  What ran, and is to run again, belongs to the graph: a passage is
+kept by the function, node or hooks that run it, and puts in force in the thread of the backward pass what was so in the forward's.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,16 +37,24 @@ from qsync_core.errors import PlanError
 from qsync_torch.operators.casts import CastCache
 
 
-class Replayable(Protocol):
-    """An installation, as far as checkpointing is concerned.
+class EntryHere(threading.local):
+    """What an installation does in this thread.
 
     Attributes:
-        running: whether an entry runs now, and not what a script does around its entries.
-        may_repeat_unseen: whether a function that begins now may run in its backward what has not run in its forward.
+        running: whether an entry runs now in which operators are replaced, and not what a script does around its entries.
+        suspended: whether one runs in which nothing is replaced.
+        may_repeat_unseen: whether an autograd function that begins now may run in its backward what has not run in its forward:
+            nothing is replaced in this entry, or operators have run in it under ``no_grad``.
     """
 
-    running: bool
-    may_repeat_unseen: bool
+    def __init__(self) -> None:
+        self.running = self.suspended = self.may_repeat_unseen = False
+
+
+class Replayable(Protocol):
+    """An installation, as far as checkpointing is concerned."""
+
+    here: EntryHere
 
     def present(self) -> Any:
         """The place of the present entry in its random numbers; ``PLAIN`` where it replaces nothing."""
@@ -60,9 +73,6 @@ class Replayable(Protocol):
 
 PLAIN = -1
 """In place of a position: an entry in which nothing is replaced (eval mode)."""
-ACTIVE: list[Replayable] = []
-"""Installations with an entry that runs now, the outermost first."""
-
 _Begun = list[tuple[weakref.ref[Any], weakref.ref[Any], Any]]
 """Entries: the installation, the module that was called, and the position."""
 
@@ -93,10 +103,6 @@ class _Attached(Scope):
         return self[cache]
 
 
-SCOPES: list[Scope | None] = []
-"""Of functions that run, or run again; None: the casts of the whole forward."""
-
-
 class _Replay(NamedTuple):
     """What may run again now: entries that began in a function, in turn or in any order, and those in which a tensor was saved."""
 
@@ -106,9 +112,28 @@ class _Replay(NamedTuple):
     is_known: bool = True
 
 
-_RECORDERS: list[_Begun] = []
-_HOOKED: list[_Begun] = []
-_REPLAYS: list[_Replay] = []
+class _Here(threading.local):
+    """What runs in this thread.
+
+    Attributes:
+        active: installations with an entry that runs now, the outermost first.
+        scopes: of functions that run, or run again; None: the casts of the whole forward.
+        open: autograd functions of the user's, the innermost last, and after them some that have ended.
+        recorders: entries of the checkpointed functions that run for the first time.
+        hooked: hooks that are entered, with the entries that have begun since.
+        replays: what runs again.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[Replayable] = []
+        self.scopes: list[Scope | None] = []
+        self.open: list[_OpenFunction] = []
+        self.recorders: list[_Begun] = []
+        self.hooked: list[tuple[object, _Begun]] = []
+        self.replays: list[_Replay] = []
+
+
+HERE = _Here()
 
 
 class Passage:
@@ -150,21 +175,21 @@ class Passage:
                 stack.enter_context(installation.again(position, by_gradient=by_gradient))
             for installation, position in saved_in:
                 stack.enter_context(installation.again(position, around=True))
-            SCOPES.append(self.scope())
-            stack.callback(SCOPES.pop)
-            _REPLAYS.append(_Replay(self.begun, iter(self.begun) if in_order else None, saved_in, is_known))
-            stack.callback(_REPLAYS.pop)
+            HERE.scopes.append(self.scope())
+            stack.callback(HERE.scopes.pop)
+            HERE.replays.append(_Replay(self.begun, iter(self.begun) if in_order else None, saved_in, is_known))
+            stack.callback(HERE.replays.pop)
             yield
 
 
 def record(installation: Replayable, module: object) -> None:
     """Remember an entry that begins inside functions which may run again."""
-    if not (_RECORDERS or _HOOKED or OPEN) or torch.compiler.is_compiling():
+    if not (HERE.recorders or HERE.hooked or HERE.open):
         return
     entry = (weakref.ref(installation), weakref.ref(module), installation.present())
-    for begun in _RECORDERS:
+    for begun in HERE.recorders:
         begun.append(entry)
-    for begun in _HOOKED:
+    for _, begun in HERE.hooked:
         # Hooks may stay for all of training: of more than one entry, which one runs again cannot be told anyway.
         if sum(earlier[:2] == entry[:2] for earlier in begun) < 2:
             begun.append(entry)
@@ -174,19 +199,19 @@ def record(installation: Replayable, module: object) -> None:
 
 def runs_detached() -> bool:
     """Whether a function runs without gradients what it attaches to the graph itself: a reentrant checkpoint, or the user's."""
-    return bool(SCOPES) or (bool(OPEN) and bool(_open_functions()))
+    return bool(HERE.scopes) or (bool(HERE.open) and bool(_open_functions()))
 
 
 def is_recording() -> bool:
     """Whether a checkpointed function runs for the first time."""
-    return bool(_RECORDERS) or (bool(OPEN) and bool(_open_functions()))
+    return bool(HERE.recorders) or (bool(HERE.open) and bool(_open_functions()))
 
 
 def next_replayed(installation: Replayable, module: object) -> Any:
     """The position of the entry of a checkpointed function that runs again now; None where there is none, or more than one."""
-    if not _REPLAYS:
+    if not HERE.replays:
         return None
-    replay = _REPLAYS[-1]
+    replay = HERE.replays[-1]
     if replay.is_known:
         for whose, position in replay.saved_in:
             if whose is installation:
@@ -211,27 +236,28 @@ class Checkpointed:
         functools.update_wrapper(self, function, updated=())
         self._function, self._has_run, self.has_run_operators = function, not reentrant, False
         scope = _scope(_open_functions())
-        self._passage = Passage(ACTIVE, Scope if reentrant else lambda: scope)
+        self._passage = Passage(HERE.active, Scope if reentrant else lambda: scope)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Around the run in the forward pass."""
-        _RECORDERS.append(self._passage.begun)
+        recorders, begun = HERE.recorders, self._passage.begun
+        recorders.append(begun)
         try:
             yield
-        finally:
-            _RECORDERS.pop()
+        finally:  # of a function that failed: when its exception is freed, by whatever runs then
+            recorders[:] = [other for other in recorders if other is not begun]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, for the first time or again."""
         if not self._has_run:
             self._has_run = True
-            SCOPES.append(scope := Scope())
+            HERE.scopes.append(scope := Scope())
             try:
                 with self.recorded():
                     return self._function(*args, **kwargs)
             finally:
-                SCOPES.pop()
+                HERE.scopes.pop()
                 self.has_run_operators = bool(scope)
         with self._passage.again():
             return self._function(*args, **kwargs)
@@ -240,7 +266,7 @@ class Checkpointed:
 class _OpenFunction:
     """An autograd function of the user's whose forward may still run.
 
-    It is in :data:`OPEN` from its making on.  It keeps neither its node, nor a model, nor the frame of the call, which is known by
+    It is open from its making on.  It keeps neither its node, nor a model, nor the frame of the call, which is known by
     the instruction that it is at.
     """
 
@@ -249,24 +275,25 @@ class _OpenFunction:
     def __init__(self, node: Any, caller: FrameType) -> None:
         self.node: weakref.ref[Any] = weakref.ref(node)
         self.call = id(caller), caller.f_lasti
-        self.active, self.scopes = len(ACTIVE), len(SCOPES)
+        self.active, self.scopes = len(HERE.active), len(HERE.scopes)
+        opened = HERE.open
         # Every function of a script comes here, under a plan or not: no more frames than this one.
-        while OPEN:
+        while opened:
             try:  # as may_run, in this frame
-                if (last := OPEN[-1].node()) is not None and not last._input_metadata:
+                if (last := opened[-1].node()) is not None and not last._input_metadata:
                     break
             except RuntimeError:
                 pass
-            OPEN.pop()
-        if OPEN:
+            opened.pop()
+        if opened:
             _open_functions()
-        for installation in ACTIVE:
-            if installation.may_repeat_unseen:
-                self.passage().scope = functools.partial(_Attached, _scope(OPEN))
-                if installation.running:
+        for installation in HERE.active:
+            if installation.here.may_repeat_unseen:
+                self.passage().scope = functools.partial(_Attached, _scope(opened))
+                if installation.here.running:
                     refuse_compiled_backward(node)
                 break
-        OPEN.append(self)
+        opened.append(self)
 
     @property
     def may_run(self) -> bool:
@@ -282,50 +309,49 @@ class _OpenFunction:
         node: Any = self.node()
         passage: Passage | None = node.__dict__.get("qsync_passage")
         if passage is None:
-            passage = node.qsync_passage = Passage(ACTIVE[: self.active], Scope)
+            passage = node.qsync_passage = Passage(HERE.active[: self.active], Scope)
             for name in ("apply", "apply_boxed"):
                 if method := getattr(type(node), name, None):
                     setattr(node, name, functools.partial(_backward, self.node, passage, method))
         return passage
 
 
-OPEN: list[_OpenFunction] = []
-"""The innermost last, and after them some that have ended."""
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _open_in_compiled_code(node: Any, caller: FrameType) -> None:
     """Where a compiler has given up on a function, the mode of a compiled forward may be all that tells of it."""
     function = _OpenFunction(node, caller)
-    modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
-    if not ACTIVE and (installations := [mode.installation for mode in modes if hasattr(mode, "installation")]):
+    if not HERE.active and (installations := _of_modes()):
         function.passage().unknown = [(installation, installation.present()) for installation in installations]
 
 
+def _of_modes() -> list[Replayable]:
+    """Installations with a compiled entry that runs now, which Python does not hear of; their modes are there in between."""
+    modes = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
+    return [mode.installation for mode in modes if hasattr(mode, "installation")]
+
+
 def _open_functions() -> list[_OpenFunction]:
-    """Those whose forward runs, in any thread."""
-    found = [function for function in OPEN if function.may_run]
+    """Those whose forward runs."""
+    found = [function for function in HERE.open if function.may_run]
     if found:
         calls = set(_calls())
         found = [function for function in found if function.call in calls]
-    OPEN[:] = found
+    HERE.open[:] = found
     return found
 
 
 def _calls() -> Iterator[tuple[int, int]]:
-    """The frames that run now, of all threads, each with the instruction that it is at."""
-    frames: list[FrameType | None] = list(sys._current_frames().values())
-    while frames:
-        frame = frames.pop()
-        while frame is not None:
-            yield id(frame), frame.f_lasti
-            frame = frame.f_back  # none is kept: one of them is this one
+    """The frames that run now, each with the instruction that it is at."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield id(frame), frame.f_lasti
+        frame = frame.f_back  # none is kept: one of them is this one
 
 
 def _scope(functions: Sequence[_OpenFunction]) -> Scope | None:
     """Where casts are shared now, while these functions are open."""
-    if not functions or len(SCOPES) > functions[-1].scopes:
-        return SCOPES[-1] if SCOPES else None
+    if not functions or len(HERE.scopes) > functions[-1].scopes:
+        return HERE.scopes[-1] if HERE.scopes else None
     node: Any = functions[-1].node()
     scope: Scope | None = node.__dict__.get("qsync_scope")
     if scope is None:
@@ -342,7 +368,7 @@ def operator_runs(cache: CastCache) -> CastCache:
     Raises:
         PlanError: when it runs again, and nothing tells with which random numbers.
     """
-    if _REPLAYS and not (_REPLAYS[-1].is_known or ACTIVE[-1].running):
+    if HERE.replays and not (HERE.replays[-1].is_known or HERE.active[-1].here.running):
         raise PlanError(
             "a weight of the plan is multiplied with inside a backward pass, by an autograd function of a compiled model or under "
             "hooks that several forwards ran under, and nothing tells which forward this repeats, whose random numbers it has to "
@@ -354,8 +380,8 @@ def operator_runs(cache: CastCache) -> CastCache:
         function.passage().scope = Scope
         refuse_compiled_backward(function.node())
     if not functions and not torch.is_grad_enabled():
-        for installation in ACTIVE:
-            installation.may_repeat_unseen = True
+        for installation in HERE.active:
+            installation.here.may_repeat_unseen = True
     scope = _scope(functions)
     return cache if scope is None else scope[cache]
 
@@ -443,9 +469,8 @@ def _wrap_hooks() -> None:
         if not own or torch.compiler.is_compiling():
             return entered(self)
         scope, given = _scope(_open_functions()), (self.pack_hook, self.unpack_hook)
-        passage = Passage(ACTIVE, lambda: scope)
-        self.__dict__.setdefault("qsync_begun", []).append(passage.begun)
-        _HOOKED.append(passage.begun)
+        passage = Passage(HERE.active, lambda: scope)
+        HERE.hooked.append((self, passage.begun))
         self.pack_hook, self.unpack_hook = _repeatable(*given, passage)
         try:
             return entered(self)
@@ -453,9 +478,8 @@ def _wrap_hooks() -> None:
             self.pack_hook, self.unpack_hook = given
 
     def leave(self: Any, *args: Any) -> Any:
-        if begun := self.__dict__.get("qsync_begun"):
-            last = begun.pop()
-            _HOOKED[:] = [other for other in _HOOKED if other is not last]
+        if (last := next((entry for entry in reversed(HERE.hooked) if entry[0] is self), None)) is not None:
+            HERE.hooked[:] = [entry for entry in HERE.hooked if entry is not last]
         return left(self, *args)
 
     hooks.__enter__, hooks.__exit__ = enter, leave
@@ -469,7 +493,7 @@ def _repeatable(
 
     @functools.wraps(pack_hook, updated=())
     def pack(tensor: Any) -> Any:
-        return pack_hook(tensor), [(installation, installation.present()) for installation in ACTIVE[outside:]]
+        return pack_hook(tensor), [(installation, installation.present()) for installation in HERE.active[outside:]]
 
     @functools.wraps(unpack_hook, updated=())
     def unpack(packed: Any) -> Any:

@@ -61,7 +61,7 @@ class _HookedModel(Installation):
 
     def position(self) -> int:
         """Where the counts are now, for a checkpointed piece that runs again; outside a forward, the beginning."""
-        self._counts_at.append(self._counts.copy() if self.running else Counter())
+        self._counts_at.append(self._counts.copy() if self.here.running else Counter())
         return len(self._counts_at) - 1
 
     @contextmanager

@@ -67,7 +67,7 @@ class CastCache:
 
         self._entries, self._forget = entries, forget
         self._left_out: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._pieces: weakref.WeakSet[CastCache] = weakref.WeakSet()
+        self._pieces: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictionary()
 
     def apart(self, *, detached: bool = False) -> CastCache:
         """Casts that are shared within a piece of the forward alone; they go when the forward ends, like these.
@@ -77,7 +77,7 @@ class CastCache:
         """
         piece = _DetachedCasts(self) if detached else CastCache()
         piece._left_out = self._left_out
-        self._pieces.add(piece)
+        self._pieces[id(piece)] = piece
         return piece
 
     def applies_to(self, x: torch.Tensor) -> bool:
@@ -117,7 +117,7 @@ class CastCache:
 
     def seed_of(self, x: torch.Tensor, key: Hashable, seed: int) -> int:
         """The seed of the cast of a tensor that ``x`` is, or is a detached copy of; ``seed`` where there is none."""
-        for (_, kind), entry in self._entries.items():
+        for (_, kind), entry in list(self._entries.items()):  # other threads may add some
             source = entry()
             if kind == key and source is not None and entry.version == source._version and _memory(source) == _memory(x):
                 return entry.seed
@@ -130,8 +130,9 @@ class CastCache:
         # A cast that goes may take its source along, and with it the entry.
         for entry in list(self._entries.values()):
             entry.value = None
-        for piece in self._pieces:
-            piece.end_forward()
+        for reference in self._pieces.valuerefs():
+            if (piece := reference()) is not None:
+                piece.end_forward()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -218,9 +219,9 @@ def cast_input(
     if cache is None or not cache.applies_to(x):
         return Operand(*run(x, quantization, seeds.x, seeds.offset, straight=straight))
     entry = cache.find(x, quantization.kind, seeds.x)
-    if entry.value is None:
-        entry.value = Operand(*run(x, quantization, entry.seed, seeds.offset, straight=straight))
-    operand: Operand = entry.value
+    operand: Operand | None = entry.value  # which a forward that ends in another thread lets go of
+    if operand is None:
+        operand = entry.value = Operand(*run(x, quantization, entry.seed, seeds.offset, straight=straight))
     return operand
 
 
@@ -234,9 +235,9 @@ def float_input(x: torch.Tensor, binding: OperatorBinding, cache: CastCache | No
     if cache is None or not cache.applies_to(x):
         return x.to(dtype)
     entry = cache.find(x, float_key(x.dtype, dtype), 0)
-    if entry.value is None:
-        entry.value = x.to(dtype)
-    cast: torch.Tensor = entry.value
+    cast: torch.Tensor | None = entry.value
+    if cast is None:
+        cast = entry.value = x.to(dtype)
     return cast
 
 

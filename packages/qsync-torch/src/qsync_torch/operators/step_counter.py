@@ -12,6 +12,7 @@ the host need not wait for the device to know a number (docs/decisions/counter-b
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,13 @@ class Position:
     offset: Offset
 
 
+class _Repeated(threading.local):
+    """The offset of the forward that this thread runs again a piece of; None for none."""
+
+    def __init__(self) -> None:
+        self.offset: Offset | None = None
+
+
 class StepCounter:
     """The steps of one applied model."""
 
@@ -47,6 +55,7 @@ class StepCounter:
         self._is_captured = False
         self._known: int | None = 0  # what the count on a GPU is; None once a compiled or captured forward has advanced it
         self._offset: Offset | None = None  # of the forward that runs or ran last; None: what the memory holds
+        self._here = _Repeated()
 
     def move_to(self, device: torch.device) -> None:
         """Count on the device that the model runs on.
@@ -93,16 +102,19 @@ class StepCounter:
     @property
     def position(self) -> Position:
         """Of the forward that runs, or ran last."""
+        if (repeated := self._here.offset) is not None:
+            return Position(repeated)
         return Position(self._memory[0] if self._offset is None and not self._on_gpu else self._present())
 
     @contextmanager
     def at(self, position: Position) -> Iterator[None]:
-        """Have another forward's random numbers for a while."""
-        now, self._offset = self._offset, position.offset
+        """Have another forward's random numbers for a while, in this thread."""
+        here = self._here
+        now, here.offset = here.offset, position.offset
         try:
             yield
         finally:
-            self._offset = now
+            here.offset = now
 
     def advance(self) -> None:
         """A forward begins."""
@@ -135,7 +147,9 @@ class StepCounter:
         """
         if torch.compiler.is_compiling():
             return self._present()
-        offset = self._offset
+        offset = self._here.offset
+        if offset is None:
+            offset = self._offset
         if offset is None and not self._on_gpu:
             return self._memory[0]
         if offset is None:
