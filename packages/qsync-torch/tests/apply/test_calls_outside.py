@@ -387,17 +387,21 @@ def test_compiled_models_are_not_refused(x, backend):
             compiled(x).sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("checkpoints", ["function", "module", "nothing"])
+@pytest.mark.parametrize("runs", ["region", "region of a module", "checkpoint", "nothing"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_calls_that_a_compiler_does_not_see_are_named(x, backend, checkpoints, use_reentrant):
-    class Checkpointing(Steps):
-        def forward(self, x):
-            run = {"function": self.linear, "module": self.fc, "nothing": None}[checkpoints]
-            return self.linear(x) if run is None else checkpoint(run, x, use_reentrant=use_reentrant)
+def test_calls_that_a_compiler_does_not_see_are_named(x, backend, runs):
+    class Regions(Steps):
+        @torch.compiler.nested_compile_region
+        def region(self, x):
+            return self.fc(x) if runs == "region of a module" else self.linear(x)
 
-    model = Checkpointing()
-    apply_(model, named(w=INT8, fc=BFLOAT16) if checkpoints != "module" else named(fc=BFLOAT16))
+        def forward(self, x):
+            if runs == "checkpoint":
+                return checkpoint(self.linear, x, use_reentrant=False)
+            return self.linear(x) if runs == "nothing" else self.region(x)
+
+    model = Regions()
+    apply_(model, named(fc=BFLOAT16) if runs == "region of a module" else named(w=INT8, fc=BFLOAT16))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
     with warnings.catch_warnings(record=True) as said:
@@ -405,8 +409,8 @@ def test_calls_that_a_compiler_does_not_see_are_named(x, backend, checkpoints, u
         for _ in range(2):
             compiled(x).sum().backward()
     found = [str(one.message) for one in said if "the compiled model does not run" in str(one.message)]
-    assert len(found) == (checkpoints == "function")
-    assert all("the plan lowers w#0, which" in text and "checkpoint modules" in text for text in found)
+    assert len(found) == (runs == "region")
+    assert all("the plan lowers w#0, which" in text and "call modules, not F.linear" in text for text in found)
 
 
 AMP = named(w=Variant.plain(Precision.BFLOAT16), filters=Variant.plain(Precision.BFLOAT16), fc=Variant.plain(Precision.BFLOAT16))

@@ -5,9 +5,11 @@ import copy
 import attrs
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
+from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 
 from .small_models import BFLOAT16, INT8, Attention, ConvNet, images, named
@@ -110,6 +112,41 @@ def test_functional_calls_compile_whole():
     compiled = steps(model, torch.compile(model, backend="aot_eager", fullgraph=True), applied, state, x)
     for expected, found in zip(eager, compiled, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Checkpointing(torch.nn.Module):
+    """One call as a module, one of a function, in a checkpoint."""
+
+    def __init__(self, breaks, use_reentrant):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.breaks, self.use_reentrant = breaks, use_reentrant
+
+    def body(self, x):
+        x = torch.relu(self.a(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.nn.functional.linear(x, self.b.weight.to(x.dtype), self.b.bias)
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.use_reentrant).float().sin()
+
+
+@pytest.mark.parametrize("breaks, use_reentrant", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("variant", [BFLOAT16, Variant.of(Precision.INT8)])
+def test_checkpoints_are_as_in_eager_mode_also_around_what_the_compiler_cannot_read(variant, breaks, use_reentrant):
+    model, x = Checkpointing(breaks, use_reentrant), torch.randn(4, 16, requires_grad=True)
+    applied = apply_(model, named(a=variant, b=variant))
+    state = copy.deepcopy(model.state_dict())
+
+    def twice(run):
+        return lambda x: run(x) + run(2 * x)
+
+    eager = steps(model, twice(model), applied, state, x, 2)
+    compiled = steps(model, twice(torch.compile(model, backend="aot_eager")), applied, state, x, 2)
+    for expected, found in zip(eager, compiled, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert applied.step == 4
 
 
 def test_compiled_and_eager_steps_count_together():

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import promote
@@ -162,6 +163,7 @@ class Interception(TorchFunctionMode):
             **dict.fromkeys(RIGHT_FACTORS, self._product),
             **dict.fromkeys((torch.addmm, torch.Tensor.addmm), self._addmm),
             F.multi_head_attention_forward: self._open,
+            checkpoint: self._checkpointed,
             **dict.fromkeys(CASTS, self._cast_by_model),
             **dict.fromkeys(UNSEEN_WRITES, self._written_unseen),
             **dict.fromkeys(READS, self._read),
@@ -185,6 +187,16 @@ class Interception(TorchFunctionMode):
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(func, args, kwargs or {})
+
+    def _checkpointed(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``torch.compile`` makes of a checkpoint: its function is read when this mode has been left."""
+        function, *rest = args
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return func(inside, *rest, **kwargs)
 
     def step_out(self) -> bool:
         """Leave the mode for a while; False, and nothing has happened, where it is not the innermost mode."""

@@ -125,7 +125,8 @@ class LoweredCall:
             _traces(self._name)
             if self._linear.is_quantized:
                 return lowered_linear(input, weight, bias, self._linear, self.seeds_for(weight))
-            return run_linear(input, weight, bias, self._linear, _NO_SEEDS, self._cache)
+            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+                return run_linear(input, weight, bias, self._linear, _NO_SEEDS, self._cache)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
@@ -159,7 +160,8 @@ class LoweredCall:
             _traces(self._name)
             if binding.is_quantized:
                 return lowered_conv2d(input, weight, bias, binding, self.seeds_for(weight))
-            return run_conv2d(input, weight, bias, binding, _NO_SEEDS, self._cache)
+            with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
+                return run_conv2d(input, weight, bias, binding, _NO_SEEDS, self._cache)
         try:
             with torch._C.DisableTorchFunction():
                 self._check(weight)

@@ -509,7 +509,7 @@ class PlannedForwards(Installation):
         if missing:
             warnings.warn(
                 f"the plan lowers {first_named(missing)}, which the compiled model does not run as a linear or convolution of the "
-                "plan: they keep their precision; under torch.compile checkpoint modules, not functions that call F.linear",
+                "plan: they keep their precision; in a branch of torch.cond or a nested_compile_region call modules, not F.linear",
                 stacklevel=3,
             )
 

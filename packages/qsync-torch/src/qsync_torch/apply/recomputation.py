@@ -236,7 +236,7 @@ class Checkpointed:
         functools.update_wrapper(self, function, updated=())
         self._function, self._has_run, self.has_run_operators = function, not reentrant, False
         scope = _scope(_open_functions())
-        self._passage = Passage(HERE.active, Scope if reentrant else lambda: scope)
+        self._passage = Passage(HERE.active or _of_modes(), Scope if reentrant else lambda: scope)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
