@@ -488,23 +488,29 @@ def _wrap_hooks() -> None:
 def _repeatable(
     pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any], passage: Passage
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Hooks that know in which entry a tensor was saved: what ``unpack`` computes is a piece of that one."""
+    """Hooks that know in which entry a tensor was saved, and in which format a plan had it.
+
+    What ``unpack`` computes is a piece of that entry.  Hooks that keep 16 bits of everything give float32 back, as a model without
+    a plan has it.
+    """
     outside = len(passage.inside)
 
     @functools.wraps(pack_hook, updated=())
     def pack(tensor: Any) -> Any:
-        return pack_hook(tensor), [(installation, installation.present()) for installation in HERE.active[outside:]]
+        dtype = tensor.dtype if HERE.active and tensor.is_floating_point() else None
+        return pack_hook(tensor), dtype, [(installation, installation.present()) for installation in HERE.active[outside:]]
 
     @functools.wraps(unpack_hook, updated=())
     def unpack(packed: Any) -> Any:
-        value, saved_in = packed
+        value, dtype, saved_in = packed
         is_known = True
         for whose, _, position in () if saved_in else passage.begun:
             if (installation := whose()) is not None:
                 is_known = is_known and all(installation is not other for other, _ in saved_in)
                 saved_in = [*saved_in, (installation, position)]
         with passage.again(in_order=False, saved_in=saved_in, is_known=is_known):
-            return _never_compiled(unpack_hook)(value)
+            unpacked = _never_compiled(unpack_hook)(value)
+        return unpacked.to(dtype) if dtype is not None and unpacked.is_floating_point() else unpacked
 
     unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
     return pack, unpack
