@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -303,7 +303,23 @@ class Installation(abc.ABC):
             self.cache.end_forward()
             self._calls.end_forward()
             self.end_forward()
+        if isinstance(output, types.GeneratorType):
+            return self._in_pieces(output, whole, self.position())
         return self.finish(output, whole)
+
+    def _in_pieces(self, pieces: Generator[Any, Any, Any], whole: bool, position: Any) -> Generator[Any, Any, Any]:
+        """A forward that is a generator: each piece runs when it is asked for, as a piece of the entry that it was called in."""
+        resume = functools.partial(pieces.send, None)
+        while True:
+            try:
+                with self.again(position):
+                    output, position = resume(), self.position()
+            except StopIteration as end:
+                return self.finish(end.value, whole)
+            try:
+                resume = functools.partial(pieces.send, (yield self.finish(output, False)))
+            except BaseException as error:  # which the caller throws in, also by closing
+                resume = functools.partial(pieces.throw, error)
 
     def _recurrent(self, owner: nn.Module, inner: Forward) -> Forward:
         """Recurrent layers are fixed operators, and their forward compares dtypes before it calls a function."""
