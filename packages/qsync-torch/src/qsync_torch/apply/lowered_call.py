@@ -25,7 +25,7 @@ from qsync_torch.apply.first_step import check_autocast
 from qsync_torch.apply.plan_fit import Assigned, check_weight_dtype
 from qsync_torch.apply.recomputation import HERE, operator_runs
 from qsync_torch.apply.sharded_parameters import check_ordinary
-from qsync_torch.aten.random_bits import stream_key
+from qsync_torch.aten.random_bits import Offset, stream_key
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.kernels.binding import OperatorBinding, Quantization, operator_binding
 from qsync_torch.kernels.library_ops import PLAIN_TENSORS, quantize_many
@@ -105,6 +105,11 @@ class LoweredCall:
         """Whether it runs in another variant than the job does by itself."""
         return self.assigned.variant != Variant.plain(self._base)
 
+    @property
+    def repeated(self) -> Offset | None:
+        """As :attr:`~qsync_torch.operators.step_counter.StepCounter.repeated`."""
+        return self._steps.repeated
+
     def seeds_for(self, weight: torch.Tensor) -> Seeds:
         """Which random numbers this step's calls with a weight take; float formats take none."""
         if not self._linear.is_quantized:
@@ -115,9 +120,13 @@ class LoweredCall:
         """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits.
 
         None of a weight that was written to through ``weight.data`` in a forward, now or before: its version does not say so.
+        What runs again meanwhile, in another thread, has the random numbers of another forward.
         """
-        prepared, self.prepared_weight = self.prepared_weight, None
-        return None if prepared is None or not self._cache.applies_to(weight) else prepared.of(weight)
+        prepared = self.prepared_weight
+        if prepared is None or prepared.repeated is not self._steps.repeated:
+            return None
+        self.prepared_weight = None
+        return prepared.of(weight) if self._cache.applies_to(weight) else None
 
     def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In place of ``F.linear``."""
@@ -199,12 +208,12 @@ class LoweredCall:
 
 
 class PreparedWeight:
-    """A copy that waits for its operator, and what it was made of."""
+    """A copy that waits for its operator, what it was made of, and the forward that its own repeats."""
 
-    __slots__ = ("address", "operand", "source", "version")
+    __slots__ = ("address", "operand", "repeated", "source", "version")
 
-    def __init__(self, source: torch.Tensor, operand: Operand) -> None:
-        self.source, self.operand = source, operand
+    def __init__(self, source: torch.Tensor, operand: Operand, repeated: Offset | None) -> None:
+        self.source, self.operand, self.repeated = source, operand, repeated
         self.version, self.address = source._version, source.data_ptr()
 
     def of(self, weight: torch.Tensor) -> Operand | None:
@@ -249,7 +258,7 @@ class WeightBatch:
         weights, seeds = [weight.detach() for _, weight in members], [call.w_seed for call, _ in members]
         qs, scales = quantize_many(weights, quantization, seeds, members[0][0].seeds_for(weights[0]).offset)
         for (call, weight), q, scale in zip(members, qs, scales, strict=True):
-            call.prepared_weight = PreparedWeight(weight, Operand(q, scale))
+            call.prepared_weight = PreparedWeight(weight, Operand(q, scale), call.repeated)
             self._prepared_calls.append(call)
 
     def release(self) -> None:

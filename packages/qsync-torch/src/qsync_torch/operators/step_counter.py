@@ -106,6 +106,11 @@ class StepCounter:
             return Position(repeated)
         return Position(self._memory[0] if self._offset is None and not self._on_gpu else self._present())
 
+    @property
+    def repeated(self) -> Offset | None:
+        """The offset of the forward that this thread runs again a piece of; None for none."""
+        return self._here.offset
+
     @contextmanager
     def at(self, position: Position) -> Iterator[None]:
         """Have another forward's random numbers for a while, in this thread."""
