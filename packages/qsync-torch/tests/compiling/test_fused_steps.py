@@ -14,6 +14,7 @@ from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch import apply_
+from qsync_torch.compiling import rewriting
 from qsync_torch.kernels.producers import producer_choice
 
 from .chained_models import INT8, Bert, ResNet, Vgg, distance, images, lowered, step, tokens
@@ -82,6 +83,68 @@ def test_inputs_saved_in_8_bit(make, x, fused):
     assert len([message for message in fused() if message.startswith("fused")]) >= 4
     assert torch.equal(found["y"].sign(), exact["y"].sign())
     assert distance(found, exact) < 3 * distance(unfused, exact) + 1e-2
+
+
+@pytest.fixture
+def any_size_pays(monkeypatch):
+    """As if the reference were a fast kernel, and inductor slow on images of any size."""
+    monkeypatch.setattr(rewriting, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(rewriting, "FLOAT_BACKEND", "no backend")
+
+
+def test_batch_norms_that_no_product_reads_are_fused_where_that_is_faster(fused, any_size_pays):
+    """The first block's shortcut, and the last block's sum: the batch norm of the shortcut is the residual of its block's chain."""
+    model, x = ResNet().double(), images().double()
+    exact = {name: value.float() for name, value in step(model, model, x).items()}
+    model, x = model.float(), x.float()
+    unfused, found = unfused_and_fused(model, x, NEAREST, statistics=1e-2)
+    said = [message.replace(f"({message.partition('(')[2].partition(')')[0]})", "()") for message in fused()]
+    assert said.count("fused: batch_norm (), 0 readers, float") == 1
+    assert said.count("fused: batch_norm + residual + relu (), 0 readers, float") == 1
+    assert len(said) == 8
+    assert distance(found, exact) < 2 * distance(unfused, exact) + 1e-3
+
+
+def test_their_kept_inputs_are_rounded_without_bias(any_size_pays):
+    """Two batch norms that no product reads keep x in 8 bit, each with random numbers of its own, new in every step."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 1, bias=False) for _ in range(2))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+        def forward(self, x):
+            return [norm(conv(x)) for conv, norm in zip(self.convs, self.norms, strict=True)]
+
+    model, x = Sum(), images()
+    model.convs[1].load_state_dict(model.convs[0].state_dict())
+    apply_(model, lowered(model, NEAREST))
+    run, factors = compiled(model, saved="int8"), torch.randn(4, 8, 6, 6)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        sum((y * factors).sum() for y in run(x)).backward()
+        return torch.stack([norm.weight.grad for norm in model.norms])
+
+    draws = torch.stack([gradients() for _ in range(200)])
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 200
+    assert not torch.equal(draws[0, 0], draws[0, 1]), "both norms drew alike"
+    y = model.convs[0](x).detach()
+    normal = (y - y.mean((0, 2, 3), keepdim=True)) / y.var((0, 2, 3), keepdim=True, correction=0).add(1e-5).sqrt()
+    error = (draws.mean(0) - (normal * factors).sum((0, 2, 3))).abs() / (draws.std(0) / 200**0.5)
+    assert float(error.max()) < 5
+
+
+@pytest.mark.parametrize("least, reference", [(1 << 24, "no backend"), (1, "aten")])
+def test_small_batch_norms_and_the_reference_are_left_to_the_compiler(fused, monkeypatch, least, reference):
+    monkeypatch.setattr(rewriting, "LEAST_ELEMENTS", least)
+    monkeypatch.setattr(rewriting, "FLOAT_BACKEND", reference)
+    model = ResNet()
+    apply_(model, lowered(model, NEAREST))
+    compiled(model)(images())
+    assert len(fused()) == 6
+    assert not [message for message in fused() if "0 readers" in message]
 
 
 class Pair(nn.Module):

@@ -13,6 +13,7 @@ from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_torch import apply_
 from qsync_torch.compiling import compile as compiling
+from qsync_torch.compiling import rewriting
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.kernels.binding import BOUND
 from qsync_torch.kernels.producers import ProducerBinding
@@ -102,3 +103,15 @@ def test_batch_norms_alone_are_known_with_a_copy_of_their_gradient():
     bound = [binding for binding in BOUND.values() if isinstance(binding, ProducerBinding)]
     assert {Producer.LAYER_NORM, Producer.ACTIVATION} <= {binding.producer for binding in bound}
     assert {binding.producer for binding in bound if binding.chain.grad_copy} <= {Producer.BATCH_NORM}
+
+
+def test_batch_norms_that_no_product_reads_write_them_too(copies, monkeypatch):
+    """Of the first shortcut and of the last block, where they are fused."""
+    monkeypatch.setattr(rewriting, "FLOAT_BACKEND", "no backend")
+    for least in (1 << 24, 1):
+        monkeypatch.setattr(rewriting, "LEAST_ELEMENTS", least)
+        torch._dynamo.reset()
+        model = ResNet()
+        apply_(model, lowered(model, STOCHASTIC))
+        gradients(qsync.compile(model, backend="aot_eager"), model, images())
+    assert copies[1] == copies[0] + 2

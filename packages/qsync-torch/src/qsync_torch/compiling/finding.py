@@ -123,6 +123,22 @@ def planned_chains(graph: Graph, heads: Collection[Node]) -> tuple[list[FoundCha
     return found[::-1], refused[::-1]
 
 
+def norms_behind_products(graph: Graph, found: Sequence[FoundChain]) -> list[FoundChain]:
+    """Chains of batch norms that write no copy, of the results of 8-bit operators.
+
+    Args:
+        graph: of which these are.
+        found: its other chains (:func:`find_chains`), whose members are left alone.
+    """
+    taken = {member for chain in found for member in chain.members}
+    heads = [
+        node
+        for node in graph.nodes
+        if (call := nodes.batch_norm_of(node)) is not None and node not in taken and nodes.is_quantized(call["input"])
+    ]
+    return [chain for chain in planned_chains(graph, heads)[0] if chain.copy is None and taken.isdisjoint(chain.members)]
+
+
 def _reads(node: Node, source: Node) -> bool:
     """Whether it is an operator of a plan that reads a node as its activation, and makes its copy itself."""
     if node.target not in nodes.LOWERED or len(node.args) != 8 or node.kwargs:

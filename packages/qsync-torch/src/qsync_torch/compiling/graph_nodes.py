@@ -147,6 +147,11 @@ def is_in_place(node: Node) -> bool:
     return any(storage_of(argument) == storage_of(node) for argument in changed_by(node))
 
 
+def is_quantized(node: object) -> bool:
+    """Whether it is an 8-bit operator of a plan whose random numbers are known."""
+    return isinstance(node, Node) and node.target in LOWERED and all(isinstance(seed, int) for seed in node.args[4:7])
+
+
 def checkpointed_parts(module: GraphModule) -> Iterator[GraphModule]:
     """Parts that are checkpointed: each is a graph of its own."""
     for node in module.graph.nodes:
