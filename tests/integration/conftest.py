@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import attrs
 import pytest
+from click.testing import CliRunner
+
+from qsync_core.cli.root import cli
 
 ROOT = Path(__file__).parents[2]
 JOBS = {
@@ -66,6 +70,19 @@ class Command:
 
 
 @attrs.frozen
+class CommandHere(Command):
+    """The same in this process, which has imported torch already."""
+
+    executable: tuple[str, ...] = ()
+
+    def run(self, *arguments: object) -> subprocess.CompletedProcess:
+        command = [str(argument) for argument in arguments]
+        with contextlib.chdir(self.folder):
+            done = CliRunner().invoke(cli, command, catch_exceptions=False)
+        return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
+
+
+@attrs.frozen
 class Flow:
     """The artifacts of one model, what ``qsync trace`` said of it, and the commands with and without torch."""
 
@@ -74,6 +91,8 @@ class Flow:
     folder: Path
     torch: Command
     planner: Command
+    again: Command
+    """As ``torch``, in a process of its own."""
 
     @property
     def planning(self) -> list[str]:
@@ -108,7 +127,7 @@ def planner_executable(tmp_path_factory) -> tuple[str, ...]:
 def flow(request, tmp_path_factory, planner_executable) -> Flow:
     """One model, traced, profiled, observed, indicated and planned."""
     folder = tmp_path_factory.mktemp(request.param)
-    torch = Command((sys.executable, "-m", "qsync_core.cli"), folder)
+    torch, again = CommandHere(folder=folder), Command((sys.executable, "-m", "qsync_core.cli"), folder)
     planner = Command(planner_executable, folder)
     (folder / "cluster.toml").write_text(CLUSTER)
     job = JOBS[request.param]
@@ -116,7 +135,7 @@ def flow(request, tmp_path_factory, planner_executable) -> Flow:
     torch.json("profile", job, "--dag", "dag.qsync", "-o", "profile.qsync")
     torch.json("observe", job, "--dag", "dag.qsync", "--steps", 3, "-o", "observations.qsync")
     planner.json("indicate", "observations.qsync", "--dag", "dag.qsync", "-o", "sensitivity.qsync")
-    made = Flow(job, traced, folder, torch, planner)
+    made = Flow(job, traced, folder, torch, planner, again)
     planner.json("plan", *made.planning, "--sensitivity", "sensitivity.qsync", "-o", "plan.qsync")
     return made
 
@@ -125,6 +144,5 @@ def flow(request, tmp_path_factory, planner_executable) -> Flow:
 def other_dag(tmp_path_factory) -> Path:
     """The graph of a model that is none of the others."""
     folder = tmp_path_factory.mktemp("other")
-    command = Command((sys.executable, "-m", "qsync_core.cli"), folder)
-    command.text("trace", "resnet18:image=32,width=8,classes=10,batch=4", "-o", "dag.qsync")
+    CommandHere(folder=folder).text("trace", "resnet18:image=32,width=8,classes=10,batch=4", "-o", "dag.qsync")
     return folder / "dag.qsync"

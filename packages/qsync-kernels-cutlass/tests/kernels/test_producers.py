@@ -34,10 +34,7 @@ from qsync_torch.conformance.subject import Subject  # noqa: E402
 from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
 from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed, so the kernels cannot be run on a CPU"),
-    pytest.mark.xdist_group("emulated producers"),  # compiled once
-]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed, so the kernels cannot be run on a CPU")
 
 CPU = torch.device("cpu")
 ROW, TENSOR = Granularity.PER_ROW, Granularity.PER_TENSOR

@@ -43,7 +43,6 @@ def test_backends_without_mistakes_pass(tmp_path, backend):
     assert "passed" in result.stdout
 
 
-@pytest.mark.xdist_group("mutants")  # in one process: running all of them takes longest of all tests
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_backend_fails(verdicts, name):
     code, failures, output = verdicts[name]
