@@ -17,9 +17,9 @@ PAGE = ROOT / "docs" / "trainers.md"
 GROUPS = ("train", "infer")
 TIMEOUT_S = 240
 _ABORTED_AT_ITS_END = "terminate called without an active exception\n"
-"""Said by a rank that is done, rarely: Gloo's thread frees the last collective after Python has begun to end, and with it the context
-that PyTorch 2.13 keeps of a backward pass, for which it wants the interpreter.  Nothing of QSync is on its stack; what the rank was
-to write is there."""
+"""Said by a rank that is done, rarely: Gloo's thread frees the last collective after Python has begun to end, and with it the
+context that PyTorch 2.13 keeps of a backward pass, for which it wants the interpreter.  Nothing of QSync is on its stack; what the
+rank was to write is there."""
 
 
 def scripts_of_the_page() -> dict[str, str]:
