@@ -594,6 +594,42 @@ def test_an_output_that_refers_to_itself(x):
     assert model(x).value.dtype is torch.float32
 
 
+def test_objects_of_an_output_that_refer_to_each_other_are_met_once(x):
+    """A grid of neighbours has more ways through it than can be walked; what is one object or tuple stays one."""
+    side = 6
+
+    class Grid(TwoLayers):
+        def forward(self, x):
+            y = self.body(x)
+            pair = Pair((y, y + 1))
+            cells = [[Own(y * (row * side + column)) for column in range(side)] for row in range(side)]
+            for row in range(side):
+                for column in range(side):
+                    cell = cells[row][column]
+                    cell.down, cell.right = cells[(row + 1) % side][column], cells[row][(column + 1) % side]
+                    cell.up, cell.left = cells[row - 1][column], [cells[row][column - 1]]
+                    cell.pair = pair
+            return cells[0][0]
+
+    model = Grid()
+    apply_(model, BOTH)
+    corner = model(x)
+    below, cells = corner, []
+    for _ in range(side):
+        cell = below
+        for _ in range(side):
+            cells.append(cell)
+            cell = cell.right
+        assert cell is below
+        below = below.down
+    assert below is corner
+    assert len({id(cell) for cell in cells}) == side * side
+    assert {cell.value.dtype for cell in cells} == {torch.float32}
+    assert {id(cell.pair) for cell in cells} == {id(corner.pair)}
+    assert {part.dtype for part in corner.pair} == {torch.float32}
+    assert all(cell.right.left[0] is cell and cell.down.up is cell for cell in cells)
+
+
 @pytest.mark.parametrize("variants", [BOTH, named(a=FLOAT32, b=FLOAT32)])
 def test_an_autocast_that_is_not_the_plans_is_refused(x, variants):
     model = TwoLayers()

@@ -59,29 +59,39 @@ def float32_outputs(output: Any) -> Any:
 
     Containers are made anew; objects keep their identity and get new attributes, functions new variables.
     """
-    return pytree.tree_map(_float32, output)
+    done: _Done = {}
+    return pytree.tree_map(lambda part: _float32(part, done), output)
 
 
-def _float32(leaf: Any, seen: frozenset[int] = frozenset()) -> Any:
+_Done = dict[int, tuple[Any, Any]]
+"""By their ``id``, objects that were met, and what took their place: each is met once, however many ways lead to it."""
+
+
+def _float32(leaf: Any, done: _Done) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to(torch.float32) if leaf.dtype in LOW_FLOATS else leaf
-    if id(leaf) in seen or not _holds_attributes(leaf):
+    if not _holds_attributes(leaf):
         return leaf
-    inside = seen | {id(leaf)}
+    if id(leaf) in done:
+        return done[id(leaf)][1]
     if _is_iterator(leaf):
         return map(float32_outputs, leaf)
-    if callable(leaf) and isinstance(leaf, _FUNCTIONS):
-        return _function(leaf, inside) if _is_low(leaf, seen) else leaf
-    if isinstance(leaf, _MADE_ANEW):
-        return _made_anew(leaf, inside) if _is_low(leaf, seen) else leaf
+    if isinstance(leaf, (*_FUNCTIONS, *_MADE_ANEW)):
+        is_low = _is_low(leaf, done, set())
+        done[id(leaf)] = leaf, leaf
+        if is_low:
+            done[id(leaf)] = leaf, (_made_anew(leaf, done) if isinstance(leaf, _MADE_ANEW) else _function(leaf, done))
+        return done[id(leaf)][1]
+    done[id(leaf)] = leaf, leaf
     if isinstance(leaf, (dict, list)):  # of a class of the user's
         for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
-            leaf[key] = pytree.tree_map(lambda part: _float32(part, inside), value)
+            leaf[key] = pytree.tree_map(lambda part: _float32(part, done), value)
     for name in _attribute_names(leaf):
         value = getattr(leaf, name, None)
-        if any(_is_low(part, inside) for part in pytree.tree_leaves(value)):
+        met: set[int] = set()
+        if any(_is_low(part, done, met) for part in pytree.tree_leaves(value)):
             # Also in frozen dataclasses.
-            object.__setattr__(leaf, name, pytree.tree_map(lambda part: _float32(part, inside), value))
+            object.__setattr__(leaf, name, pytree.tree_map(lambda part: _float32(part, done), value))
     return leaf
 
 
@@ -114,9 +124,9 @@ def _cells(function: types.FunctionType) -> list[types.CellType]:
     return found
 
 
-def _function(function: Any, seen: frozenset[int]) -> Any:
+def _function(function: Any, done: _Done) -> Any:
     def map_low(value: Any) -> Any:
-        return pytree.tree_map(lambda part: _float32(part, seen), value)
+        return pytree.tree_map(lambda part: _float32(part, done), value)
 
     if isinstance(function, functools.partial):
         return functools.partial(map_low(function.func), *map_low(function.args), **map_low(function.keywords))
@@ -132,32 +142,36 @@ _MADE_ANEW = (tuple, set, frozenset, types.MappingProxyType, ValuesView)
 """Containers that PyTorch does not know, as of tuples the user's classes, and whose contents cannot be exchanged in place."""
 
 
-def _made_anew(leaf: Any, seen: frozenset[int]) -> Any:
+def _made_anew(leaf: Any, done: _Done) -> Any:
     if isinstance(leaf, types.MappingProxyType):
-        return types.MappingProxyType(pytree.tree_map(lambda part: _float32(part, seen), dict(leaf)))
+        return types.MappingProxyType(pytree.tree_map(lambda part: _float32(part, done), dict(leaf)))
     if isinstance(leaf, ValuesView):
-        return dict(enumerate(pytree.tree_map(lambda part: _float32(part, seen), list(leaf)))).values()
-    parts = [pytree.tree_map(lambda part: _float32(part, seen), value) for value in leaf]
+        return dict(enumerate(pytree.tree_map(lambda part: _float32(part, done), list(leaf)))).values()
+    parts = [pytree.tree_map(lambda part: _float32(part, done), value) for value in leaf]
     made = tuple.__new__(type(leaf), parts) if isinstance(leaf, tuple) else type(leaf)(parts)
     for name, value in getattr(leaf, "__dict__", {}).items():
-        object.__setattr__(made, name, pytree.tree_map(lambda part: _float32(part, seen), value))
+        object.__setattr__(made, name, pytree.tree_map(lambda part: _float32(part, done), value))
     return made
 
 
 _HOLD_VALUES = (list, tuple, set, frozenset, ValuesView)
 
 
-def _is_low(leaf: Any, seen: frozenset[int]) -> bool:
+def _is_low(leaf: Any, done: _Done, met: set[int]) -> bool:
+    """Whether something is to be changed in an object, or in what it refers to; ``met`` have been asked."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype in LOW_FLOATS
-    if id(leaf) in seen or not _holds_attributes(leaf):
+    if id(leaf) in met or not _holds_attributes(leaf):
         return False
+    if id(leaf) in done:
+        return done[id(leaf)][1] is not leaf
+    met.add(id(leaf))
     if _is_iterator(leaf):
         return False
     values = _values_of(leaf) if isinstance(leaf, _FUNCTIONS) else []
     values += [getattr(leaf, name, None) for name in _attribute_names(leaf)]
     values += leaf.values() if isinstance(leaf, (dict, types.MappingProxyType)) else leaf if isinstance(leaf, _HOLD_VALUES) else []
-    return any(_is_low(part, seen | {id(leaf)}) for value in values for part in pytree.tree_leaves(value))
+    return any(_is_low(part, done, met) for value in values for part in pytree.tree_leaves(value))
 
 
 def _holds_attributes(leaf: Any) -> bool:
