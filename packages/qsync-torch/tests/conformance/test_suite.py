@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def run(*command, cwd):
-    return subprocess.run([sys.executable, *command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
 
 def run_suite(backend, cwd):
