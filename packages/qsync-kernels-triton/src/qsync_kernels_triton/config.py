@@ -187,24 +187,27 @@ class ProductConfig:
         return waves * self.m * self.n * -(-k // self.k) * self.k / efficiency
 
 
-_EIGHT_BIT = tuple(
-    ProductConfig(m, n, k, warps, stages, 8)
-    for m, n, k, warps, stages in (
-        (128, 256, 128, 8, 3),
-        (128, 256, 128, 8, 4),
-        (128, 128, 128, 8, 4),
-        (128, 128, 128, 4, 4),
-        (128, 128, 64, 4, 4),
-        (256, 128, 128, 8, 3),
-        (256, 128, 64, 8, 4),
-        (64, 128, 128, 4, 4),
-        (128, 64, 128, 4, 4),
-        (64, 256, 128, 4, 3),
-        (64, 64, 128, 4, 4),
-        (64, 32, 128, 4, 4),
-        (32, 64, 128, 4, 4),
-        (16, 64, 128, 4, 4),
-    )
+def _cuts(group: int, *sizes: tuple[int, int, int, int, int]) -> tuple[ProductConfig, ...]:
+    """Configurations of sizes m, n, k, warps and stages, with one group of tiles for all."""
+    return tuple(ProductConfig(*size, group) for size in sizes)
+
+
+_EIGHT_BIT = _cuts(
+    8,
+    (128, 256, 128, 8, 3),
+    (128, 256, 128, 8, 4),
+    (128, 128, 128, 8, 4),
+    (128, 128, 128, 4, 4),
+    (128, 128, 64, 4, 4),
+    (256, 128, 128, 8, 3),
+    (256, 128, 64, 8, 4),
+    (64, 128, 128, 4, 4),
+    (128, 64, 128, 4, 4),
+    (64, 256, 128, 4, 3),
+    (64, 64, 128, 4, 4),
+    (64, 32, 128, 4, 4),
+    (32, 64, 128, 4, 4),
+    (16, 64, 128, 4, 4),
 )
 FLOAT8_SUMS = 96
 """Most float32 sums that a thread has of a float8 product.  It keeps them twice (docs/decisions/float8-accumulation.md), and what
@@ -213,34 +216,30 @@ _FLOAT8 = (
     *(ProductConfig(m, n, 128, 8, 3, 8) for m, n in ((128, 128), (64, 256), (256, 64))),
     *(config for config in _EIGHT_BIT if config.sums_per_thread <= FLOAT8_SUMS),
 )
-_MIXED = tuple(
-    ProductConfig(m, n, k, warps, stages, 8)
-    for m, n, k, warps, stages in (
-        (128, 256, 64, 8, 3),
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 4, 4),
-        (128, 128, 32, 4, 4),
-        (256, 128, 64, 8, 3),
-        (64, 128, 64, 4, 4),
-        (128, 64, 64, 4, 4),
-        (64, 64, 64, 4, 4),
-        (32, 64, 64, 4, 4),
-        (16, 64, 64, 4, 4),
-    )
+_MIXED = _cuts(
+    8,
+    (128, 256, 64, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 64, 4, 4),
+    (128, 128, 32, 4, 4),
+    (256, 128, 64, 8, 3),
+    (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 64, 4, 4),
+    (32, 64, 64, 4, 4),
+    (16, 64, 64, 4, 4),
 )
 
-_POINTWISE = tuple(
-    ProductConfig(m, n, k, warps, stages, 1)
-    for m, n, k, warps, stages in (
-        (64, 64, 64, 4, 4),
-        (64, 128, 64, 4, 4),
-        (128, 64, 64, 4, 4),
-        (128, 128, 64, 8, 3),
-        (64, 256, 64, 8, 3),
-        (256, 64, 64, 8, 3),
-        (128, 256, 64, 8, 3),
-        (256, 128, 64, 8, 3),
-    )
+_POINTWISE = _cuts(
+    1,
+    (64, 64, 64, 4, 4),
+    (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (128, 128, 64, 8, 3),
+    (64, 256, 64, 8, 3),
+    (256, 64, 64, 8, 3),
+    (128, 256, 64, 8, 3),
+    (256, 128, 64, 8, 3),
 )
 DEQUANTIZE = "dequantize"
 """Of a convolution's weight gradient: the kept 8-bit copy is dequantized first, and cuDNN multiplies."""
