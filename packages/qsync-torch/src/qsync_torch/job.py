@@ -17,6 +17,7 @@ from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.operators.addresses import without_shape
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -84,13 +85,25 @@ def _check_amp(job: Job, attribute: attrs.Attribute[str | None], amp: str | None
         )
 
 
+def check_shapes(name: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose lazy modules have seen no batch: neither it nor its optimizer can be copied or measured.
+
+    Raises:
+        JobError: naming a parameter or buffer.
+    """
+    if missing := without_shape(model):
+        raise JobError(
+            f"{missing} of {name} has no shape yet, which its lazy module takes from a batch: run the model on one first"
+        )
+
+
 @attrs.frozen(eq=False)
 class Job:
     """What is trained.
 
     Attributes:
         name: the model's name in artifacts and messages.
-        model: the module; parameters may be on any device and are not copied.
+        model: the module; parameters may be on any device and are not copied.  Lazy modules must have seen a batch.
         batch: makes the batch of a step on the CPU: ``batch(step, batch_size)``; the same arguments give the same batch.  What it
             raises becomes a JobError, as do a signature with other arguments (at once) and a result that is not a :class:`Batch`.
         loss: ``loss(model_output, batch)``, a scalar tensor.
@@ -109,6 +122,7 @@ class Job:
     amp: str | None = attrs.field(default=None, validator=_check_amp)
 
     def __attrs_post_init__(self) -> None:
+        check_shapes(self.name, self.model)
         object.__setattr__(self, "batch", _checked_batch(self.batch, self.name))
 
     @property

@@ -350,6 +350,30 @@ def test_a_wrapped_model_is_refused():
         apply_(torch.compile(ConvNet()), named(fc=INT8))
 
 
+@pytest.mark.parametrize(
+    "layers, missing",
+    [
+        ((nn.Linear(3, 4), nn.LazyLinear(2)), "1.weight"),
+        ((nn.LazyConv2d(2, 3),), "0.weight"),
+        ((nn.Linear(3, 4), nn.LazyBatchNorm1d(affine=False)), "1.running_mean"),
+    ],
+    ids=["linear", "convolution", "statistics"],
+)
+def test_lazy_modules_must_have_seen_a_batch(layers, missing):
+    with pytest.raises(PlanError, match=f"{missing} of this Sequential has no shape yet.* on one before apply_"):
+        apply_(nn.Sequential(*layers), {"0": "int8"})
+
+
+def test_lazy_modules_that_have_seen_a_batch_run_as_others():
+    model, x = nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(4)), images()
+    model(x)
+    plain, expected = train_step(model, x)
+    apply_(model, {"0": "bfloat16", "2": "int8"})
+    found, gradients = train_step(model, x)
+    assert 0 < (found - plain).norm() < 0.05 * plain.norm()
+    assert all((gradients[name] - expected[name]).norm() < 0.1 * expected[name].norm() for name in gradients)
+
+
 def test_two_plans_on_one_model_are_refused():
     model = ConvNet()
     apply_(model, named(fc=INT8))

@@ -440,6 +440,14 @@ def test_a_loss_of_two_outputs_of_one_model_is_refused_with_the_way_to_write_it(
         captured([(X, X, Y)], net(), loss_fn=lambda z, same: z.sum())
 
 
+def test_a_model_that_has_seen_no_batch_is_refused_before_its_optimizer():
+    model = nn.Sequential(nn.Linear(5, 6), nn.LazyLinear(3))
+    with pytest.raises(JobError, match=r"1\.weight of Sequential has no shape yet"):
+        captured([(X, Y)], model)
+    model(X)
+    assert trace(captured([(X, Y)], model)).adjustable
+
+
 def test_what_model_and_loss_both_get_is_there_once():
     job = captured([LABELLED], OwnLoss(), loss_fn=lambda output, batch: output.loss)
     batch = job.batch(0, 40).to("cpu")

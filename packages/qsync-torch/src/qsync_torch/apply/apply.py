@@ -33,6 +33,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
+from qsync_torch.operators.addresses import without_shape
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
 
@@ -174,6 +175,11 @@ def _check_model(model: nn.Module, caller: Caller) -> None:
         which = f"module {scripted[0]!r} of this model" if scripted[0] else "this model"
         raise PlanError(
             f"{which} is TorchScript, whose operators cannot be replaced: call {caller.call} on the model that was scripted"
+        )
+    if missing := without_shape(model):
+        raise PlanError(
+            f"{missing} of this {type(model).__name__} has no shape yet, which its lazy module takes from a batch: run the model "
+            f"on one before {caller.call}"
         )
     forget_copied_forwards(model)
     check_whole_model(model)

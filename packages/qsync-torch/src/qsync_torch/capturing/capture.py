@@ -15,7 +15,7 @@ from qsync_torch.apply.first_step import autocast_now, device_of
 from qsync_torch.capturing.batches import KeptBatches, as_batch, first_batches
 from qsync_torch.capturing.losses import Loss, loss_of
 from qsync_torch.capturing.optimizer import MakeOptimizer, maker_of
-from qsync_torch.job import Job
+from qsync_torch.job import Job, check_shapes
 
 
 def capture(
@@ -71,6 +71,7 @@ def job_of(
         raise JobError(f"the model is a {type(model).__name__}; pass the torch.nn.Module that is trained")
     model = unwrapped(model)
     name = name or type(model).__name__
+    check_shapes(name, model)
     if loss_fn is not None and not callable(loss_fn):
         raise JobError(
             f"the loss_fn of {name} is a {type(loss_fn).__name__}; pass the function of output and target, or None where the model "

@@ -78,8 +78,6 @@ def trace(job: Job, *, bucket_cap_mb: float | None = None) -> PrecisionDag:
 
 def _check_parameters(job: Job) -> None:
     for name, parameter in job.model.named_parameters():
-        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise TraceError(f"parameter {name} of {job.name} has no shape yet; run the model once before tracing it")
         if parameter.dtype.is_floating_point and parameter.dtype is not torch.float32:
             raise TraceError(
                 f"parameter {name} of {job.name} is {str(parameter.dtype).removeprefix('torch.')}; QSync keeps parameters in "
