@@ -764,6 +764,67 @@ def test_parameters_that_are_replaced_after_apply_are_found(x):
     assert not torch.equal(y, torch.func.functional_call(TwoLayers(), swapped, (x,)))
 
 
+class Hyper(nn.Module):
+    """A base that runs with its own weight, and with others by ``torch.func.functional_call``; ``order`` says when."""
+
+    def __init__(self, order, checkpointed=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.task = Projection(), nn.Parameter(torch.randn(16, 16) / 4)
+        self.order, self.checkpointed = order, checkpointed
+
+    def forward(self, x):
+        others = {"computed": self.base.weight * 2, "task": self.task}
+        run = {
+            "own": self.base,
+            **{name: functools.partial(self.put_in, weight) for name, weight in others.items()},
+        }
+        if self.checkpointed is not None:
+            run = {name: functools.partial(checkpoint, each, use_reentrant=self.checkpointed) for name, each in run.items()}
+        return {name: run[name](x) for name in self.order}
+
+    def put_in(self, weight, x):
+        return torch.func.functional_call(self.base, {"weight": weight}, (x,))
+
+
+class Projection(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [("own", "computed", "task"), ("computed", "task", "own"), ("task", "own", "computed")])
+def test_what_a_forward_puts_into_a_weights_place_runs_as_the_trace_names_it(x, order, compiled):
+    """A weight that is computed is no parameter, and no operator of a plan; another parameter is an operator of its own."""
+
+    def outputs(variants, model):
+        apply_(model, variants, seed=5)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        return [run(x) for _ in range(2)]
+
+    variants = {OpId("base.weight"): INT8, OpId("task"): BFLOAT16}
+    for name in order:
+        alone = outputs(variants, Hyper((name,)))
+        for found, expected in zip(outputs(variants, Hyper(order)), alone, strict=True):
+            assert torch.equal(found[name], expected[name])
+        plain = Hyper((name,))(x)[name]
+        assert torch.equal(alone[0][name], plain) == (name == "computed")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_puts_the_same_into_a_weights_place_again(x, reentrant):
+    def gradients(checkpointed):
+        model = Hyper(("computed", "own", "task"), checkpointed)
+        apply_(model, {OpId("base.weight"): INT8, OpId("task"): BFLOAT16}, seed=5)
+        return gradients_of(model, sum(y.square().sum() for y in model(x.clone().requires_grad_()).values()))
+
+    assert equal(gradients(reentrant), gradients(None))
+
+
 def test_data_parallel_is_refused():
     model = ConvNet()
     apply_(model, named(fc=INT8))

@@ -238,6 +238,7 @@ class Refused(nn.Module):
         self.matrix = nn.Parameter(torch.randn(4, 4))
         self.register_buffer("fixed", torch.randn(4, 4))
         self.direct = nn.Linear(4, 4)
+        self.generated = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.normed(x)
@@ -249,6 +250,7 @@ class Refused(nn.Module):
         x = x @ self.matrix.t()
         x = F.linear(x, self.fixed)
         x = F.linear(x, self.matrix * 2)
+        x = torch.func.functional_call(self.generated, {"weight": x[0, :1] * self.matrix}, (self.generated(x),))
         return self.direct(x) + F.linear(x, x[0]).sum()
 
 
@@ -263,6 +265,8 @@ def test_what_can_not_be_lowered_says_why() -> None:
         "lopsided#0": "its padding 'same' is wider on one side",
         "mapped#0": "the same weight is used by mapped#1, of which: it is called under torch.vmap",
         "mapped#1": "it is called under torch.vmap",
+        "generated#0": "the same weight is used by generated#1, of which: its weight is an activation",
+        "generated#1": "its weight is an activation, not a parameter",
         "recurrent.gru#0": "recurrent layers are not supported",
         "matmul#0": "torch.matmul with a parameter is out of reach; use torch.nn.functional.linear",
         "linear#0": "its weight is buffer 'fixed', not a parameter",

@@ -85,8 +85,9 @@ class WeightCalls:
         self._model = model or nn.Module()
         self._stored: dict[int, torch.Tensor] | None = None
         self._calls_by_place = (*planned, *((place, RefusedCall(place.fqn, remedy)) for place in refused))
-        self._found: dict[int, tuple[torch.Tensor | None, OperatorCall]] = {}
-        self._is_current = False
+        self._found: dict[int, tuple[torch.Tensor, OperatorCall]] = {}
+        self._at_start: list[int] = []
+        self._traced: list[tuple[torch.Tensor | None, OperatorCall]] = []
         self._past: dict[int, tuple[weakref.ref[torch.Tensor], OperatorCall]] = {}
         self._ways: defaultdict[int, set[str]] = defaultdict(set)
         for place, call in planned:
@@ -97,12 +98,27 @@ class WeightCalls:
         self._traced_casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start_forward(self) -> None:
-        """A forward begins: parameters may have been replaced since the last one."""
-        self._is_current = False
+        """A forward begins: parameters may have been replaced since the last one.
+
+        What it puts into their places itself (``torch.func.functional_call`` with weights that it computes) is none of them.
+        """
+        if torch.compiler.is_compiling():
+            self._traced = [(place.weight, call) for place, call in self._calls_by_place]
+            return
         self._stored = None
+        weights = [id(place.weight) for place, _ in self._calls_by_place]
+        if weights == self._at_start:
+            return
+        self._at_start = weights
+        found = {id(weight): (weight, call) for place, call in self._calls_by_place if (weight := place.weight) is not None}
+        for key, (replaced, call) in self._found.items():
+            if key not in found:
+                self._past[key] = (weakref.ref(replaced, lambda _, key=key: self._past.pop(key, None)), call)  # type: ignore[misc]
+        self._found = found
 
     def end_forward(self) -> None:
-        """Forget the casts that a compiler traced; others are forgotten as they are freed: a checkpoint may run again with them."""
+        """Forget what a compiler traced; other casts are forgotten as they are freed: a checkpoint may run again with them."""
+        self._traced.clear()
         self._traced_casts.clear()
 
     @contextmanager
@@ -163,28 +179,29 @@ class WeightCalls:
         form = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
         for place, call in self._calls_by_place:
             stored = place.weight
-            if stored is not None and form == (stored.data_ptr(), stored.shape, stored.stride(), stored.dtype):
+            if stored is None or stored is weight:  # which the forward has put there itself
+                continue
+            if form == (stored.data_ptr(), stored.shape, stored.stride(), stored.dtype):
                 return call
         return None
 
     def of(self, weight: object) -> OperatorCall | None:
         """What replaces a call with this weight; None for one that no plan names."""
         if torch.compiler.is_compiling():
-            return next((call for place, call in self._calls_by_place if place.weight is weight), None)
+            return next((call for known, call in self._traced if known is weight), None) or self._of_place(weight)
         found = self._found.get(id(weight))
         if found is not None and found[0] is weight:
             return found[1]
-        # Parameters also come and go within a forward: fully_shard gathers those of each part when it runs.
-        if self._is_current and not isinstance(weight, nn.Parameter):
+        if (call := self._of_place(weight)) is not None:
+            assert isinstance(weight, torch.Tensor)
+            self._found[id(weight)] = weight, call
+        return call
+
+    def _of_place(self, weight: object) -> OperatorCall | None:
+        """Parameters also come and go within a forward: fully_shard gathers those of each part when it runs."""
+        if not isinstance(weight, nn.Parameter):
             return None
-        self._is_current = True
-        earlier = self._found
-        self._found = {id(place.weight): (place.weight, call) for place, call in self._calls_by_place}
-        for key, (replaced, call) in earlier.items():
-            if replaced is not None and key not in self._found:
-                self._past[key] = (weakref.ref(replaced, lambda _, key=key: self._past.pop(key, None)), call)  # type: ignore[misc]
-        found = self._found.get(id(weight))
-        return None if found is None else found[1]
+        return next((call for place, call in self._calls_by_place if place.weight is weight), None)
 
     def remember_cast(self, parameter: torch.Tensor, cast: torch.Tensor) -> None:
         """The model itself casts a parameter: to the format of an activation, which a plan may have changed."""

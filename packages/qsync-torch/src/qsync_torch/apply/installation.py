@@ -278,7 +278,6 @@ class Installation(abc.ABC):
                 "an applied model runs in two threads at once (nn.DataParallel does that); use DistributedDataParallel, "
                 "with a process for each device, or a copy of the model (copy.deepcopy) in each thread"
             )
-        self._calls.start_forward()
         self.here.may_repeat_unseen = False
         self.nodes.begin(Stretch.PLANNED)
         HERE.active.append(self)
@@ -290,6 +289,7 @@ class Installation(abc.ABC):
             self._one_thread.release()
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._calls.start_forward()
         self.start_forward(whole)
         if not torch.compiler.is_compiling():
             record(self, module)

@@ -138,11 +138,9 @@ def address_of(module: nn.Module | None, scope: str, kind: str, weight: Read | N
     """
     if weight is None:
         return ""
-    storage = weight.value.storage
-    own = module is not None and scope and kind_of_forward(module) == kind
-    if own and (storage.writer is None or storage.weight_only):
+    if module is not None and scope and kind_of_forward(module) == kind:
         return scope
-    return addresses.get(storage.name, "") if weight.is_parameter and not weight.value.is_view else ""
+    return addresses.get(weight.value.storage.name, "") if weight.is_parameter and not weight.value.is_view else ""
 
 
 def weight_reason(weight: Read | None, bias: Read | None, is_own_call: bool) -> str:
