@@ -26,19 +26,20 @@ TINY = {
 
 @attrs.frozen
 class StepJob:
-    """A model of the table: its short name, its title, the job's text and its batch."""
+    """A model of the table: its short name, its title, the job's text, its batch, and in which steps batches are searched."""
 
     name: str
     title: str
     text: str
     batch: int
+    granule: int = 1
 
     def sized(self, bench: Bench) -> tuple[str, int]:
         """Job and batch, or what stands for them where a script is only tried."""
         return (TINY[self.name], 2) if bench.quick else (self.text, self.batch)
 
 
-RESNET = StepJob("resnet50", "ResNet50 b128", "resnet50:image=224,channels_last=true", 128)
+RESNET = StepJob("resnet50", "ResNet50 b128", "resnet50:image=224,channels_last=true", 128, granule=8)
 BERT = StepJob("bert-base", "BERT-base 12×384", "bert-base:seq=384", 12)
 
 

@@ -16,7 +16,13 @@ class PlanError(QSyncError):
 
 
 class InfeasibleError(PlanError):
-    """No precision plan satisfies the constraints; the message names the constraint and what would do."""
+    """No precision plan satisfies the constraints; the message names the constraint and what would do.
+
+    Attributes:
+        smallest_bytes: the smallest feasible budget that the message names; 0 where it names none.
+    """
+
+    smallest_bytes: int = 0
 
 
 class ClusterError(QSyncError):

@@ -102,8 +102,8 @@ def test_a_plan_names_the_parts_and_they_add_up() -> None:
 def test_a_budget_that_is_too_small_is_named_with_what_is_beside_tensors() -> None:
     with pytest.raises(InfeasibleError, match="beside tensors") as caught:
         allocate(DAG, limited(800 << 20), PROFILES, None, solver="uniform")
-    text = str(caught.value)
-    smallest = int(text.split("smallest feasible budget is ")[1].split("(")[1].split(" bytes")[0].replace(",", ""))
+    smallest = caught.value.smallest_bytes
+    assert f"({smallest:,} bytes)" in str(caught.value)
     plan = allocate(DAG, limited(smallest), PROFILES, None, solver="uniform")
     assert sum(plan.memory["infer"].values()) <= smallest
     with pytest.raises(InfeasibleError):

@@ -52,12 +52,14 @@ def infeasible(problem: Problem, group: str, peak_bytes: int, what: str = "no pr
     budget, smallest = problem.budgets[group], problem.process_bytes(group, peak_bytes)
     beside = smallest - peak_bytes
     tensors = f", {format_bytes(beside)} of it beside tensors (CUDA context, allocator's reserve, margin)" if beside else ""
-    return InfeasibleError(
+    error = InfeasibleError(
         f"{what} the memory of group {group!r}: its budget is {format_bytes(budget)} "
         f"({budget:,} bytes) per rank, and the smallest feasible budget is {format_bytes(smallest)} "
         f"({smallest:,} bytes){tensors}, {format_bytes(smallest - budget)} more; "
         "raise the group's 'memory' to that, use a smaller batch, or leave the group out"
     )
+    error.smallest_bytes = smallest
+    return error
 
 
 def solve_full(problem: Problem, full: Solution) -> Solution:
