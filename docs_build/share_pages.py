@@ -1,4 +1,4 @@
-"""mkdocs hook: ``docs/results/memory-shares.json``, once it is measured, becomes a page of its own, with text and tables.
+"""mkdocs hook: ``memory-shares.json``, once it is measured, becomes a page of its own, with text and tables.
 
 Text and tables are the benchmark's (``tests/benchmarks/steps/shares_page.py``).
 """

@@ -1,4 +1,4 @@
-"""Rows of ``docs/results/memory-shares.json``: what is chosen at 30, 50, 70 and 100% of the memory, and what it buys in batch size.
+"""Rows of ``memory-shares.json``: what is chosen at 30, 50, 70 and 100% of the memory, and what it buys in batch size.
 
 ResNet50 (128 images of 224×224) and BERT-base (12 sequences of 384) on one CUDA device, a model a call where time is short::
 

@@ -1,4 +1,4 @@
-"""Rows of ``docs/results/memory-shares.json``: what a share of the memory chooses, takes and buys."""
+"""Rows of ``memory-shares.json``: what a share of the memory chooses, takes and buys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of ``docs/results/memory-shares.json``: what plans choose at shares of the memory, and what that buys."""
+"""The page of ``memory-shares.json``: what plans choose at shares of the memory, and what that buys."""
 
 from __future__ import annotations
 
