@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
@@ -411,6 +412,64 @@ def test_calls_that_a_compiler_does_not_see_are_named(x, backend, runs):
     found = [str(one.message) for one in said if "the compiled model does not run" in str(one.message)]
     assert len(found) == (runs == "region")
     assert all("the plan lowers w#0, which" in text and "call modules, not F.linear" in text for text in found)
+
+
+READINGS = {
+    "transposed": lambda x, w: x @ w.t(),
+    "transposed, after a graph break": lambda x, w: interrupted(x) @ w.t(),
+    "addmm": lambda x, w: torch.addmm(x[0], x, w.mT),
+    "left": lambda x, w: (w @ x.t()).t(),
+    "convolution": lambda x, w: F.conv2d(x[:, :, None, None], w[:, :, None, None]).flatten(1),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+}
+
+
+@torch.compiler.disable
+def interrupted(x):
+    return x + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reading", READINGS)
+def test_what_a_compiled_model_reads_otherwise_keeps_its_precision_as_in_eager_mode(x, reading, backend):
+    class Reading(Steps):
+        def forward(self, x):
+            return READINGS[reading](x, self.w)
+
+    def step(compiled):
+        model = Reading()
+        if compiled is not None:
+            apply_(model, named(w=INT8))
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend) if compiled else model
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            y = run(x)
+            y.square().sum().backward()
+        return y, model.w.grad, [str(one.message) for one in said if "the plan lowers w#0, which" in str(one.message)]
+
+    plain, eager, compiled = step(None), step(False), step(True)
+    assert torch.equal(compiled[0], plain[0])
+    assert torch.equal(compiled[1], plain[1])
+    assert torch.equal(eager[1], plain[1])
+    for _, _, said in (eager, compiled):
+        assert len(said) == 1
+        assert "they keep their precision" in said[0]
+        assert "trace this model, called as it is in training, and plan again" in said[0]
+
+
+def test_a_compiled_part_that_reads_a_weight_otherwise_is_refused_by_both_that_it_may_be(x):
+    class Part(Steps):
+        def forward(self, x):
+            return x @ self.w.t()
+
+    model = nn.Sequential(Part(), nn.ReLU())
+    apply_(model, {OpId("0.w"): INT8})
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: model[0](x), backend="aot_eager")(x)
+    with pytest.raises(PlanError, match=r"do that in the model's forward.*; a part of it.* F.linear.* and not transposed"):
+        y.sum().backward()
 
 
 AMP = named(w=Variant.plain(Precision.BFLOAT16), filters=Variant.plain(Precision.BFLOAT16), fc=Variant.plain(Precision.BFLOAT16))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import enum
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -122,10 +123,26 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_NUMBERS = itertools.count()
+_BEING_READ: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def compiler_reads(name: str) -> bool:
+    """A compiler reads the forward of a model, by its :attr:`NodesInside.name`; this runs while it reads."""
+    _BEING_READ.add(name)
+    return True
+
+
 class NodesInside:
-    """Which nodes of autograd's graphs the forwards of a model have made."""
+    """Which nodes of autograd's graphs the forwards of a model have made.
+
+    Attributes:
+        name: of the model, for :func:`compiler_reads`.
+    """
 
     def __init__(self) -> None:
+        self.name = str(next(_NUMBERS))
         self._here = threading.local()
         self._by_thread: dict[int, _Stretches] = {}
 
@@ -192,11 +209,25 @@ class CallsOutside:
         places: planned weights, by their operator.
         nodes: what the forwards of the model have made.
         judge: called with the products in a graph that is looked at; what it raises comes out of the backward pass.
+        is_running: whether a compiled forward of the model runs now.
+
+    Attributes:
+        has_compiled: whether ``torch.compile`` has read a forward of the model.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[tuple[OpId, WeightPlace]], nodes: NodesInside, judge: Judge) -> None:
-        self._model, self._places, self._nodes, self._judge = model, list(places), nodes, judge
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Iterable[tuple[OpId, WeightPlace]],
+        nodes: NodesInside,
+        judge: Judge,
+        is_running: Callable[[], bool] = bool,
+    ) -> None:
+        self._model, self._places, self._nodes, self._judge, self._is_running = model, list(places), nodes, judge, is_running
+        self.has_compiled = False
         self._compiled: dict[OpId, str] = {}
+        self._compiled_inside: dict[OpId, str] = {}
+        self._read_inside: set[OpId] = set()
         self._checkpointed: dict[OpId, str] = {}
         self._seen: set[int] = set()
         self._passes = 0
@@ -244,16 +275,19 @@ class CallsOutside:
             read = [_Factor.of(node, first + i, names[i], weights, addresses, stored) for i in range(2)]
             for factor, other in (read, reversed(read)):
                 if factor.planned is not None and not other.is_stored:
-                    by_compiler = factor.planned[0] in self._compiled  # of a backend that leaves the graph to autograd
-                    yield Product(*factor.planned, name, kind is not None, of_cast=factor.is_cast, compiled=by_compiler)
+                    op_id = factor.planned[0]
+                    by_compiler = op_id in self._compiled  # of a backend that leaves the graph to autograd
+                    inside = kind is not None or op_id in self._read_inside
+                    yield Product(*factor.planned, name, inside, of_cast=factor.is_cast, compiled=by_compiler)
                     break
 
     def _of_compiled(self, node: Any, weights: Mapping[int, tuple[OpId, WeightPlace]]) -> Iterator[Product]:
         for source in map(_source, (following for following, _ in node.next_functions)):
             if source is not None and (at := weights.get(id(source[0]))) is not None:
-                product = self._compiled.get(at[0]) or self._checkpointed.get(at[0])
-                unknown = product is None
-                yield Product(*at, product or node.name(), unknown, of_function=unknown, compiled=at[0] in self._compiled)
+                outside, inside = self._compiled.get(at[0]), self._compiled_inside.get(at[0])
+                product = outside or inside or self._checkpointed.get(at[0])
+                is_inside, unknown = not outside and inside is not None, product is None
+                yield Product(*at, product or node.name(), unknown or is_inside, of_function=unknown, compiled=outside is not None)
 
     def _of_function(self, node: Any, weights: Mapping[int, tuple[OpId, WeightPlace]]) -> Iterator[Product]:
         kind = self._nodes.kind_of(node._sequence_nr())
@@ -268,7 +302,12 @@ class CallsOutside:
                 yield Product(*at, node.name(), kind is not None, of_cast=is_cast, of_function=True)
 
     def compiles(self, graph: torch.fx.GraphModule) -> None:
-        """``torch.compile`` has read a graph: what is a product with a planned weight itself there is none of the plan's."""
+        """``torch.compile`` has read a graph: what is a product with a planned weight itself there is none of the plan's.
+
+        Where it has read the model's forward too, such a product is taken for a part of it.
+        """
+        is_models = self._nodes.name in _BEING_READ or self._is_running()
+        _BEING_READ.discard(self._nodes.name)
         if not (self._model.training and torch.is_grad_enabled()):
             return
         places = {id(weight): op_id for op_id, place in self._places if (weight := place.weight) is not None}
@@ -278,7 +317,12 @@ class CallsOutside:
             example = getattr(node.meta.get("grapharg"), "example", None)
             if id(example) in stored:
                 read[node] = places.get(id(example))
-        _find_products(graph, read, self._compiled, self._checkpointed)
+        if is_models:
+            self.has_compiled = True
+            self._read_inside.update(op_id for op_id in read.values() if op_id is not None)
+            _find_products(graph, read, self._compiled_inside, self._compiled_inside)
+        else:
+            _find_products(graph, read, self._compiled, self._checkpointed)
 
 
 def _find_products(

@@ -23,7 +23,7 @@ from torch import nn
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_torch.apply.calls_outside import NodesInside, Stretch
+from qsync_torch.apply.calls_outside import NodesInside, Stretch, compiler_reads
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
@@ -293,6 +293,8 @@ class Installation(abc.ABC):
         self.start_forward(whole)
         if not torch.compiler.is_compiling():
             record(self, module)
+        elif whole:
+            compiler_reads(self.nodes.name)
         entry = self if torch.compiler.is_compiling() else self.here
         entry.running = True
         try:

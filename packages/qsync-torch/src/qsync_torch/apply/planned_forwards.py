@@ -195,7 +195,7 @@ class PlannedForwards(Installation):
         Raises:
             BackendError: when a kernel cannot be built.
         """
-        self._calls_outside = CallsOutside(self.model, self._addressed.weights, self.nodes, self._judge)
+        self._calls_outside = CallsOutside(self.model, self._addressed.weights, self.nodes, self._judge, lambda: self.running)
         if self._changes_nothing:
             self._placed_on = device_of(self.model)
             wrap_checkpointing()
@@ -482,6 +482,7 @@ class PlannedForwards(Installation):
             f"the gradient of {product.place.fqn} comes from a product ({product.name}) that the plan did not run, and "
             f"{product.op_id} has not run at all: the script computes with this weight outside of every forward of the model, as "
             "in a training_step that calls functions with it; do that in the model's forward, and call the model in training"
+            f"{_OF_A_COMPILED_PART if product.compiled else ''}"
         )
         with together("the first gradients under a plan") if self.plan is not None else nullcontext():
             raise error
@@ -502,14 +503,16 @@ class PlannedForwards(Installation):
 
     def _name_uncompiled_calls(self) -> None:
         """At the first gradients of compiled code, say which lowered operators it does not have."""
-        if self._has_named_uncompiled or not any(call.was_traced for call in self._lowered.values()):
+        has_compiled = self._calls_outside is not None and self._calls_outside.has_compiled
+        if self._has_named_uncompiled or not (has_compiled or any(call.was_traced for call in self._lowered.values())):
             return
         self._has_named_uncompiled = True
         missing = [op_id for op_id, call in self._lowered.items() if call.is_lowered and not (call.has_run or call.was_traced)]
         if missing:
             warnings.warn(
                 f"the plan lowers {first_named(missing)}, which the compiled model does not run as a linear or convolution of the "
-                "plan: they keep their precision; in a branch of torch.cond or a nested_compile_region call modules, not F.linear",
+                "plan: they keep their precision; in a branch of torch.cond or a nested_compile_region call modules, not F.linear, "
+                f"and elsewhere, if that is not meant, {self._planned.caller.trace_again}",
                 stacklevel=3,
             )
 
@@ -529,6 +532,11 @@ class PlannedForwards(Installation):
             return call.linear() if refused else inner(module, *args, **kwargs)
 
         return forward
+
+
+_OF_A_COMPILED_PART = (
+    "; a part of it that is compiled by itself runs a weight of the plan as F.linear(x, weight) or x @ weight, and not transposed"
+)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
