@@ -101,8 +101,12 @@ def test_stores_of_128_bytes_a_row_count(text):
 
 
 def layout_source(header, arch, cases):
-    """A source that exports ``qsync_shared_bytes(index)``: what the compiled kernels of the configurations would have."""
-    lines, sizes = [f'#include "{header}"'], []
+    """A source that exports ``qsync_shared_bytes(index)``: what the compiled kernels of the configurations would have.
+
+    The layouts are constants of host code, which launches the kernels; compiling for the device, which instantiates all of them
+    once more, is left out.
+    """
+    lines, sizes = ["#ifndef __CUDA_ARCH__", f'#include "{header}"'], []
     for index, (problem, config) in enumerate(cases):
         if isinstance(problem, ConvProblem):
             text = conv_source(config, arch, problem.out_format).text
@@ -115,6 +119,7 @@ def layout_source(header, arch, cases):
         sizes.append(f"{kernel}::kSharedBytes")
     lines.append(f"static const int64_t sizes[] = {{{', '.join(sizes)}}};")
     lines.append("QSYNC_EXPORT int64_t qsync_shared_bytes(int64_t index) { return sizes[index]; }")
+    lines.append("#endif")
     return KernelSource("shared_bytes", "\n".join(lines), arch.name)
 
 
