@@ -25,6 +25,7 @@ from compatibility.job import (
     reference,
 )
 from compatibility.two_ranks import on_two_ranks, refused_on_two_ranks
+from qsync_core.errors import PlanError
 from qsync_torch import apply_
 from qsync_torch.aten.float_products import FORMATS_WITHOUT_HARDWARE
 
@@ -116,7 +117,7 @@ def test_compiled_autograd(folder: Path) -> None:
 
 
 def test_torch_func() -> None:
-    """Of an operator in 8 bits, or in a format whose products the processor lacks, PyTorch refuses them; of others it does not."""
+    """Operators in 8 bits are refused; all others are transformed."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     x = torch.randn(3, 4)
@@ -126,14 +127,16 @@ def test_torch_func() -> None:
 
     for variant, dtype in {"int8": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.items():
         applied = apply_(model, {"0": variant}, seed=3)
-        if dtype is None or dtype in FORMATS_WITHOUT_HARDWARE:
-            with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
+        if dtype is None:
+            with pytest.raises(PlanError, match=r"operator 0#0 runs in int8, which torch\.func cannot transform"):
                 torch.func.grad(loss)(parameters, x)
         else:
             model.zero_grad()
             model(x).square().mean().backward()
             found = torch.func.grad(loss)(parameters, x)
-            assert difference(list(found.values()), [parameter.grad for parameter in model.parameters()]) == 0
+            # Elsewhere PyTorch's own products are transformed, which sum in another order.
+            tolerance = 2e-2 if dtype in FORMATS_WITHOUT_HARDWARE else 0
+            assert difference(list(found.values()), [parameter.grad for parameter in model.parameters()]) <= tolerance
             each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
             assert difference([value.mean(0) for value in each.values()], list(found.values())) < 2e-2
         applied.remove()

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_torch import apply_
+from qsync_torch.kernels import library_ops
 from qsync_torch.kernels.binding import quantization_of
-from qsync_torch.kernels.library_ops import is_plain, quantize_many
+from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_many
 
 from .small_models import INT8, ConvNet, images, named
 
@@ -63,6 +64,16 @@ def test_which_calls_skip_the_dispatcher():
         assert not is_plain(x)
     with FakeTensorMode():
         assert not is_plain(x)
+
+
+def test_kernels_get_numbers_whose_sign_is_not_still_to_be_changed(monkeypatch):
+    """Kernels on a GPU read memory."""
+    z, seen, allocate = torch.randn(3, 4, dtype=torch.complex64), [], library_ops._quantized
+    monkeypatch.setattr(library_ops, "_quantized", lambda x, *rest: seen.append(x.is_neg()) or allocate(x, *rest))
+    assert z.conj().imag.is_neg()
+    found, expected = (quantize(x, PER_CHANNEL, 1, 3) for x in (z.conj().imag, -z.imag))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert seen == [False, False]
 
 
 def test_a_dispatch_mode_sees_every_operator_of_a_step_and_changes_no_bit():

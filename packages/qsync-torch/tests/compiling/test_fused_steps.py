@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import qsync_torch as qsync
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import Activation, ChainForm, Producer
 from qsync_core.ir.precision import Granularity, Precision, Rounding
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch import apply_
 from qsync_torch.compiling import rewriting
-from qsync_torch.kernels.producers import producer_choice
+from qsync_torch.kernels.producers import producer_binding, producer_choice
+from qsync_torch.operators.chains import CHAINS
 
 from .chained_models import INT8, Bert, ResNet, Vgg, distance, images, lowered, step, tokens
 
@@ -363,3 +365,14 @@ def test_whose_kernels_produce(backend, config, chain):
     pinned = producer_choice(KernelChoice.parse(backend, "&".join(filter(None, (config, "batch_norm.output=aten/")))))
     assert pinned.asked_for("batch_norm.output")[0] == ("aten",)
     assert pinned.asked_for("batch_norm.grad_input")[0] == chain
+
+
+def test_a_second_derivative_of_a_chain_is_refused():
+    """``aot_eager`` and inductor refuse every one themselves; this is what a chain says where its gradient is recorded."""
+    form, choice = ChainForm(Activation.GELU), KernelChoice.parse("aten")
+    binding = producer_binding(Producer.ACTIVATION, NEAREST, choice, form)
+    x = torch.randn(4, 8, requires_grad=True)
+    y = CHAINS[Producer.ACTIVATION](x, False, binding.key, 0, torch.zeros(1, dtype=torch.int64))[0]
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(PlanError, match=r"the activation of a fused chain, which has no second derivative.*create_graph=True"):
+        grad.sum().backward()

@@ -109,6 +109,7 @@ class Installation(abc.ABC):
             remedy: what to do where one is.
         """
         wrap_checkpointing()
+        _watch_scripting()
         self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model, remedy)
         self._around = interception = Interception(self.cache, self._calls, promote=promote, installation=self)
         for op_id, module in addressed.modules:
@@ -423,3 +424,23 @@ def forget_copied_forwards(model: nn.Module) -> None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = types.MethodType(earlier, module)
+
+
+@functools.cache
+def _watch_scripting() -> None:
+    """Have each model looked at that ``torch.jit.script`` compiles; once in a process."""
+    module: Any = torch.jit._recursive
+    create = module.create_script_module
+
+    @functools.wraps(create)
+    def create_script_module(nn_module: nn.Module, stubs_fn: Any, share_types: bool = True, is_tracing: bool = False) -> Any:
+        if not is_tracing:
+            forget_copied_forwards(nn_module)
+            if any(map(is_replaced, nn_module.modules())):
+                raise PlanError(
+                    "torch.jit.script reads the source of a model, which has nothing of its plan: script a copy, which is in full "
+                    "precision (torch.jit.script(copy.deepcopy(model))), or call remove() first"
+                )
+        return create(nn_module, stubs_fn, share_types, is_tracing)
+
+    module.create_script_module = create_script_module

@@ -271,6 +271,7 @@ class PlannedForwards(Installation):
             self._weights.prepare()
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_recording()
         if whole and self._lag_watch is not None and not torch.compiler.is_compiling():
             self._lag_watch.forward((args, kwargs))
         if whole and self._first_pass is not None and self.model.training and torch.is_grad_enabled():
@@ -288,6 +289,22 @@ class PlannedForwards(Installation):
         if self.model.training and not torch.is_grad_enabled() and not runs_detached():
             self._first_passes.remember(module, args, kwargs, self._steps.position)
         return output
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _check_recording(self) -> bool:
+        """A recorded forward would round with the same random numbers whenever it runs; a compiler asks this while it reads.
+
+        Raises:
+            PlanError: naming 8-bit operators.
+        """
+        what = "torch.export.export" if torch.compiler.is_exporting() else "torch.jit.trace" if torch.jit.is_tracing() else ""
+        if what and (quantized := [op_id for op_id, call in self._lowered.items() if call.is_quantized]):
+            raise PlanError(
+                f"{what} records one forward of a model under a plan, with the random numbers that its 8-bit operators "
+                f"({first_named(quantized)}) draw anew in every step: record it in eval mode, which is in full precision, or after "
+                "remove()"
+            )
+        return True
 
     def _first_pass_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position | None:
         """The place of the forward without gradients that this one with them repeats."""

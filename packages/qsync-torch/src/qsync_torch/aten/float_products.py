@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from qsync_core.geometry import Geometry
 
@@ -32,9 +33,14 @@ def needs_widening(x: torch.Tensor) -> bool:
     return x.dtype in FORMATS_WITHOUT_HARDWARE and x.is_cpu
 
 
+def _runs_widened(x: torch.Tensor) -> bool:
+    """Whether a differentiable product is computed so: where PyTorch transforms it, or wants tangents, it is PyTorch's own."""
+    return needs_widening(x) and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``F.linear`` of operands in one float format: (..., K) and (N, K) to (..., N) in that format; differentiable."""
-    if not needs_widening(x):
+    if not _runs_widened(x):
         return F.linear(x, weight, bias)
     y: torch.Tensor = _WidenedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
@@ -42,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def conv2d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry) -> torch.Tensor:
     """``F.conv2d`` of operands in one float format: (B, C, H, W) and (O, C / groups, KH, KW) to (B, O, OH, OW); differentiable."""
-    if not needs_widening(x):
+    if not _runs_widened(x):
         return F.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     y: torch.Tensor = _WidenedConv2d.apply(x, weight, bias, geometry)  # type: ignore[no-untyped-call]
     return y

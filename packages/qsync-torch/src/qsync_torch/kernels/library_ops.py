@@ -28,9 +28,12 @@ _OPS = torch.ops.qsync
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether a call on these may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it."""
+    """Whether a call on these may skip the dispatcher: no compiler, dispatch mode or tensor subclass wants to see it.
+
+    The dispatcher also writes numbers out whose sign is changed when they are read (``z.conj().imag``).
+    """
     for x in tensors:
-        if type(x) not in PLAIN_TENSORS:
+        if type(x) not in PLAIN_TENSORS or x.is_neg():
             return False
     return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 

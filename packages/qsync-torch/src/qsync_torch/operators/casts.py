@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
@@ -360,12 +361,41 @@ The gradient of the activation comes in the variant's format, or in the activati
 weight and bias come in float32."""
 
 
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
-    """``function.apply``, straight in plain eager mode: what PyTorch prepares for functorch takes longer than the rest of it."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+def apply_of(
+    function: type[torch.autograd.Function], binding: OperatorBinding | None = None, seeds: Seeds | None = None
+) -> Callable[..., torch.Tensor]:
+    """``function.apply``, straight in plain eager mode: what PyTorch prepares for functorch takes longer than the rest of it.
+
+    Args:
+        function: what is to be applied.
+        binding, seeds: of an 8-bit operator.
+
+    Raises:
+        PlanError: where ``torch.func`` transforms an 8-bit operator.
+    """
+    if torch.compiler.is_compiling():
+        return function.apply
+    if torch._C._are_functorch_transforms_active():
+        if binding is not None and seeds is not None:
+            raise PlanError(
+                f"{seeds.name} runs in {binding.variant.compute}, which torch.func cannot transform (grad, vmap, jvp, jacrev): "
+                f"{_INSTEAD}, and gradients by backward() or torch.autograd.grad run as planned"
+            )
         return function.apply
     straight: Callable[..., torch.Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return straight
+
+
+_INSTEAD = "keep it in a float format in the plan, or do this on a model without a plan (copy.deepcopy gives one, remove() too)"
+"""What to do about what 8-bit operators lack."""
+
+
+_FUNCTORCH: Any = torch._C._functorch
+
+
+def _is_batched(grad: torch.Tensor) -> bool:
+    """Whether it is a batch of gradients: of ``is_grads_batched`` and ``jacobian(vectorize=True)``, or of ``torch.vmap``."""
+    return bool(_FUNCTORCH.is_legacy_batchedtensor(grad) or _FUNCTORCH.is_functorch_wrapped_tensor(grad))
 
 
 class _Underivable(torch.autograd.Function):
@@ -399,22 +429,42 @@ def _leaves(node: Any) -> list[torch.Tensor]:
     return found
 
 
-def first_derivative(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], Any]:
+def _in_8_bit(ctx: Any) -> str:
+    return f"{ctx.operator} runs in {ctx.binding.variant.compute}"
+
+
+def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    """In place of an 8-bit operator's ``jvp``.
+
+    Raises:
+        PlanError: naming the operator.
+    """
+    raise PlanError(
+        f"{_in_8_bit(ctx)}, which has no derivative in forward mode (torch.autograd.forward_ad, jvp, jacfwd): {_INSTEAD}"
+    )
+
+
+def first_derivative(
+    backward: Callable[[Any, torch.Tensor], Any], runs: Callable[[Any], str] = _in_8_bit
+) -> Callable[[Any, torch.Tensor], Any]:
     """A backward whose gradients are refused to be differentiated, which only one that is recorded itself pays for.
 
     PyTorch's ``once_differentiable`` refuses on the way to the incoming gradient alone: what activation and weight have to do with
     the gradients would be left out without a word.
+
+    Args:
+        backward: of an autograd function.
+        runs: what runs how, of its ``ctx``.
     """
 
     def call(ctx: Any, grad: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():  # unless by create_graph=True
             return backward(ctx, grad)
+        refusal = f"{runs(ctx)}, which has no second derivative, and its gradient is differentiated (create_graph=True): {_INSTEAD}"
+        if _is_batched(grad):  # what is put around a batch is lost where it is taken apart
+            raise PlanError(refusal)
         with torch.no_grad():
             grads = backward(ctx, grad)
-        refusal = (
-            f"{ctx.name} runs in {ctx.binding.variant.compute}, which has no second derivative, and its gradient is differentiated "
-            "(create_graph=True): keep it in a float format in the plan, or differentiate twice on a model without a plan"
-        )
         sources = [grad, *_leaves(ctx)]
         return apply_of(_Underivable)(refusal, len(sources), *sources, *(None if g is None else g.requires_grad_() for g in grads))
 
@@ -431,7 +481,17 @@ def keep_for_backward(
     """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
     ctx.save_for_backward(*copies)
     ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seeds.grad, seeds.offset
-    ctx.name = seeds.name
+    ctx.operator = seeds.name  # not ctx.name, which PyTorch has for the node's
+
+
+class _Dispatched(TorchDispatchMode):
+    """Kernels run as operators of PyTorch's dispatcher.
+
+    It takes a batch of gradients apart: each runs as by itself.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 _NO_TENSORS = (None,) * 6
@@ -443,10 +503,14 @@ def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tu
 
     Autocast may be active where the script calls ``backward()``, and would turn the float32 products inside into its own format.
     """
+    straight = is_plain(grad)
+    if straight and _is_batched(grad):
+        with _Dispatched():  # type: ignore[no-untyped-call]
+            return run_backward(ctx, grad, products)
     if torch.is_autocast_enabled(grad.device.type):
         with torch.autocast(grad.device.type, enabled=False):
             return run_backward(ctx, grad, products)
-    binding, needs, x_dtype, straight = ctx.binding, ctx.needs_input_grad[:3], ctx.x_dtype, is_plain(grad)
+    binding, needs, x_dtype = ctx.binding, ctx.needs_input_grad[:3], ctx.x_dtype
     x, x_scale, w, w_scale = ctx.saved_tensors
     saved = Saved(x, x_scale, w, w_scale, ctx.x_shape, x_dtype)
     gradient = cast_gradient(grad, saved.w_scale, binding, needs, ctx.seed, ctx.offset, straight)

@@ -31,7 +31,7 @@ def _of_float_result(backward: Any) -> Any:
 
     Gradients are computed in the formats of the binding, also where the script calls ``backward()`` under autocast.
     """
-    once = first_derivative(backward)
+    once = first_derivative(backward, lambda ctx: f"the {ctx.binding.producer} of a fused chain")
 
     @functools.wraps(backward)
     def call(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:

@@ -32,6 +32,7 @@ from qsync_torch.operators.casts import (
     first_derivative,
     float_input,
     keep_for_backward,
+    no_forward_mode,
     run_backward,
     seeds_of,
 )
@@ -42,6 +43,8 @@ class QuantizedConv2d(torch.autograd.Function):
 
     Only the 8-bit copies are saved, never the float activation or weight.
     """
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(
@@ -129,7 +132,7 @@ def run_conv2d(
         return run_conv2d(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
     if not binding.is_quantized:
         return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    return apply_of(QuantizedConv2d)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
+    return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
 
 
 def resolve_padding(x: torch.Tensor, weight: torch.Tensor, padding: Pair | str, dilation: IntPair) -> tuple[torch.Tensor, IntPair]:

@@ -30,6 +30,7 @@ from qsync_torch.operators.casts import (
     first_derivative,
     float_input,
     keep_for_backward,
+    no_forward_mode,
     run_backward,
     seeds_of,
 )
@@ -40,6 +41,8 @@ class QuantizedLinear(torch.autograd.Function):
 
     Only the 8-bit copies are saved, never the float activation or weight.
     """
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(
@@ -127,7 +130,7 @@ def run_linear(
     """A linear call with every cast of core's table; ``weight_copy`` is the weight's, where it was made before."""
     if not binding.is_quantized:
         return linear_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
-    return apply_of(QuantizedLinear)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
+    return apply_of(QuantizedLinear, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)
 
 
 def linear(

@@ -48,7 +48,7 @@ def _lowered_linear(
     binding = cast(OperatorBinding, BOUND[key])
     seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
     copy = _copy(q, scale)
-    return apply_of(QuantizedLinear)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
+    return apply_of(QuantizedLinear, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
 
 
 def _lowered_conv2d(
@@ -68,7 +68,7 @@ def _lowered_conv2d(
     copy = _copy(q, scale)
     if copy is None:
         return run_conv2d(x, weight, bias, binding, seeds)
-    return apply_of(QuantizedConv2d)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
+    return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
