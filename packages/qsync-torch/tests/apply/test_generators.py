@@ -3,6 +3,8 @@
 The reference is the same model with the same seed, whose forward returns a list.
 """
 
+import dataclasses
+import itertools
 import warnings
 
 import pytest
@@ -47,6 +49,18 @@ class Yielding(Listed):
 class Returning(Listed):
     def forward(self, x):
         return self.pieces(x)
+
+
+class Inside(Listed):
+    """Generators in a container."""
+
+    def forward(self, x):
+        return {"pieces": [(self.pieces(x), self.pieces(x))], "x": iter([x])}
+
+
+@dataclasses.dataclass
+class Output:
+    pieces: object
 
 
 class Sent(Listed):
@@ -136,3 +150,32 @@ def test_an_operator_that_no_piece_runs_is_named_at_the_end(x):
         next(pieces)
     with pytest.warns(UserWarning, match="the plan lowers b#0, c#0, which the first step did not run"):
         list(pieces)
+
+
+def test_generators_in_a_container_run_as_planned(x):
+    """Both give what the list gives: they belong to one forward."""
+    (expected, _), (model, applied) = planned(Listed), planned(Inside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, gradients = model(x), gradients_of(expected, expected(x))
+        for pieces in output["pieces"][0]:
+            assert equal(gradients_of(model, list(pieces)), gradients)
+    assert torch.equal(next(output["x"]), x)
+    assert applied.step == 1
+
+
+def test_what_iterators_in_an_object_give_is_float32(x):
+    class Kept(Listed):
+        def __init__(self):
+            super().__init__()
+            self.output = Output(None)
+
+        def forward(self, x):
+            if self.output.pieces is None:
+                self.output.pieces = itertools.repeat(self.b(x))
+            return self.output
+
+    model, _ = planned(Kept)
+    first, again = model(x).pieces, model(x).pieces
+    assert next(first).dtype is torch.float32
+    assert first is again, "wrapped in every step"

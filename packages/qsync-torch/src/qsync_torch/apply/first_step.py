@@ -75,7 +75,7 @@ def _float32(leaf: Any, done: _Done) -> Any:
     if id(leaf) in done:
         return done[id(leaf)][1]
     if _is_iterator(leaf):
-        return map(float32_outputs, leaf)
+        return _InFloat32(leaf)
     if isinstance(leaf, (*_FUNCTIONS, *_MADE_ANEW)):
         is_low = _is_low(leaf, done, set())
         done[id(leaf)] = leaf, leaf
@@ -98,6 +98,18 @@ def _float32(leaf: Any, done: _Done) -> Any:
 def _is_iterator(leaf: Any) -> bool:
     """Generators and what Python itself iterates with: what they give is not there yet."""
     return isinstance(leaf, Generator) or (isinstance(leaf, Iterator) and type(leaf).__module__ in ("builtins", "itertools"))
+
+
+class _InFloat32(Iterator[Any]):
+    """What an iterator gives, in float32."""
+
+    __slots__ = ("_given",)
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __next__(self) -> Any:
+        return float32_outputs(next(self._given))
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)
@@ -167,7 +179,7 @@ def _is_low(leaf: Any, done: _Done, met: set[int]) -> bool:
         return done[id(leaf)][1] is not leaf
     met.add(id(leaf))
     if _is_iterator(leaf):
-        return False
+        return True
     values = _values_of(leaf) if isinstance(leaf, _FUNCTIONS) else []
     values += [getattr(leaf, name, None) for name in _attribute_names(leaf)]
     values += leaf.values() if isinstance(leaf, (dict, types.MappingProxyType)) else leaf if isinstance(leaf, _HOLD_VALUES) else []
@@ -176,7 +188,7 @@ def _is_low(leaf: Any, done: _Done, met: set[int]) -> bool:
 
 def _holds_attributes(leaf: Any) -> bool:
     """True for objects that a model may put its outputs into; modules and classes are not."""
-    if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module, torch.dtype, torch.device)):
+    if leaf is None or isinstance(leaf, (_InFloat32, str, bytes, int, float, complex, type, nn.Module, torch.dtype, torch.device)):
         return False
     return not isinstance(leaf, types.ModuleType)
 

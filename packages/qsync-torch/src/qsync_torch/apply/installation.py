@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
@@ -308,6 +309,12 @@ class Installation(abc.ABC):
             self.end_forward()
         if isinstance(output, types.GeneratorType):
             return self._in_pieces(output, whole, self.position())
+        if not (isinstance(output, torch.Tensor) or torch.compiler.is_compiling()):
+            parts, structure = pytree.tree_flatten(output)
+            if places := [place for place, part in enumerate(parts) if isinstance(part, types.GeneratorType)]:
+                for place in places:  # the entry is whole when the last one has ended
+                    parts[place] = self._in_pieces(parts[place], whole and place == places[-1], self.position())
+                output, whole = pytree.tree_unflatten(parts, structure), False
         return self.finish(output, whole)
 
     def _in_pieces(self, pieces: Generator[Any, Any, Any], whole: bool, position: Any) -> Generator[Any, Any, Any]:
