@@ -231,3 +231,24 @@ def test_recorded_calls_run_on_random_operands(model: nn.Module, shape: tuple[in
         for precision in (torch.float32,) if is_fixed else (torch.float32, torch.bfloat16):
             inputs = [x.requires_grad_() for x in call.make_inputs([precision] * len(operator.inputs))]
             call.bind(inputs, [p.requires_grad_() for p in call.make_parameters()])()
+
+
+def of_layout(change) -> Job:
+    return Job(
+        "sparse",
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
+        lambda step, size: Batch((change(torch.eye(size, 4)),)),
+        lambda output, batch: output.square().mean(),
+        lambda parameters: torch.optim.SGD(parameters, 0.1),
+        2,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_inputs() -> None:
+    """No operator that reads one is adjustable; those behind it are."""
+    dag = trace(of_layout(torch.Tensor.to_sparse))
+    assert [str(operator.op_id) for operator in dag.adjustable] == ["1#0"]
+    assert next(o.not_applicable for o in dag.operators if str(o.op_id) == "0#0") == "its input is sparse_coo, not dense"
+    with pytest.raises(TraceError, match=r"sparse cannot be traced with input in sparse_csr: give it dense, or as to_sparse\(\)"):
+        trace(of_layout(torch.Tensor.to_sparse_csr))

@@ -10,7 +10,8 @@ same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +37,27 @@ from qsync_torch.operators.lowered_ops import lowered_conv2d, lowered_linear
 from qsync_torch.operators.step_counter import DEVICE_KINDS, StepCounter
 
 _NO_SEEDS = Seeds()
+_FLOAT32 = Variant.plain(Precision.FLOAT32)
 _NUMBERS = itertools.count()
 _TRACED: set[str] = set()
+
+
+def _is_jagged(x: Any) -> bool:
+    """Whether it is nested as PyTorch's linear takes it: (B, *, ...), with sequences one after the other."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.jagged and x.is_contiguous() and getattr(x, "_ragged_idx", 1) == 1
+
+
+def _has_functions(x: Any) -> bool:
+    """Whether the class of a tensor has functions of its own now, as those have that carry something along (MONAI's, fastai's)."""
+    if not isinstance(x, torch.Tensor) or type(x).__torch_function__ is torch._C._disabled_torch_function_impl:
+        return False
+    return torch._C._is_torch_function_enabled()
+
+
+def _by_class(run: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Hand a call to the class of its input, which calls it in turn, and makes the result one of its own."""
+    result: torch.Tensor = type(x).__torch_function__(run, (type(x),), (x, *rest), {})
+    return result
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -132,14 +152,21 @@ class LoweredCall:
         """In place of ``F.linear``."""
         if torch.compiler.is_compiling():
             _traces(self._name)
+            if input.layout is torch.jagged and _is_jagged(input):
+                return self._linear_of_jagged(input, weight, bias)
             if self._linear.is_quantized:
                 return lowered_linear(input, weight, bias, self._linear, self.seeds_for(weight))
             with torch._C.DisableTorchFunction():  # casts of the plan are none of the model's
                 return run_linear(input, weight, bias, self._linear, _NO_SEEDS, self._cache)
+        if type(input) not in PLAIN_TENSORS:
+            if _is_jagged(input):
+                return self._linear_of_jagged(input, weight, bias)
+            if _has_functions(input):
+                return _by_class(self.linear, input, weight, bias)
         try:
             # Modes that are active would be asked about each torch call inside, and change nothing here.
             with torch._C.DisableTorchFunction():
-                self._check(weight)
+                self._check(input, weight)
                 cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
@@ -149,6 +176,9 @@ class LoweredCall:
                 return run_linear(input, weight, bias, self._linear, self.seeds_for(weight), cache, self._weight_copy(weight))
         except NumericsError as error:
             raise self._named(error) from None
+
+    def _linear_of_jagged(self, input: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.linear(input.values(), weight, bias), input.offsets())
 
     def conv2d(
         self,
@@ -161,6 +191,8 @@ class LoweredCall:
         groups: int = 1,
     ) -> torch.Tensor:
         """In place of ``F.conv2d``."""
+        if type(input) not in PLAIN_TENSORS and not torch.compiler.is_compiling() and _has_functions(input):
+            return _by_class(self.conv2d, input, weight, bias, stride, padding, dilation, groups)
         prepared, binding = self._prepared
         if prepared != (stride, padding, dilation, groups):
             input, geometry = resolve_geometry(input, weight, stride, padding, dilation, groups)
@@ -173,7 +205,7 @@ class LoweredCall:
                 return run_conv2d(input, weight, bias, binding, _NO_SEEDS, self._cache)
         try:
             with torch._C.DisableTorchFunction():
-                self._check(weight)
+                self._check(input, weight)
                 cache = self._casts()
                 if self._base is not Precision.FLOAT32:
                     with torch.autocast(weight.device.type, enabled=False):
@@ -182,19 +214,40 @@ class LoweredCall:
         except NumericsError as error:
             raise self._named(error) from None
 
-    def _check(self, weight: torch.Tensor) -> None:
+    def _check(self, input: torch.Tensor, weight: torch.Tensor) -> None:
         """Whether this call is the one that was planned.
 
         Raises:
             PlanError: when the weight is not an ordinary float32 tensor any more, or autocast is not what the plan was made for.
+            NumericsError: when the input is one that the operator does not run on.
         """
         self.has_run = True
+        if not isinstance(input, torch.Tensor) or input.layout is not torch.strided or input.is_nested:
+            self._check_dense(input)
         if type(weight) not in PLAIN_TENSORS:
             check_ordinary(self.op_id.fqn, weight)
         if weight.dtype is not torch.float32:
             check_weight_dtype(self.op_id.fqn, weight, self._caller)
         if torch._C._is_any_autocast_enabled() or self._base is not Precision.FLOAT32:
             check_autocast(self._base, weight.device, self._shown, self._caller)
+
+    def _check_dense(self, input: Any) -> None:
+        """An input that is no dense tensor: where the plan leaves the operator in float32, PyTorch runs on it.
+
+        Raises:
+            NumericsError: with what to do.
+        """
+        if not isinstance(input, torch.Tensor):
+            raise NumericsError(f"it takes a tensor, got {type(input).__name__}: convert it before")
+        if self.assigned.variant == _FLOAT32:
+            return
+        is_nested = input.is_nested
+        kind = "nested" if is_nested else str(input.layout).removeprefix("torch.").lstrip("_")
+        dense = "make it with layout=torch.jagged, for a linear operator" if is_nested else "call to_dense() on it before"
+        raise NumericsError(
+            f"in {self.assigned.variant.label} it takes dense tensors, and its input is {kind}: {dense}, or keep the operator in "
+            "float32 in the plan"
+        )
 
     def _casts(self) -> CastCache:
         """Where this call's casts are shared; float ones, which draw no random numbers, always among all."""

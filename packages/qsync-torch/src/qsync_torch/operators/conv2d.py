@@ -130,6 +130,8 @@ def run_conv2d(
     ``run_linear``."""
     if x.ndim == 3:
         return run_conv2d(x[None], weight, bias, binding, seeds, cache, weight_copy)[0]
+    if x.ndim != 4:
+        return F.conv2d(x, weight, bias)  # which says what it takes
     if not binding.is_quantized:
         return conv2d_product(float_input(x, binding, cache), None, weight.to(binding.w_dtype), None, bias, binding)
     return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), cache, weight_copy)

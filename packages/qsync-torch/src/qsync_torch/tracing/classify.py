@@ -166,6 +166,12 @@ def weight_reason(weight: Read | None, bias: Read | None, is_own_call: bool) -> 
     return ""
 
 
+def layout_reason(x: Read) -> str:
+    """Why the layout of a call's activation rules it out; empty for a dense one."""
+    layout = x.tensor.layout
+    return "" if layout is torch.strided else f"its input is {str(layout).removeprefix('torch.')}, not dense"
+
+
 def is_transposed_linear(x: Read | None, weight: Read | None) -> bool:
     """Whether a product is a linear operator whose weight is stored as (K, N): a whole matrix on the right of an activation."""
     if x is None or weight is None or not x.is_activation or not weight.is_parameter or weight.value.is_view:

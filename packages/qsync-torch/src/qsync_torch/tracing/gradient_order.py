@@ -106,7 +106,7 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
         model: the model's name, for messages.
 
     Raises:
-        TraceError: when a shape depends on tensor values; the message names the line.
+        TraceError: when a shape depends on tensor values; the message names the line.  When an input has no strides.
     """
     order: list[str] = []
     parameters: dict[str, torch.Tensor] = {}
@@ -118,6 +118,9 @@ def run_fake(step: ExportedStep, trainable: frozenset[str], model: str) -> FakeR
             if not isinstance(example, torch.Tensor):
                 values.append(example)
                 continue
+            if example.layout not in (torch.strided, torch.sparse_coo):
+                layout = str(example.layout).removeprefix("torch.")
+                raise TraceError(f"{model} cannot be traced with {stands_for.name} in {layout}: give it dense, or as to_sparse()")
             value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
             if stands_for.kind == "parameter":
                 value = parameters.setdefault(stands_for.name, value)

@@ -243,7 +243,7 @@ class GraphWalk:
         nested = self._nested or ("it is called under torch.vmap" if self._vmap_depth else "")
         draft.address = classify.address_of(caller, draft.scope, draft.kind, weight, self._addresses[draft.kind])
         is_own_call = bool(draft.address) and draft.address == draft.scope
-        draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested
+        draft.not_applicable = classify.weight_reason(weight, bias, is_own_call) or nested or classify.layout_reason(x)
         if weight.is_activation and not weight.value.storage.weight_only:
             draft.flops = 2 * math.prod(draft.output_shape) * x.tensor.shape[-1]
             return  # a product of two activations, which stays dependent
