@@ -11,28 +11,25 @@ import sys
 from pathlib import Path
 
 import attrs
+import emulated_producers
 import pytest
+import torch
+from emulated_producers import COMPILER, FOLDER, EmulatedBackend
+from kernel_requests import every_producer
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("qsync_torch")
-
-import emulated_producers  # noqa: E402
-from emulated_producers import COMPILER, FOLDER, EmulatedBackend  # noqa: E402
-from kernel_requests import every_producer  # noqa: E402
-
-from qsync_core.errors import BackendError  # noqa: E402
-from qsync_core.ir.chain import Activation, ChainForm  # noqa: E402
-from qsync_core.ir.precision import Granularity, Precision, Rounding  # noqa: E402
-from qsync_core.ir.variant import Variant  # noqa: E402
-from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op  # noqa: E402
-from qsync_kernels_cutlass.compiling import library  # noqa: E402
-from qsync_torch.aten.backend import AtenBackend  # noqa: E402
-from qsync_torch.conformance.operands import Outputs  # noqa: E402
-from qsync_torch.conformance.producer_checks import check_forward  # noqa: E402
-from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of  # noqa: E402
-from qsync_torch.conformance.subject import Subject  # noqa: E402
-from qsync_torch.conformance.test_producer_gradients import check as check_gradients  # noqa: E402
-from qsync_torch.conformance.test_producer_gradients import gradient  # noqa: E402
+from qsync_core.errors import BackendError
+from qsync_core.ir.chain import Activation, ChainForm
+from qsync_core.ir.precision import Granularity, Precision, Rounding
+from qsync_core.ir.variant import Variant
+from qsync_core.kernels.backend import KernelConfig, KernelRequest, Op
+from qsync_kernels_cutlass.compiling import library
+from qsync_torch.aten.backend import AtenBackend
+from qsync_torch.conformance.operands import Outputs
+from qsync_torch.conformance.producer_checks import check_forward
+from qsync_torch.conformance.producers import BATCH_NORM, FORMS, Producer, given, variant_of
+from qsync_torch.conformance.subject import Subject
+from qsync_torch.conformance.test_producer_gradients import check as check_gradients
+from qsync_torch.conformance.test_producer_gradients import gradient
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is installed, so the kernels cannot be run on a CPU")
 
@@ -170,7 +167,8 @@ def test_calls_that_no_kernel_takes_are_refused_before_anything_runs():
         kernel.call(library.ProducerArguments(rows=8, columns=8, sm_count=1), lambda: "the call")
 
 
-def test_the_first_configuration_is_the_only_one():
+def test_the_first_configuration_is_the_only_one(stand_in_nvcc):
+    stand_in_nvcc("exit 1")
     request = attrs.evolve(every_producer()[0], op=Op.LAYER_NORM_OUTPUT)
     with pytest.raises(BackendError, match=r"backend cutlass has no configuration 'tile=4' of layer_norm\.output"):
         emulated_producers.CutlassBackend().build(attrs.evolve(request, chain=ChainForm()), KernelConfig("tile=4"))
