@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from launching import EXAMPLES, train
 
+from processes import Ended
 from qsync_core.ir.precision import Precision
 
 pytestmark = pytest.mark.distributed
 
 
-def test_two_groups_train_under_one_plan_and_the_checkpoint_loads_without_qsync(make_plan, tmp_path):
-    checkpoint = tmp_path / "checkpoint.pt"
-    ended = train([make_plan()] * 2, "--epochs", "3", "--checkpoint", str(checkpoint))
-    assert [e.status for e in ended] == [0, 0], ended
+@pytest.fixture(scope="module")
+def trained(make_plan, tmp_path_factory) -> Callable[[int], tuple[list[Ended], Path]]:
+    """By the number of epochs: both ranks under the plan, and the checkpoint with which they ended; each trained once."""
+
+    @cache
+    def run(epochs: int) -> tuple[list[Ended], Path]:
+        checkpoint = tmp_path_factory.mktemp("trained") / "checkpoint.pt"
+        ended = train([make_plan()] * 2, "--epochs", str(epochs), "--checkpoint", str(checkpoint))
+        assert [e.status for e in ended] == [0, 0], ended
+        return ended, checkpoint
+
+    return run
+
+
+def test_two_groups_train_under_one_plan_and_the_checkpoint_loads_without_qsync(trained):
+    ended, checkpoint = trained(3)
     said = re.findall(r"epoch (\d): (\w+), loss ([\d.]+), held-out accuracy ([\d.]+)%", ended[0].output)
     assert [(epoch, group) for epoch, group, _, _ in said] == [("0", "train"), ("1", "train"), ("2", "train")]
     assert float(said[-1][3]) > 90
@@ -32,10 +49,10 @@ def test_two_groups_train_under_one_plan_and_the_checkpoint_loads_without_qsync(
     assert done.stdout.strip() == f"held-out accuracy {said[-1][3]}%"
 
 
-def test_the_plan_changes_what_the_infer_rank_computes_and_nothing_else(make_plan, tmp_path):
+def test_the_plan_changes_what_the_infer_rank_computes_and_nothing_else(make_plan, trained, tmp_path):
     """Without a plan, and with one that lowers nothing, training is the same to the last bit; with int8 it is not."""
-    states = {}
-    for name, plan in (("none", None), ("float32", make_plan({}, "float32")), ("mixed", make_plan())):
+    states = {"mixed": torch.load(trained(1)[1], weights_only=True)["model"]}
+    for name, plan in (("none", None), ("float32", make_plan({}, "float32"))):
         path = tmp_path / f"{name}.pt"
         ended = train([plan] * 2, "--epochs", "1", "--checkpoint", str(path))
         assert [e.status for e in ended] == [0, 0], ended
@@ -49,15 +66,13 @@ def test_the_plan_changes_what_the_infer_rank_computes_and_nothing_else(make_pla
     assert not torch.equal(states["none"]["conv2.weight"], states["mixed"]["conv2.weight"])
 
 
-def test_a_resumed_run_ends_like_an_uninterrupted_one(make_plan, tmp_path):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(make_plan, trained, tmp_path):
     """Bit for bit: weights, BatchNorm statistics, momentum, and the random numbers of stochastic rounding."""
-    plan = make_plan()
-    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    for arguments in (("2", whole), ("1", parts), ("2", parts)):
-        ended = train([plan] * 2, "--epochs", arguments[0], "--checkpoint", str(arguments[1]))
-        assert [e.status for e in ended] == [0, 0], ended
+    parts = shutil.copy(trained(1)[1], tmp_path / "parts.pt")
+    ended = train([make_plan()] * 2, "--epochs", "3", "--checkpoint", str(parts))
+    assert [e.status for e in ended] == [0, 0], ended
     assert "epoch 0" not in ended[0].output
-    a, b = torch.load(whole, weights_only=True), torch.load(parts, weights_only=True)
+    a, b = torch.load(trained(3)[1], weights_only=True), torch.load(parts, weights_only=True)
     assert a["step"] == b["step"] > 0
     for key in a["model"]:
         assert torch.equal(a["model"][key], b["model"][key]), key
