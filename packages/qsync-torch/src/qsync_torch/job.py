@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
-from qsync_torch.operators.addresses import without_shape
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -83,6 +84,12 @@ def _check_amp(job: Job, attribute: attrs.Attribute[str | None], amp: str | None
         raise JobError(
             f"the amp of {job.name} is the format of its autocast, 'bfloat16', or None for training without, got {amp!r}"
         )
+
+
+def without_shape(model: torch.nn.Module) -> str:
+    """The first parameter or buffer of a lazy module that has seen no batch; empty where all have shapes."""
+    stored = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, tensor in stored if is_lazy(tensor)), "")
 
 
 def check_shapes(name: str, model: torch.nn.Module) -> None:

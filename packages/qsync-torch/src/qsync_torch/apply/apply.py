@@ -33,7 +33,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
-from qsync_torch.operators.addresses import without_shape
+from qsync_torch.job import without_shape
 from qsync_torch.sharing.job_check import check_job
 from qsync_torch.sharing.share import refuse_deferred
 

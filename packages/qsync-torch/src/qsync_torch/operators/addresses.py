@@ -6,11 +6,9 @@ often, in what order or from where a model calls ``F.linear``, nor on whether a 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 LINEAR = "linear"
 CONV2D = "conv2d"
@@ -48,12 +46,6 @@ def has_class_forward(module: nn.Module) -> bool:
     """Whether calling the module runs the forward of its class."""
     patched = module.__dict__.get("forward")
     return patched is None or getattr(patched, "__func__", None) is type(module).forward
-
-
-def without_shape(model: nn.Module) -> str:
-    """The first parameter or buffer of a lazy module that has seen no batch; empty where all have shapes."""
-    stored = itertools.chain(model.named_parameters(), model.named_buffers())
-    return next((name for name, tensor in stored if is_lazy(tensor)), "")
 
 
 class Addresses:
