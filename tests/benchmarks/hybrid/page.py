@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,42 @@ _TITLES = {"resnet50": "ResNet50", "vgg16-bn": "VGG16-BN", "bert-base": "BERT-ba
 
 
 def steps(rows: Rows) -> list[str]:
-    """Measured and predicted steps of hybrid jobs, a model a line."""
-    cases: dict[str, dict[tuple[str, str], str]] = {}
+    """Measured and predicted steps of hybrid jobs, a line for each model (and kind of GPU, where they are of several)."""
+    cases: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row_id, row in rows.items():
         if found := _CASE.fullmatch(row_id):
             stem = row_id.removesuffix("-measured")
             predicted, error = rows[f"{stem}-predicted"]["value"], rows[f"{stem}-error"]["value"]
             text = f"{row['value']:.1f} ({predicted:.1f}, {error:+.1%})".replace("-0.0%", "±0%").replace("+0.0%", "±0%")
-            cases.setdefault(found["model"], {})[found["plan"], found["way"]] = text
+            cases.setdefault((found["model"], row.get("device") or ""), {})[found["plan"], found["way"]] = text
     columns = [(plan, way) for plan in _PLANS for way in ("default", "chosen") if any((plan, way) in own for own in cases.values())]
     heads = [_PLANS[plan] + ("" if way == "default" else ", as planned") for plan, way in columns]
     lines = ["| step, ms: measured (predicted) | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
-    for model in sorted(cases, key=list(_TITLES).index):
-        lines.append(f"| {_TITLES[model]} | " + " | ".join(cases[model].get(column, "–") for column in columns) + " |")
-    return lines
+    several = len({device for _, device in cases}) > 1
+    for model, device in sorted(cases, key=lambda case: (list(_TITLES).index(case[0]), case[1])):
+        title = f"{_TITLES[model]}, {device}" if several and device else _TITLES[model]
+        lines.append(f"| {title} | " + " | ".join(cases[model, device].get(column, "–") for column in columns) + " |")
+    return [*_said(device for _, device in cases), *lines]
 
 
 def targets(rows: Rows) -> list[str]:
-    """Every row that has a target."""
-    lines = ["| id | what | measured | target |", "|---|---|---|---|"]
-    for row_id, row in rows.items():
-        if row.get("target", "reported") != "reported":
-            value = f"{row['value']:.2%}" if row["unit"] == "fraction" else f"{row['value']:.4g} {row['unit']}"
-            lines.append(f"| {row_id} | {row['what']} | {value} | {row['target']} |")
-    return lines
+    """Every row that has a target, with its device where they are of several."""
+    wanted = {row_id: row for row_id, row in rows.items() if row.get("target", "reported") != "reported"}
+    devices = {row_id: row.get("device") or "" for row_id, row in wanted.items()}
+    several = len(set(devices.values()) - {""}) > 1
+    head, rule = ("| id | what | measured | target |", "|---|---|---|---|")
+    lines = [f"{head} device |", f"{rule}---|"] if several else [head, rule]
+    for row_id, row in wanted.items():
+        value = f"{row['value']:.2%}" if row["unit"] == "fraction" else f"{row['value']:.4g} {row['unit']}"
+        line = f"| {row_id} | {row['what']} | {value} | {row['target']} |"
+        lines.append(f"{line} {devices[row_id] or '–'} |" if several else line)
+    return [*_said(devices.values()), *lines]
+
+
+def _said(devices: Iterable[str]) -> list[str]:
+    """On what it was measured, if the rows say so."""
+    names = sorted({device for device in devices if device})
+    return [f"Measured on {' and '.join(names)}.", ""] if names else []
 
 
 def write_page(page: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -32,10 +32,17 @@ def measured_at(found: Found, rows: Iterable[Row]) -> list[Row]:
     return [{**row, **own} for row in rows]
 
 
+def on_devices(files: Iterable[Found], rows: Iterable[Row]) -> list[Row]:
+    """Rows that sum several files up, with the devices of all of them."""
+    devices = ", ".join(dict.fromkeys(found["device"] for found in files if found.get("device")))
+    return [{**row, "device": devices} if devices else row for row in rows]
+
+
 def share_rows(share: float, files: Mapping[str, Found], estimated_ms: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """Row H9 at one share: step times estimated from the whole GPU's profile, by workload and plan, against measured ones."""
     rows: list[Row] = []
     errors: dict[str, float] = {}
+    files = {name: found for name, found in files.items() if estimated_ms.get(name)}
     percent = f"{share:.0%}"
     for name, found in files.items():
         for label, run in found["runs"].items():
@@ -45,7 +52,7 @@ def share_rows(share: float, files: Mapping[str, Found], estimated_ms: Mapping[s
             rows += measured_at(found, own)
     worst = "≤ 0.08" if share >= 0.5 else "≤ 0.12"
     title = f"step time at {percent} of the SMs, estimated from the whole GPU"
-    return rows + _summary(f"H9-{percent[:-1]}", title, errors, "reported", worst)
+    return rows + on_devices(files.values(), _summary(f"H9-{percent[:-1]}", title, errors, "reported", worst))
 
 
 def steps_alone(infer: Found) -> dict[str, Any]:
@@ -99,9 +106,12 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
             ]
             rows += measured_at(found, [*own, *memory])
         rows += measured_at(found, [_row(f"H8-{name}", f"profile of {name} b{found['batch']}", found["profile_s"], "s", "≤ 45")])
-    rows += _summary("H1", "step time of one GPU, error of the prediction", times, "≤ 0.015", "≤ 0.04")
-    rows += _summary("H3", "peak allocated, error of the prediction", peaks, "≤ 0.02", "≤ 0.04")
-    return rows + _summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1]
+    summaries = [
+        *_summary("H1", "step time of one GPU, error of the prediction", times, "≤ 0.015", "≤ 0.04"),
+        *_summary("H3", "peak allocated, error of the prediction", peaks, "≤ 0.02", "≤ 0.04"),
+        *_summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1],
+    ]
+    return rows + on_devices(files.values(), summaries)
 
 
 def ablation_rows(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:
@@ -133,7 +143,7 @@ def budget_rows(files: Mapping[str, Found]) -> list[Row]:
     if used:
         least, where = min(used)
         rows.append(_row("H3b-used", f"least share of a budget that its plan used: {where}", least, "fraction", "≥ 0.92"))
-    return rows
+    return on_devices((found for found in files.values() if found.get("budgets")), rows)
 
 
 def pick(found: Found, plan: str, label: str | None = None) -> Found | None:
@@ -156,7 +166,8 @@ def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequ
             )
             rows += measured_at(train, own)
         rows += measured_at(train, list(_against_uniform(name, train, infer, whole.get(name))))
-    return rows + _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
+    summary = _summary("H2", "step time of a hybrid job, error of the prediction", errors, "≤ 0.02", "≤ 0.05")
+    return rows + on_devices((train for train, _ in files.values()), summary)
 
 
 def dynamic_rows(files: Mapping[str, Found], jobs: Mapping[str, Sequence[Found]]) -> list[Row]:
@@ -179,7 +190,7 @@ def _best_ms(found: Found, plan: str) -> float:
 
 
 def _against_uniform(name: str, train: Found, infer: Found, whole: Sequence[Found] | None) -> Iterable[Row]:
-    if not {"uniform", "qsync", "full"} <= {run["plan"] for run in train["runs"]}:
+    if not {"uniform", "qsync"} <= {run["plan"] for run in train["runs"]}:
         return  # the run was cut off
     uniform, qsync = _best_ms(train, "uniform"), _best_ms(train, "qsync")
     yield _row(

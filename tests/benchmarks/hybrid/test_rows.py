@@ -119,6 +119,33 @@ def test_the_page_shows_steps_and_targets(tmp_path: Path) -> None:
         write_page(page, rows)
 
 
+def test_the_page_and_the_sums_name_the_devices(tmp_path: Path) -> None:
+    def rows(device: str, model: str) -> list[dict[str, Any]]:
+        train = {"batch": 64, "device": device, "runs": [run("full", "PyTorch's defaults", 100.0, 101.0, 0)]}
+        return together_rows({model: (train, {"batch": 64, "runs": []})}, {})
+
+    page, place = tmp_path / "hybrid.md", "written by tests/benchmarks/gpu_hybrid.py"
+    page.write_text("".join(f"<!-- {name}-BEGIN: {place} --><!-- {name}-END -->" for name in ("STEPS", "TARGETS")))
+    of_one = rows("an H100", "resnet50")
+    assert {row["device"] for row in of_one} == {"an H100"}
+    write_page(page, of_one)
+    assert page.read_text().count("Measured on an H100.\n\n|") == 2
+    assert "| ResNet50 | 100.0 (101.0, +1.0%) |" in page.read_text()
+    older = [row for row in rows("an H200", "bert-base") if row["id"].startswith("H2-b")]
+    write_page(page, [*of_one, *older])
+    assert "Measured on an H100 and an H200." in page.read_text()
+    assert "| BERT-base, an H200 | 100.0 (101.0, +1.0%) |" in page.read_text()
+
+
+def test_a_run_that_was_cut_off_has_the_rows_of_what_is_there() -> None:
+    default = "PyTorch's defaults"
+    train = {"batch": 12, "runs": [run("uniform", default, 100.0, 100.0, 50.0), run("qsync", default, 101.0, 100.0, 50.0)]}
+    infer = {"batch": 12, "runs": [run("uniform", default, 100.0, 0, 40.0)]}
+    found = by_id(together_rows({"roberta-base": (train, infer)}, {}))
+    assert found["H4-roberta-base"] == pytest.approx(1.01)
+    assert not [row_id for row_id in found if row_id.startswith(("H4b", "H6"))]
+
+
 def test_samples_per_second_beside_dynamic_batches() -> None:
     train = {"runs": [run("qsync", "PyTorch's defaults", 100.0, 0, 0), run("qsync", "2 NCCL CTAs", 80.0, 0, 0)]}
     dynamic = {"batches": [80, 48], "samples_per_s": 1280.0}
