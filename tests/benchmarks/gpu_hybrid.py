@@ -3,28 +3,41 @@
     python tests/benchmarks/gpu_hybrid.py --out OUT [--only alone,together] [--models resnet50,bert-base] [--directory docs/results]
 
 Needs two NVIDIA GPUs and the right to start an MPS daemon.  Every measurement runs in processes of its own, which write JSON and
-artifacts into OUT; the rows are worked out from whatever is there, also of earlier runs.
+artifacts into OUT; the rows are worked out from whatever is there, also of earlier runs.  After ``--minutes`` all of them have
+ended: the same command goes on with the models that this commit has not finished.
+
+On a machine without GPUs ``--models smallest --directory DIRECTORY`` sees that the scripts run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import queue
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 from hybrid.alone import one_group
 from hybrid.page import write_page
-from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, median_ms, share_rows, steps_alone, together_rows
-from hybrid.workloads import WORKLOADS, Variants, cluster_of, configurations, gpu_name
-from results import RESULTS, ROOT, provenance, write_rows
+from hybrid.processes import Deadline, Mps, NoMps, Started, finish, is_complete, mps, start, start_ranks
+from hybrid.rows import (
+    ablation_rows,
+    alone_rows,
+    budget_rows,
+    dynamic_rows,
+    median_ms,
+    on_devices,
+    share_rows,
+    steps_alone,
+    together_rows,
+)
+from hybrid.workloads import DEVICE, WORKLOADS, Variants, cluster_of, configurations, write
+from results import RESULTS, ROOT, commit, provenance, write_rows
 
 from qsync_core.artifacts.files import load
 from qsync_core.ir.communication import CollectiveCosts
@@ -38,13 +51,19 @@ from qsync_planner.replayer.replay import Replayer
 
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "hybrid.md"
-MODELS = ("resnet50", "bert-base", "vgg16-bn", "roberta-base")
+MODELS = ("resnet50", "vgg16-bn", "roberta-base", "bert-base")
 PARTS = ("alone", "quarter", "together", "whole", "dynamic")
 SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
 """Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
-TIMEOUT_S = 280
+ALONE_S, QUARTER_S, TOGETHER_S, DYNAMIC_S = 190, 90, 120, 75
+"""After which the process of a part starts nothing new, or, at a quarter and with dynamic batches, is ended."""
+MORE_S = 25
+"""How much longer a process may go on that starts nothing new."""
+LEAST_S = 20
+"""With less time left a process is not started."""
+SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ABLATIONS = {
     "casts": Ablation.CASTS,
     "cost-mapper": Ablation.CASTS | Ablation.FORMATS,
@@ -53,70 +72,126 @@ ABLATIONS = {
 """What row H1 leaves out: casts; casts and the formats of the operators between (dPRO's assumption); the CPU's timeline."""
 
 
-@contextmanager
-def mps() -> Iterator[dict[str, str]]:
-    """An MPS daemon of our own; yields what its clients need in their environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
-        for path in own.values():
-            Path(path).mkdir()
-        environment = os.environ | own
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
-        time.sleep(3)
-        try:
-            yield own
-        finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=environment, check=False, timeout=30)
+@attrs.frozen
+class Measuring:
+    """How the parts of a run are measured.
 
+    Attributes:
+        out: where everything is kept.
+        daemon: of MPS.
+        deadline: when all processes have to be over.
+        again: also measure what this commit has measured before.
+    """
 
-def start(arguments: Sequence[object], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process whose output goes to a file."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    own = os.environ | {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as output:
-        return subprocess.Popen([str(word) for word in arguments], env=own | environment, stdout=output, stderr=subprocess.STDOUT)
+    out: Path
+    daemon: Mps | NoMps
+    deadline: Deadline
+    again: bool = False
 
+    def is_done(self, *paths: Path) -> bool:
+        """Whether these files are there, finished, of this commit."""
+        return not self.again and all(is_complete(path, commit()) for path in paths)
 
-def finish(process: subprocess.Popen[bytes], what: str, log: Path) -> None:
-    """Wait, and say so where it failed; whatever it wrote until then counts."""
-    try:
-        code = process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = -1
-    if code:
-        print(f"{what} failed with {code}:", *log.read_text(errors="replace").splitlines()[-25:], sep="\n  ", flush=True)
+    def finish(self, what: str, started: Sequence[Started], seconds: float) -> None:
+        """Wait for processes, and say how it went."""
+        ended = finish(started, self.deadline.left(seconds))
+        print(f"{what}: {'done' if ended else 'not finished'} at {time.strftime('%X')}", flush=True)
+        if not ended and self.deadline.left(1.0):
+            self.daemon.restart()
 
+    def has_time(self, what: str) -> bool:
+        """Whether it is worth while to start anything."""
+        if self.deadline.left(LEAST_S) < LEAST_S:
+            print(f"{what}: no time is left", flush=True)
+            return False
+        return True
 
-def alone(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-    """Two workloads at a time, one on each whole GPU."""
-    for first in range(0, len(models), 2):
-        running = []
-        for gpu, name in enumerate(models[first : first + 2]):
-            log = out / f"alone.{name}.log"
-            command = [sys.executable, HERE / "hybrid" / "alone.py", name, out / name / "alone", "--budgets", BUDGETS]
-            running.append((start(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(gpu)}), name, log))
-        for process, name, log in running:
-            finish(process, f"{name} alone", log)
-        print(f"alone: {', '.join(models[first : first + 2])} done at {time.strftime('%X')}", flush=True)
+    def on_each_gpu(self, models: Sequence[str], parts: Sequence[str]) -> None:
+        """Workloads one after the other on whichever of the two GPUs is free, alone and at a quarter."""
+        gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for gpu in range(2):
+            gpus.put(gpu)
 
+        def measure(name: str) -> None:
+            gpu = gpus.get()
+            try:
+                if "alone" in parts:
+                    self.alone(name, gpu)
+                if "quarter" in parts:
+                    self.quarter(name, gpu)
+            finally:
+                gpus.put(gpu)
 
-def quarter(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-    """Two workloads at a time, each on a quarter of a GPU."""
-    for first in range(0, len(models), 2):
-        running = []
-        for gpu, name in enumerate(models[first : first + 2]):
-            log = out / f"quarter.{name}.log"
-            own = {**environment, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
-            command = [sys.executable, HERE / "hybrid" / "quarter.py", name, out / name / "alone"]
-            running.append((start(command, log, own), name, log))
-        for process, name, log in running:
-            finish(process, f"{name} at a quarter", log)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(measure, models))
+
+    def alone(self, name: str, gpu: int) -> None:
+        """A workload on a whole GPU."""
+        what, folder = f"{name} alone", self.out / name / "alone"
+        if self.is_done(folder / "alone.1.json") or not self.has_time(what):
+            return
+        script = HERE / "hybrid" / "alone.py"
+        command = [sys.executable, script, name, folder, "--budgets", BUDGETS, "--seconds", self.deadline.left(ALONE_S)]
+        own = {**self.daemon.environment, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        self._finish_one(what, command, self.out / f"alone.{name}.log", own, ALONE_S + MORE_S)
+
+    def quarter(self, name: str, gpu: int) -> None:
+        """A workload on a quarter of a GPU, after :meth:`alone`."""
+        what, folder = f"{name} at a quarter", self.out / name / "alone"
+        if self.is_done(folder / "quarter.0.25.json") or not self.has_time(what) or not (folder / "dag.qsync").exists():
+            return
+        own = {**self.daemon.environment, "CUDA_VISIBLE_DEVICES": str(gpu), SHARE_VARIABLE: "25"}
+        command = [sys.executable, HERE / "hybrid" / "quarter.py", name, folder]
+        self._finish_one(what, command, self.out / f"quarter.{name}.log", own, QUARTER_S)
+
+    def _finish_one(self, what: str, command: Sequence[object], log: Path, environment: Mapping[str, str], seconds: float) -> None:
+        """A process beside another one, whose MPS daemon has to stay."""
+        ended = finish([start(what, command, log, environment)], self.deadline.left(seconds))
+        print(f"{what}: {'done' if ended else 'not finished'} at {time.strftime('%X')}", flush=True)
+
+    def together(self, name: str, shares: str, *options: object) -> None:
+        """A workload on both GPUs."""
+        what, folder = f"{name} at {shares}", self.out / name / "together"
+        if self.is_done(*(folder / f"together.{shares}.{rank}.json" for rank in (0, 1))) or not self.has_time(what):
+            return
+        small = ["--memory-gib", SMALL_GIB[name]] if name in SMALL_GIB else []
+        seconds = ["--seconds", self.deadline.left(TOGETHER_S)]
+        command = [sys.executable, HERE / "hybrid" / "together.py", name, folder, *small, *seconds, *options]
+        environment = {**self.daemon.environment, "QSYNC_SHARES": shares}
+        ranks = start_ranks(what, command, self.out / f"together.{name}.{shares}.log", environment, of_weak={})
+        self.finish(what, ranks, TOGETHER_S + MORE_S)
+
+    def dynamic(self, name: str) -> None:
+        """Batches that the planner balances between the ranks, after :meth:`together` has profiled them; the global batch stays."""
+        what, folder = f"{name} with dynamic batches", self.out / name / "together"
+        needed = [folder / file for file in ("dag.qsync", "train.qsync", "infer.qsync", "costs.qsync")]
+        if self.is_done(folder / "dynamic.json") or not self.has_time(what):
+            return
+        if missing := [path.name for path in needed if not path.exists()]:
+            print(f"{what}: {', '.join(missing)} of the hybrid job is missing", flush=True)
+            return
+        profiles = {group: load(folder / f"{group}.qsync", Profile) for group in ("train", "infer")}
+        costs = load(folder / "costs.qsync", CollectiveCosts)
+        device, share = profiles["train"].device.name, profiles["infer"].device.share
+        dag, cluster = load(folder / "dag.qsync", PrecisionDag), cluster_of(device, share)
+        plan = allocate(dag, cluster, profiles, None, solver="dynamic-batch", communication=costs)
+        batches = f"{plan.local_batches['train']},{plan.local_batches['infer']}"
+        command = [sys.executable, HERE / "dynamic_batch.py", WORKLOADS[name].job, "--batches", batches, "--steps", 8]
+        environment = {**self.daemon.environment, "NVIDIA_TF32_OVERRIDE": "0"}
+        log = self.out / f"dynamic.{name}.log"
+        ranks = start_ranks(what, command, log, environment, of_weak={SHARE_VARIABLE: f"{100 * share:g}"})
+        self.finish(f"{what} of {batches}", ranks, DYNAMIC_S)
+        printed = [line for line in ranks[0].log.read_text(errors="replace").splitlines() if line.startswith('{"job"')]
+        if printed:
+            found = json.loads(printed[-1]) | {**provenance(), "device": device, "complete": True}
+            write(folder / "dynamic.json", found)
 
 
 def estimated_ms(folder: Path, profile: str, share: float, plans: Mapping[str, Variants]) -> dict[str, float]:
     """Step times at a share of plans, estimated from the profile of the whole GPU."""
     dag, whole = load(folder / "dag.qsync", PrecisionDag), load(folder / profile, Profile)
+    if whole.device.is_synchronous:
+        return {}  # of a CPU nothing is estimated
     guess = estimate(dag, whole, whole.device.name, share).profile
     replayer = Replayer(dag, one_group(guess), {"infer": guess})
     return {label: replayer.replay({"infer": variants}).iteration_ns / 1e6 for label, variants in plans.items()}
@@ -156,40 +231,9 @@ def ablated(folder: Path, runs: Mapping[str, Any]) -> dict[str, dict[str, float]
     return found
 
 
-def together(models: Sequence[str], out: Path, environment: Mapping[str, str], shares: str, *options: object) -> None:
-    """One workload after the other on both GPUs."""
-    for name in models:
-        log = out / f"together.{name}.{shares}.log"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-        small = ["--memory-gib", SMALL_GIB[name]] if name in SMALL_GIB else []
-        command = [*torchrun, HERE / "hybrid" / "together.py", name, out / name / "together", *small, *options]
-        finish(start(command, log, {**environment, "QSYNC_SHARES": shares}), f"{name} at {shares}", log)
-        print(f"{name} at {shares} done at {time.strftime('%X')}", flush=True)
-
-
-def dynamic(models: Sequence[str], out: Path, environment: Mapping[str, str]) -> None:
-    """Batches that the planner balances between the ranks, after ``together.py`` has profiled them; the global batch stays."""
-    for name in models:
-        folder, log = out / name / "together", out / f"dynamic.{name}.log"
-        profiles = {group: load(folder / f"{group}.qsync", Profile) for group in ("train", "infer")}
-        costs = load(folder / "costs.qsync", CollectiveCosts)
-        cluster = cluster_of(profiles["train"].device.name, profiles["infer"].device.share)
-        plan = allocate(
-            load(folder / "dag.qsync", PrecisionDag), cluster, profiles, None, solver="dynamic-batch", communication=costs
-        )
-        batches = f"{plan.local_batches['train']},{plan.local_batches['infer']}"
-        script = f"{HERE / 'dynamic_batch.py'} {WORKLOADS[name].job} --batches {batches} --steps 8"
-        weak = '[ "$LOCAL_RANK" = 1 ] && export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50'
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python"]
-        command = [*torchrun, "bash", "-c", f"{weak}; exec {sys.executable} {script}"]
-        finish(start(command, log, {**environment, "NVIDIA_TF32_OVERRIDE": "0"}), f"{name} with batches {batches}", log)
-        if printed := [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"job"')]:
-            (folder / "dynamic.json").write_text(json.dumps(json.loads(printed[-1]) | {**provenance(), "device": gpu_name()}))
-
-
 def read(out: Path, pattern: str) -> dict[str, Any]:
     """Files of that name by workload."""
-    return {name: json.loads((out / name / pattern).read_text()) for name in MODELS if (out / name / pattern).exists()}
+    return {name: json.loads((out / name / pattern).read_text()) for name in WORKLOADS if (out / name / pattern).exists()}
 
 
 def pairs(out: Path, shares: str) -> dict[str, tuple[Any, Any]]:
@@ -204,34 +248,44 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, comma-separated; empty: only the rows")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--directory", type=Path, default=RESULTS)
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop what still runs after so many; 0: never")
+    parser.add_argument("--again", action="store_true", help="also measure what this commit has measured into OUT")
     options = parser.parse_args()
+    deadline = Deadline(60 * options.minutes)
     parts = [part for part in options.only.split(",") if part]
     models = options.models.split(",")
-    if unknown := [word for word in (*parts, *models) if word not in (*PARTS, *MODELS)]:
-        raise SystemExit(f"no such part or model: {', '.join(unknown)}; known are {', '.join((*PARTS, *MODELS))}")
+    if unknown := [word for word in (*parts, *models) if word not in (*PARTS, *WORKLOADS)]:
+        raise SystemExit(f"no such part or model: {', '.join(unknown)}; known are {', '.join((*PARTS, *WORKLOADS))}")
+    if options.directory == RESULTS and (stray := [name for name in models if name not in MODELS]):
+        raise SystemExit(f"{', '.join(stray)} has no rows: name another --directory")
     options.out.mkdir(parents=True, exist_ok=True)
     if parts:
-        with mps() as environment:
-            if "alone" in parts:
-                alone(models, options.out, environment)
-            if "quarter" in parts:
-                quarter(models, options.out, environment)
-            if "together" in parts:
-                together(models, options.out, environment, SHARES)
-            if "dynamic" in parts:
-                dynamic(models, options.out, environment)
+        with mps(on_gpu=DEVICE == "cuda") as daemon:
+            measuring = Measuring(options.out, daemon, deadline, options.again)
+            measuring.on_each_gpu(models, parts)
+            for name in models:
+                if "together" in parts:
+                    measuring.together(name, SHARES)
+                if "dynamic" in parts:
+                    measuring.dynamic(name)
             if "whole" in parts:
-                together(models, options.out, environment, WHOLE, "--full-only")
-    found = read(options.out, "alone/alone.1.json")
-    jobs = pairs(options.out, SHARES)
-    left_out = {name: ablated(options.out / name / "alone", entry["runs"]) for name, entry in found.items()}
+                for name in models:
+                    measuring.together(name, WHOLE, "--full-only")
+    write_all(options.out, options.directory)
+
+
+def write_all(out: Path, directory: Path) -> None:
+    """The rows of whatever is there, and the page."""
+    found = read(out, "alone/alone.1.json")
+    jobs = pairs(out, SHARES)
+    left_out = {name: ablated(out / name / "alone", entry["runs"]) for name, entry in found.items()}
     rows = [
         *alone_rows(found),
-        *ablation_rows(left_out),
-        *rows_of_shares(options.out, jobs),
+        *on_devices(found.values(), ablation_rows(left_out)),
+        *rows_of_shares(out, jobs),
         *budget_rows(found),
-        *together_rows(jobs, pairs(options.out, WHOLE)),
-        *dynamic_rows(read(options.out, "together/dynamic.json"), jobs),
+        *together_rows(jobs, pairs(out, WHOLE)),
+        *dynamic_rows(read(out, "together/dynamic.json"), jobs),
     ]
     for row in rows:
         if row["target"] != "reported":
@@ -239,8 +293,8 @@ def main() -> None:
     if rows:
         last = [*found.values(), *(ranks[0] for ranks in jobs.values())][-1]
         run = {name: last[name] for name in ("machine", "versions", "commit")}
-        write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=options.directory, measured=run)
-    if options.directory == RESULTS:
+        write_rows("hybrid", rows, "python tests/benchmarks/gpu_hybrid.py", directory=directory, measured=run)
+    if directory == RESULTS:
         write_page(PAGE, json.loads((RESULTS / "hybrid.json").read_text(encoding="utf-8"))["rows"])
 
 

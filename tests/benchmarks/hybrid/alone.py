@@ -6,28 +6,32 @@ Run by ``gpu_hybrid.py``; writes ``alone.<share>.json`` and the artifacts into a
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
-import torch
 from results import provenance
 
 from hybrid.workloads import (
     DEVICE,
     LADDER,
     WORKLOADS,
+    TimeLeft,
     Variants,
+    cap_memory,
     configurations,
+    fresh_model,
     gpu_name,
     make_job,
     measure,
     release,
     stepper,
     without_tf32,
+    write,
 )
 from qsync_core.artifacts.files import save
+from qsync_core.errors import QSyncError
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.plan import Role
@@ -38,6 +42,7 @@ from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
+from qsync_torch.job import Job
 from qsync_torch.observing.observe import observe
 from qsync_torch.profiling.profile import profile
 from qsync_torch.tracing.trace import trace
@@ -50,11 +55,10 @@ def one_group(profile_: Profile, memory_bytes: int = 0) -> Cluster:
     return Cluster("one GPU", (group,))
 
 
-def run(name: str, batch: int, variants: Variants) -> dict[str, object]:
+def run(name: str, job: Job, batch: int, variants: Variants) -> dict[str, object]:
     """Train under a plan for some steps."""
     release()
-    job = make_job(name, batch)
-    model = job.model.to(DEVICE).train()
+    model = fresh_model(job)
     applied = apply_(model, variants) if any(variant != LADDER[-1] for variant in variants.values()) else None
     try:
         return attrs.asdict(measure(stepper(job, model, batch), WORKLOADS[name].steps))
@@ -64,34 +68,28 @@ def run(name: str, batch: int, variants: Variants) -> dict[str, object]:
 
 
 def budgets(
-    name: str, batch: int, dag: PrecisionDag, profile_: Profile, sensitivity: Sensitivity, count: int
-) -> list[dict[str, object]]:
+    name: str, job: Job, batch: int, dag: PrecisionDag, profile_: Profile, sensitivity: Sensitivity, count: int
+) -> Iterator[dict[str, object]]:
     """Plans for memory budgets between uniform bfloat16's and float32's needs, each run under a cap of that budget."""
     replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
     ids = [operator.op_id for operator in dag.adjustable]
     low, high = (replayer.memory("infer", dict.fromkeys(ids, rung)).process_bytes for rung in LADDER[1:])
-    found = []
-    total = torch.cuda.get_device_properties(0).total_memory
+    outside = profile_.memory.outside_bytes if profile_.memory is not None else 0
     for number in range(count):
         budget = int(low + (high - low) * (number + 0.5) / count)
-        row: dict[str, object] = {"budget_bytes": budget}
+        row: dict[str, object] = {"budget_bytes": budget, "outside_bytes": outside}
         try:
             plan = allocate(dag, one_group(profile_, budget), {"infer": profile_}, sensitivity, tolerance=10.0)
             variants = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
-            outside = profile_.memory.outside_bytes if profile_.memory is not None else 0
-            torch.cuda.set_per_process_memory_fraction(max(0.0, (budget - outside) / total))
-            row |= {
-                "predicted_bytes": plan.group("infer").predicted_peak_bytes,
-                "outside_bytes": outside,
-                **run(name, batch, variants),
-            }
-        except torch.cuda.OutOfMemoryError as error:
-            row["error"] = str(error)[:300]
+            row["predicted_bytes"] = plan.group("infer").predicted_peak_bytes
+            cap_memory(budget - outside)
+            row |= run(name, job, batch, variants)
+        except (RuntimeError, QSyncError) as error:  # out of memory in PyTorch's allocator or a library's, or no such plan
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+            cap_memory(None)
         print(name, "budget", row, flush=True)
-        found.append(row)
-    return found
+        yield row
 
 
 def main() -> None:
@@ -101,7 +99,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--budgets", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that would end later")
     options = parser.parse_args()
+    time_left = TimeLeft(options.seconds)
     without_tf32()
     batch = options.batch or WORKLOADS[options.name].batch_alone
     options.out.mkdir(parents=True, exist_ok=True)
@@ -120,8 +120,12 @@ def main() -> None:
     save(profile_, options.out / f"profile.{options.share:g}.qsync")
     print(options.name, f"profiled in {found['profile_s']:.1f} s", flush=True)
     runs: dict[str, dict[str, object]] = {}
+    path = options.out / f"alone.{options.share:g}.json"
     replayer = Replayer(dag, one_group(profile_), {"infer": profile_})
     for label, variants in configurations(dag).items():
+        if not time_left.for_another():
+            print(options.name, f"no time is left for {label} and what follows", flush=True)
+            return
         prediction = replayer.replay({"infer": variants})
         group, memory = prediction.groups["infer"], replayer.memory("infer", variants)
         predicted = {
@@ -131,15 +135,21 @@ def main() -> None:
             "peak_bytes": memory.peak_bytes,
             "reserved_bytes": memory.reserved_bytes,
         }
-        runs[label] = {"predicted": predicted, "measured": run(options.name, batch, variants)}
+        runs[label] = {"predicted": predicted, "measured": run(options.name, job, batch, variants)}
         measured = runs[label]["measured"]
         print(options.name, options.share, label, f"{prediction.iteration_ns / 1e6:.2f}", measured, flush=True)
-        (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))
+        write(path, found | {"runs": runs})
     if options.budgets:
         sensitivity = indicate(observe(job, dag, LADDER, device=DEVICE, steps=10), dag, LADDER)
         save(sensitivity, options.out / "sensitivity.qsync")
-        found["budgets"] = budgets(options.name, batch, dag, profile_, sensitivity, options.budgets)
-        (options.out / f"alone.{options.share:g}.json").write_text(json.dumps(found | {"runs": runs}))
+        rows: list[dict[str, object]] = []
+        for row in budgets(options.name, job, batch, dag, profile_, sensitivity, options.budgets):
+            rows.append(row)
+            write(path, found | {"runs": runs, "budgets": rows})
+            if not time_left.for_another():
+                break
+        found["budgets"] = rows
+    write(path, found | {"runs": runs, "complete": True})
 
 
 if __name__ == "__main__":

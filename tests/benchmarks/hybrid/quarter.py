@@ -6,14 +6,13 @@ Run by ``gpu_hybrid.py`` under MPS, after ``alone.py`` has traced; writes ``quar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
 from results import provenance
 
 from hybrid.alone import run
-from hybrid.workloads import WORKLOADS, configurations, gpu_name, without_tf32
+from hybrid.workloads import WORKLOADS, configurations, gpu_name, make_job, without_tf32, write
 from qsync_core.artifacts.files import load
 from qsync_core.ir.dag import PrecisionDag
 
@@ -29,9 +28,12 @@ def main() -> None:
     share = int(os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) / 100
     batch = WORKLOADS[options.name].batch_alone
     plans = configurations(load(options.out / "dag.qsync", PrecisionDag))
-    found = {label: run(options.name, batch, plans[label]) for label in PLANS}
-    text = json.dumps({"share": share, "batch": batch, **provenance(), "device": gpu_name(), "runs": found})
-    (options.out / f"quarter.{share:g}.json").write_text(text)
+    job, runs = make_job(options.name, batch), {}
+    found = {"share": share, "batch": batch, **provenance(), "device": gpu_name()}
+    for label in PLANS:
+        runs[label] = run(options.name, job, batch, plans[label])
+        print(options.name, share, label, runs[label], flush=True)
+        write(options.out / f"quarter.{share:g}.json", found | {"runs": runs, "complete": len(runs) == len(PLANS)})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """One workload as a hybrid job of two ranks: from nothing to trained steps under every plan, in one process per GPU.
 
-Run by ``gpu_hybrid.py`` through torchrun, under an MPS daemon; rank 1 has a share of its GPU.  Both ranks trace and profile at the
-same time, measure their collectives together, rank 0 observes and plans, and then every plan is trained under every way to
-communicate that the rows need.  Rank r writes ``together.<shares>.<r>.json``; rank 0 the artifacts as well.
+Run by ``gpu_hybrid.py``, a process per rank, under an MPS daemon; rank 1 has a share of its GPU.  Both ranks trace and profile at
+the same time, measure their collectives together, rank 0 observes and plans, and then every plan is trained under every way to
+communicate that the rows need, those first that most rows need: where the time is over, the others are left out.  Rank r writes
+``together.<shares>.<r>.json``; rank 0 the artifacts as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -31,14 +32,19 @@ from hybrid.workloads import (  # noqa: E402
     DEVICE,
     HYBRID_LADDER,
     WORKLOADS,
+    TimeLeft,
+    cap_memory,
     cluster_of,
+    fresh_model,
     gpu_name,
     make_job,
     measure,
     release,
+    repeated,
     stepper,
     synchronize,
     without_tf32,
+    write,
 )
 from qsync_core.artifacts.files import load, save  # noqa: E402
 from qsync_core.ir.cluster import Cluster, Link  # noqa: E402
@@ -52,12 +58,17 @@ from qsync_planner.replayer.replay import Replayer, plan_variants  # noqa: E402
 from qsync_torch.apply.apply import apply_  # noqa: E402
 from qsync_torch.distributed.communication import options_of  # noqa: E402
 from qsync_torch.distributed.nccl import nccl_options  # noqa: E402
+from qsync_torch.job import Job  # noqa: E402
 from qsync_torch.observing.observe import observe  # noqa: E402
 from qsync_torch.profiling.communication import measure_communication  # noqa: E402
 from qsync_torch.profiling.profile import profile  # noqa: E402
 from qsync_torch.tracing.trace import trace  # noqa: E402
 
 DEFAULTS = CommunicationSettings()
+ORDER = ("uniform", "qsync", "full", "blind", "small")
+"""Of the plans that are trained: what most rows need comes first, what may run out of memory last."""
+COLLECTIVES_S = 100
+"""After which a rank that waits in a collective gives up."""
 SHARES = tuple(float(text) for text in os.environ["QSYNC_SHARES"].split(","))
 
 
@@ -98,27 +109,34 @@ class Ways:
         )
 
 
-def train(name: str, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings, ways: Ways) -> dict[str, object]:
+def largest(value: float) -> float:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor(value, dtype=torch.float64, device=torch.device(DEVICE, RANK) if DEVICE == "cuda" else DEVICE)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def train(
+    name: str, job: Job, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings, ways: Ways
+) -> dict[str, object]:
     """Train under a plan and a way to communicate, then this rank's steps without any."""
     release()
-    job = make_job(name, batch)
-    model = job.model.to(DEVICE).train()
+    model = fresh_model(job)
     applied = None if plan is None else apply_(model, plan)
     ddp = ways.wrap(model, settings)
     try:
-        found = attrs.asdict(measure(stepper(job, ddp, batch, seed=RANK), WORKLOADS[name].steps, level=dist.barrier))
-        step = stepper(job, ddp, batch, seed=RANK)
+        measured = measure(stepper(job, ddp, batch, seed=RANK), WORKLOADS[name].steps, level=dist.barrier, agree=largest)
+        step, steps = stepper(job, ddp, batch, seed=RANK), repeated(8, max(measured.step_ms) / 1e3)
         with ddp.no_sync():
             for _ in range(2):
                 step()
             synchronize()
             begin = time.perf_counter()
-            for _ in range(8):
+            for _ in range(steps):
                 step()
             synchronize()
-        return found | {"alone_ms": (time.perf_counter() - begin) / 8 * 1e3}
+        return attrs.asdict(measured) | {"alone_ms": (time.perf_counter() - begin) / steps * 1e3}
     finally:
-        dist.barrier()
         if applied is not None:
             applied.remove()
 
@@ -129,15 +147,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--full-only", action="store_true", help="only full precision, without planning")
     parser.add_argument("--memory-gib", type=float, default=0.0, help="a budget for the weak rank as well (row H7)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing that would end later")
     options = parser.parse_args()
+    time_left = TimeLeft(options.seconds)
     without_tf32()
     device = torch.device(DEVICE, RANK) if DEVICE == "cuda" else torch.device(DEVICE)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[RANK * len(cores) // 2 : (RANK + 1) * len(cores) // 2])
-    backend = {"backend": "gloo"}
+    backend: dict[str, object] = {"backend": "gloo", "timeout": timedelta(seconds=COLLECTIVES_S)}
     if DEVICE == "cuda":
         torch.cuda.set_device(device)
-        backend = {"backend": "nccl", "device_id": device}
+        backend |= {"backend": "nccl", "device_id": device}
     batch, out = WORKLOADS[options.name].batch_hybrid, options.out
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
@@ -151,16 +171,14 @@ def main() -> None:
         print(f"{options.name} rank {RANK}: {what} {now - clock:.1f} s", flush=True)
         clock = now
 
+    job = make_job(options.name, batch)
     if options.full_only:
         dist.init_process_group(**backend)
-        ways = Ways()
-        found["runs"] = [
-            {"plan": "full", "settings": attrs.asdict(DEFAULTS), "measured": train(options.name, batch, None, DEFAULTS, ways)}
-        ]
-        path.write_text(json.dumps(found))
-        dist.destroy_process_group()
+        measured = train(options.name, job, batch, None, DEFAULTS, Ways())
+        runs = [{"plan": "full", "settings": attrs.asdict(DEFAULTS), "measured": measured}]
+        write(path, found | {"runs": runs, "complete": True})
+        leave()
         return
-    job = make_job(options.name, batch)
     dag = trace(job)
     lap("trace")
     save(profile(job, dag, device=device, share=SHARE, ladder=HYBRID_LADDER), out / f"{GROUP}.qsync")
@@ -181,28 +199,36 @@ def main() -> None:
             save(plan, out / f"{label}.plan.qsync")
         lap("plan")
     dist.barrier()
-    del job
     plans: dict[str, PrecisionPlan | None] = {"full": None}
     plans |= {file.name.split(".")[0]: load(file, PrecisionPlan) for file in sorted(out.glob("*.plan.qsync"))}
     ways, runs = Ways(), []
-    for label, plan in plans.items():
+    for label in (label for label in ORDER if label in plans):
+        plan = plans[label]
         chosen = None if plan is None or plan.communication is None else plan.communication.settings
         for settings in dict.fromkeys([DEFAULTS, *([] if chosen is None else [chosen])]):
-            if label == "small":
-                if settings != chosen:
-                    continue
-                cap = options.memory_gib * 2**30 - outside_bytes(out)
-                if RANK == 1 and DEVICE == "cuda":
-                    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.get_device_properties(RANK).total_memory))
+            if label == "small" and settings != chosen:
+                continue
+            if not time_left.for_another(largest):
+                print(f"{options.name} rank {RANK}: no time is left for {label}, {settings.label}", flush=True)
+                continue
+            if label == "small" and RANK == 1:
+                cap_memory(options.memory_gib * 2**30 - outside_bytes(out))
             run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
-            run["measured"] = train(options.name, batch, plan, settings, ways)
+            run["measured"] = train(options.name, job, batch, plan, settings, ways)
+            cap_memory(None)
             if RANK == 0:
                 run["predicted"] = predict(out, dag, costs, plan, settings)
             print(options.name, RANK, label, settings.label, run, flush=True)
             runs.append(run)
-            path.write_text(json.dumps(found | {"runs": runs}))
+            write(path, found | {"runs": runs})
     lap("runs")
-    path.write_text(json.dumps(found | {"runs": runs}))
+    write(path, found | {"runs": runs, "complete": True})
+    leave()
+
+
+def leave() -> None:
+    """End the job; a wrapper that outlives its process group can abort the process, or keep it from ending."""
+    release()
     dist.barrier()
     dist.destroy_process_group()
 

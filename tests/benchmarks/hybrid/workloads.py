@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import json
+import math
 import random
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
@@ -36,7 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Workload:
     """A model as the job's name has it, with its batch on one GPU (rows H1, H3) and per rank of a hybrid job (the others).
 
-    ``steps`` are those of one repetition.
+    ``steps`` are those of one repetition, fewer where they would take longer than :data:`REPETITION_S`.
     """
 
     job: str
@@ -44,16 +49,23 @@ class Workload:
     batch_hybrid: int
     steps: int = 8
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether its figures are for the rows."""
+        return self.steps > 1
+
 
 WORKLOADS = {
     "resnet50": Workload("resnet50:image=224", 128, 64),
     "vgg16-bn": Workload("vgg16_bn:image=224", 64, 32),
     "bert-base": Workload("bert-base:seq=384", 12, 12),
-    "roberta-base": Workload("roberta-base:seq=384", 16, 12, 4),
+    "roberta-base": Workload("roberta-base:seq=384", 16, 12),
     "smallest": Workload("resnet18:image=32,small_stem=true,classes=10", 4, 4, 1),
 }
 REPETITIONS = 5
-WARM_UP = 4
+WARM_UP = 3
+REPETITION_S = 0.6
+LEAST_STEPS = 2
 
 
 def gpu_name() -> str:
@@ -71,6 +83,11 @@ def make_job(name: str, batch: int) -> Job:
     """A workload's job, with the same weights in every process."""
     torch.manual_seed(0)
     return load_job(WORKLOADS[name].job, batch)
+
+
+def fresh_model(job: Job) -> torch.nn.Module:
+    """The job's model as it was made, on the device: a copy, so that the next plan finds the same."""
+    return copy.deepcopy(job.model).to(DEVICE).train()
 
 
 def cluster_of(device: str, share: float, memory_bytes: int = 0) -> Cluster:
@@ -127,6 +144,35 @@ class Measured:
     loss: float
 
 
+class TimeLeft:
+    """Whether there is time for one more piece of work, as long as the longest until now; counted from the beginning."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._last = self._longest = 0.0
+
+    def for_another(self, agree: Callable[[float], float] = float) -> bool:
+        """To be asked before each piece; ``agree`` takes the largest of all ranks' numbers."""
+        now = time.monotonic()
+        if self._last:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+        return agree(now + self._longest - self._end) <= 0
+
+
+def write(path: Path, found: Mapping[str, object]) -> None:
+    """Put a JSON file in the place of the last one; a process that is killed meanwhile leaves that."""
+    write_atomically(path, json.dumps(found).encode())
+
+
+def cap_memory(nbytes: float | None) -> None:
+    """Limit what PyTorch's allocator may reserve on the current GPU; None: no longer."""
+    if DEVICE == "cuda":
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        share = 1.0 if nbytes is None else min(1.0, max(0.0, nbytes / total))
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def release() -> None:
     """Give back what the last plan held."""
     gc.collect()
@@ -142,16 +188,29 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(step: Callable[[], Any], steps: int, *, level: Callable[[], None] = lambda: None) -> Measured:
+def repeated(steps: int, step_s: float) -> int:
+    """How many steps of a length one repetition has."""
+    return min(steps, max(LEAST_STEPS, math.ceil(REPETITION_S / max(step_s, 1e-6))))
+
+
+def measure(
+    step: Callable[[], Any], steps: int, *, level: Callable[[], None] = lambda: None, agree: Callable[[float], float] = float
+) -> Measured:
     """Time a training step and watch its memory.
 
     Args:
         step: one step; returns its loss.
-        steps: of one repetition.
+        steps: of one repetition, at most.
         level: brings all ranks to the same moment.
+        agree: makes one number of what all ranks have.
     """
     for _ in range(WARM_UP):
-        loss = step()
+        step()
+    synchronize()
+    begin = time.perf_counter()
+    loss = step()
+    synchronize()
+    steps = repeated(steps, agree(time.perf_counter() - begin))
     times = []
     for _ in range(REPETITIONS):
         synchronize()
