@@ -617,6 +617,8 @@ def test_an_autograd_function_outside_of_forwards_costs_two_frames(x):
     apply_(model, VARIANTS)
     model(x).sum().backward()
 
+    torch._dynamo.reset()  # in a script that compiles nothing
+
     def frames(apply):
         seen = []
         sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_qualname) if event == "call" else None)

@@ -28,7 +28,7 @@ from qsync_torch.apply.calls_outside import NodesInside, Stretch, compiler_reads
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
-from qsync_torch.apply.recomputation import HERE, PLAIN, EntryHere, next_replayed, record, wrap_checkpointing
+from qsync_torch.apply.recomputation import HERE, INSTALLED, PLAIN, EntryHere, next_replayed, record, wrap_checkpointing
 from qsync_torch.operators.casts import CastCache
 from qsync_torch.operators.norms import in_float32, layer_norm
 
@@ -87,6 +87,10 @@ class Installation(abc.ABC):
         """:meth:`position`, or that operators are not replaced in this entry."""
         return PLAIN if self.here.suspended else self.position()
 
+    def from_here(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """A way to have compiled entries run again as those that begin now; None where they have no random numbers."""
+        return None
+
     def at_position(self, position: Any) -> AbstractContextManager[None]:
         """Have the random numbers of that place for a while."""
         raise NotImplementedError
@@ -111,6 +115,7 @@ class Installation(abc.ABC):
         """
         wrap_checkpointing()
         _watch_scripting()
+        INSTALLED.add(self)
         self._calls = WeightCalls([(place, calls[op_id]) for op_id, place in addressed.weights], refused, self.model, remedy)
         self._around = interception = Interception(self.cache, self._calls, promote=promote, installation=self)
         for op_id, module in addressed.modules:
@@ -159,6 +164,7 @@ class Installation(abc.ABC):
                 module.__dict__["forward"] = earlier
         self._replaced.clear()
         self.cache.clear()
+        INSTALLED.discard(self)
 
     def check_repeated(self, module: nn.Module) -> None:  # noqa: B027
         """A part runs in a backward pass, and no forward is known that it repeats."""

@@ -130,7 +130,7 @@ class PlannedForwards(Installation):
         self._has_met = planned.plan is None
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
-        self._has_run_part = self._has_named_uncompiled = False
+        self._rounds = self._has_run_part = self._has_named_uncompiled = False
         self._calls_outside: CallsOutside | None = None
         self._named_outside: set[OpId] = set()
         self._lag_watch: LagWatch | None = None
@@ -216,6 +216,7 @@ class PlannedForwards(Installation):
             )
             for op_id in addressed.planned
         }
+        self._rounds = any(call.is_quantized for call in self._lowered.values())
         self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
         # Where every operator gives float32, formats cannot mix; under autocast it is autocast that mends them.
         sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
@@ -536,6 +537,10 @@ class PlannedForwards(Installation):
     def position(self) -> Position:
         """The step."""
         return self._steps.position
+
+    def from_here(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Compiled forwards that run again go on from the count that is now."""
+        return functools.partial(self._steps.again_from, self._steps.count()) if self._rounds else None
 
     def at_position(self, position: Position) -> AbstractContextManager[None]:
         """Round as in that step."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip as never_traced
+from torch._dynamo.eval_frame import cached_backends
+from torch._guards import detect_fake_mode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,6 +62,10 @@ class Replayable(Protocol):
         """The place of the present entry in its random numbers; ``PLAIN`` where it replaces nothing."""
         ...
 
+    def from_here(self) -> _Again | None:
+        """A way to have compiled entries run again as those that begin now; None where they have no random numbers."""
+        ...
+
     def again(self, position: Any, *, by_gradient: bool = False, around: bool = False) -> Any:
         """A context in which a piece of an earlier entry runs again.
 
@@ -75,6 +81,9 @@ PLAIN = -1
 """In place of a position: an entry in which nothing is replaced (eval mode)."""
 _Begun = list[tuple[weakref.ref[Any], weakref.ref[Any], Any]]
 """Entries: the installation, the module that was called, and the position."""
+_Again = Callable[[], AbstractContextManager[None]]
+INSTALLED: weakref.WeakSet[Replayable] = weakref.WeakSet()
+"""All installations: of entries that a compiler has made nothing is heard when they begin."""
 
 
 class Scope(dict[CastCache, CastCache]):
@@ -142,13 +151,14 @@ class Passage:
     Args:
         inside: which entries are active there.
         scope: makes the scope of the casts in a run in the backward pass.
+        counts: as :func:`_counts` says.
     """
 
-    def __init__(self, inside: Sequence[Replayable], scope: Callable[[], Scope | None]) -> None:
+    def __init__(self, inside: Sequence[Replayable], scope: Callable[[], Scope | None], counts: Sequence[_Again] = ()) -> None:
         self.inside = [(installation, installation.present()) for installation in inside]
         self.begun: _Begun = []
         self.unknown: list[tuple[Replayable, Any]] = []
-        self.scope = scope
+        self.scope, self.counts = scope, counts
 
     @contextmanager
     def again(
@@ -171,6 +181,8 @@ class Passage:
             PlanError: when operators run again, and nothing tells of which entry.
         """
         with ExitStack() as stack:
+            for count in self.counts:
+                stack.enter_context(count())
             for installation, position in self.inside:
                 stack.enter_context(installation.again(position, by_gradient=by_gradient))
             for installation, position in saved_in:
@@ -236,7 +248,8 @@ class Checkpointed:
         functools.update_wrapper(self, function, updated=())
         self._function, self._has_run, self.has_run_operators = function, not reentrant, False
         scope = _scope(_open_functions())
-        self._passage = Passage(HERE.active or _of_modes(), Scope if reentrant else lambda: scope)
+        inside = HERE.active or _of_modes()
+        self._passage = Passage(inside, Scope if reentrant else lambda: scope, _counts(inside))
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -293,6 +306,9 @@ class _OpenFunction:
                 if installation.here.running:
                     refuse_compiled_backward(node)
                 break
+        if cached_backends and INSTALLED and not HERE.active and (counts := _counts(_of_modes())):
+            node.qsync_counts = counts
+            _have_run(node, functools.partial(_counted, self.node, counts))
         opened.append(self)
 
     @property
@@ -309,10 +325,8 @@ class _OpenFunction:
         node: Any = self.node()
         passage: Passage | None = node.__dict__.get("qsync_passage")
         if passage is None:
-            passage = node.qsync_passage = Passage(HERE.active[: self.active], Scope)
-            for name in ("apply", "apply_boxed"):
-                if method := getattr(type(node), name, None):
-                    setattr(node, name, functools.partial(_backward, self.node, passage, method))
+            passage = node.qsync_passage = Passage(HERE.active[: self.active], Scope, node.__dict__.get("qsync_counts", ()))
+            _have_run(node, functools.partial(_backward, self.node, passage))
         return passage
 
 
@@ -403,6 +417,28 @@ def _refuse_compiled_autograd() -> Any:
         "random numbers is lost there; checkpoint with torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave "
         "compiled autograd out"
     )
+
+
+def _counts(inside: Sequence[Replayable]) -> list[_Again]:
+    """What has compiled entries run again as those that begin now, of models that a script may call here."""
+    others = [installation for installation in INSTALLED if all(installation is not one for one in inside)]
+    if others and detect_fake_mode() is not None:  # a compiler reads this, and runs nothing
+        return []
+    return [again for installation in others if (again := installation.from_here()) is not None]
+
+
+def _have_run(node: Any, instead: Callable[..., Any]) -> None:
+    """Have the backward of an autograd function run by another, which is given PyTorch's method and the gradients."""
+    for name in ("apply", "apply_boxed"):
+        if method := getattr(type(node), name, None):
+            setattr(node, name, functools.partial(instead, method))
+
+
+def _counted(node: weakref.ref[Any], counts: Sequence[_Again], method: Callable[..., Any], *grads: Any) -> Any:
+    with ExitStack() as stack:
+        for count in counts:
+            stack.enter_context(count())
+        return method(node(), *grads)
 
 
 def _backward(node: weakref.ref[Any], passage: Passage, method: Callable[..., Any], *grads: Any) -> Any:

@@ -38,10 +38,11 @@ class Position:
 
 
 class _Repeated(threading.local):
-    """The offset of the forward that this thread runs again a piece of; None for none."""
+    """The offset of the forward that this thread runs again a piece of; None for none; and whether compiled ones run again."""
 
     def __init__(self) -> None:
         self.offset: Offset | None = None
+        self.counts = False
 
 
 class StepCounter:
@@ -53,7 +54,9 @@ class StepCounter:
             self._count = torch.frombuffer(self._memory, dtype=torch.int64)
         self._on_gpu = False
         self._is_captured = False
-        self._known: int | None = 0  # what the count on a GPU is; None once a compiled or captured forward has advanced it
+        # What the count on a GPU is, and on a CPU no more than that it is not None, as it is once a compiled or captured forward
+        # has advanced the count.
+        self._known: int | None = 0
         self._offset: Offset | None = None  # of the forward that runs or ran last; None: what the memory holds
         self._here = _Repeated()
 
@@ -115,11 +118,45 @@ class StepCounter:
     def at(self, position: Position) -> Iterator[None]:
         """Have another forward's random numbers for a while, in this thread."""
         here = self._here
+        if here.counts:  # what begins after this forward is compiled, maybe
+            self._go_on_from(position.offset)
         now, here.offset = here.offset, position.offset
         try:
             yield
         finally:
             here.offset = now
+
+    def count(self) -> Offset:
+        """The count from which the next forward goes on."""
+        number = self._known if self._on_gpu else self._memory[0]
+        return self._count.clone() if number is None else number
+
+    @contextmanager
+    def again_from(self, count: Offset) -> Iterator[None]:
+        """Have compiled forwards go on from an earlier count for a while, and then be forgotten.
+
+        They count by themselves, with nothing of Python's.  An eager forward that runs again is given its position (:meth:`at`).
+        """
+        if self._known is not None:  # no forward was compiled
+            yield
+            return
+        here, now, offset = self._here, self.count(), self._offset
+        self._go_on_from(count)
+        before, here.counts = here.counts, True
+        try:
+            yield
+        finally:
+            here.counts = before
+            self._go_on_from(now)
+            self._offset, self._known = offset, None
+
+    def _go_on_from(self, count: Offset) -> None:
+        if not self._on_gpu:
+            self._memory[0] = int(count)
+        elif isinstance(count, int):
+            self._count.fill_(count)
+        else:
+            self._count.copy_(count)
 
     def advance(self) -> None:
         """A forward begins."""
