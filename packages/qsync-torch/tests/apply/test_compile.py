@@ -180,3 +180,19 @@ def test_operators_have_sound_schemas_and_fakes():
     ]
     for op, arguments in calls:
         torch.library.opcheck(op.default, arguments, test_utils=tests)
+
+
+def test_many_models_of_one_process_are_compiled_each():
+    """The compiler keeps some versions of a function, and every model's forward is entered through the same few lines."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for number in range(3):
+            model = ConvNet()
+            apply_(model, named(fc=BFLOAT16))
+            torch.compile(model, backend=backend)(images())
+            assert len(compiled) == number + 1

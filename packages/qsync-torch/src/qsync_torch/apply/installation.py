@@ -257,6 +257,8 @@ class Installation(abc.ABC):
                 return inner(module, *args, **kwargs)
             return self._enter(whole, inner, inner, module, args, kwargs)
 
+        # Dynamo keeps what it compiles beside a function's code, eight versions of it: each model has a code of its own.
+        forward.__code__ = forward.__code__.replace()
         return forward
 
     def _enter(
