@@ -88,7 +88,7 @@ class LoweredCall:
         caller: Caller = BY_HAND,
     ) -> None:
         self.op_id, self._caller, self._shown = op_id, caller, f"operator {op_id}"
-        self._x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
+        self.x_seed, self.w_seed, self._grad_seed = (stream_key(seed, *op_id.fqn.encode(), part) for part in range(3))
         self._steps, self._cache, self._module, self._base = steps, cache, module, base
         self.prepared_weight: PreparedWeight | None = None
         self.has_run = False
@@ -134,7 +134,7 @@ class LoweredCall:
         """Which random numbers this step's calls with a weight take; float formats take none."""
         if not self._linear.is_quantized:
             return _NO_SEEDS
-        return Seeds(self._x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
+        return Seeds(self.x_seed, self.w_seed, self._steps.offset_for(weight), self._grad_seed, self._shown)
 
     def _weight_copy(self, weight: torch.Tensor) -> Operand | None:
         """The copy made at the start of the forward, once; later calls of the same module make their own, of the same bits.

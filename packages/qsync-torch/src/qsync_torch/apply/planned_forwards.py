@@ -157,6 +157,10 @@ class PlannedForwards(Installation):
         """This rank's stream of random numbers for a chain that no operator in 8 bit reads."""
         return stream_key(self._rank_seed, *str(name).encode())
 
+    def operator_of(self, x_seed: int) -> OpId | None:
+        """The operator that rounds its activation with a stream of random numbers."""
+        return next((op_id for op_id, call in self._lowered.items() if call.x_seed == x_seed), None)
+
     @property
     def _changes_nothing(self) -> bool:
         """All operators run as without a plan, under autocast; in float32 they are installed all the same, for their checks."""

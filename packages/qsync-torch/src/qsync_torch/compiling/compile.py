@@ -20,6 +20,7 @@ from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
 from qsync_torch.compiling import gradient_copies
+from qsync_torch.compiling.cuts import Cuts
 from qsync_torch.compiling.gradient_copies import fuse_gradient_copies
 from qsync_torch.compiling.planned import PlannedChains
 from qsync_torch.compiling.rewriting import fuse_chains
@@ -91,16 +92,20 @@ def compile(
         undo.pop_all()
     kept, compile_rest = None if saved is None else Precision(saved), _compiler(backend, mode, options or {})
 
+    cuts = Cuts(applied)
+
     def fusing(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        watched = cuts.read(graph, inputs)
         if planned is None:
             fuse_chains(graph, kept)
         else:
             planned.fuse(graph)
-        return compile_rest(graph, inputs)
+        return watched(compile_rest(graph, inputs))
 
     compiled = cast(nn.Module, torch.compile(module, backend=fusing, fullgraph=fullgraph, dynamic=dynamic))
     if planned is not None:
         compiled.register_forward_hook(planned.check)
+    compiled.register_forward_hook(cuts.check)
     return compiled
 
 

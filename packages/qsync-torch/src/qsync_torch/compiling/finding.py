@@ -70,7 +70,7 @@ class FoundChain:
 
 
 @attrs.frozen
-class _Shape:
+class Parts:
     """What a chain could be, before it is known who reads it."""
 
     producer: Producer
@@ -139,6 +139,17 @@ def norms_behind_products(graph: Graph, found: Sequence[FoundChain]) -> list[Fou
     return [chain for chain in planned_chains(graph, heads)[0] if chain.copy is None and taken.isdisjoint(chain.members)]
 
 
+def last_parts(last: Node, graph: Graph) -> Parts | None:
+    """The longest chain that a node may be the last member of, whoever reads it."""
+    return next(_shapes_ending_in(last, {node: place for place, node in enumerate(graph.nodes)}), None)
+
+
+def readers_of(last: Node, producer: Producer) -> tuple[Node, ...]:
+    """The operators of a plan that would read the copy of a producer whose result a node is."""
+    ndim = 4 if producer is Producer.BATCH_NORM else None
+    return tuple(reader for reader in last.users if _reads(reader, last) and _wanted(reader, producer, ndim) is not None)
+
+
 def _reads(node: Node, source: Node) -> bool:
     """Whether it is an operator of a plan that reads a node as its activation, and makes its copy itself."""
     if node.target not in nodes.LOWERED or len(node.args) != 8 or node.kwargs:
@@ -146,7 +157,7 @@ def _reads(node: Node, source: Node) -> bool:
     return node.args[0] is source and source not in node.args[1:]
 
 
-def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[_Shape]:
+def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[Parts]:
     """What a node may be the last member of, the longest chain first."""
     value = nodes.float_of(last)
     if value is None or (sizes := nodes.sizes(value)) is None or 0 in sizes:
@@ -162,7 +173,7 @@ def _shapes_ending_in(last: Node, order: dict[Node, int]) -> Iterator[_Shape]:
     if activation is Activation.NONE:
         yield from _layer_norms(last, order)
     elif nodes.float_of(behind) is not None and (not nodes.is_in_place(last) or _is_its_own(behind, order[last], order)):
-        yield _Shape(Producer.ACTIVATION, None, (last,), behind, None, activation)
+        yield Parts(Producer.ACTIVATION, None, (last,), behind, None, activation)
 
 
 def _is_its_own(node: Node, place: int, order: dict[Node, int]) -> bool:
@@ -178,10 +189,10 @@ def _only_reader(node: Node) -> bool:
     return len(node.users) == 1 and sum(argument is node for argument in next(iter(node.users)).args) == 1
 
 
-def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, order: dict[Node, int]) -> _Shape | None:
+def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, order: dict[Node, int]) -> Parts | None:
     """A batch norm, or the sum of one with a residual; of two batch norms the one that runs later is the chain's."""
     if (call := nodes.batch_norm_of(node)) is not None:
-        return _Shape(Producer.BATCH_NORM, node, (node, *tail), call["input"], None, activation) if _is_image_norm(node) else None
+        return Parts(Producer.BATCH_NORM, node, (node, *tail), call["input"], None, activation) if _is_image_norm(node) else None
     summands = nodes.summands_of(node)
     if summands is None or not _same(node, *summands):
         return None
@@ -194,10 +205,10 @@ def _batch_norm(node: Node, tail: tuple[Node, ...], activation: Activation, orde
     residual = summands[summands[0] is norm]
     call = nodes.batch_norm_of(norm)
     assert call is not None
-    return _Shape(Producer.BATCH_NORM, norm, (norm, node, *tail), call["input"], residual, activation)
+    return Parts(Producer.BATCH_NORM, norm, (norm, node, *tail), call["input"], residual, activation)
 
 
-def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[_Shape]:
+def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[Parts]:
     """A layer norm; where it alone reads a sum, with that: the summand that was there first is the residual."""
     call = nodes.layer_norm_of(node)
     if call is None or not _are_vectors(call["weight"], call["bias"]):
@@ -206,9 +217,9 @@ def _layer_norms(node: Node, order: dict[Node, int]) -> Iterator[_Shape]:
     summands = nodes.summands_of(x)
     if summands is not None and _only_reader(x) and not nodes.is_in_place(x) and _same(x, *summands):
         residual, added = sorted(summands, key=order.__getitem__)
-        yield _Shape(Producer.LAYER_NORM, node, (x, node), added, residual)
+        yield Parts(Producer.LAYER_NORM, node, (x, node), added, residual)
     if nodes.float_of(x) is not None:
-        yield _Shape(Producer.LAYER_NORM, node, (node,), x)
+        yield Parts(Producer.LAYER_NORM, node, (node,), x)
 
 
 def _is_image_norm(node: Node) -> bool:
@@ -236,7 +247,7 @@ def _same(node: Node, *summands: Node) -> bool:
     return whole is not None and all(part is not None and nodes.same_shape(part, whole) for part in parts)
 
 
-def _with_readers(shape: _Shape, order: dict[Node, int]) -> FoundChain:
+def _with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     """The chain with the operators that take its copy: all that want the one that the first of them wants."""
     last = shape.members[-1]
     ndim = 4 if shape.producer is Producer.BATCH_NORM else None

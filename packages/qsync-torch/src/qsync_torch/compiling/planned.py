@@ -83,19 +83,29 @@ def chain_names(module: GraphModule, model: nn.Module) -> dict[Node, OpId]:
         module: from ``torch.compile``, which notes the modules that were running.
         model: the model that was traced.
     """
-    scopes = {str(id(part)): (fqn, part) for fqn, part in model.named_modules()}
+    scopes = scopes_of(model)
     calls: Counter[str] = Counter()
     names: dict[Node, OpId] = {}
     for node in _in_order(module):
         function = nodes.function_of(node)
         if not function:
             continue
-        stack = (str(key).partition("@")[0] for key in reversed(node.meta.get("nn_module_stack") or {}))
-        fqn, part = next((scopes[key] for key in stack if key in scopes), ("", model))
-        fqn = fqn if is_torch_leaf(part) and fqn else ".".join(filter(None, (fqn, function)))
+        fqn = place_of(node, scopes, function)
         names[node] = OpId(fqn, calls[fqn])
         calls[fqn] += 1
     return names
+
+
+def scopes_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """Names and modules of a model, by what ``torch.compile`` notes of a module that was running."""
+    return {str(id(part)): (fqn, part) for fqn, part in model.named_modules()}
+
+
+def place_of(node: Node, scopes: Mapping[str, tuple[str, nn.Module]], function: str) -> str:
+    """The name of the module whose work a node is, else that of the module that was running, followed by the function's."""
+    stack = (str(key).partition("@")[0] for key in reversed(node.meta.get("nn_module_stack") or {}))
+    fqn, part = next((scopes[key] for key in stack if key in scopes), ("", None))
+    return fqn if is_torch_leaf(part) and fqn else ".".join(filter(None, (fqn, function)))
 
 
 def _in_order(module: GraphModule) -> Iterator[Node]:
