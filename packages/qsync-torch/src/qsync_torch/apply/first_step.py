@@ -54,13 +54,27 @@ def check_autocast(base: Precision, device: torch.device, where: str = "the mode
     )
 
 
+def too_deep(output: Any) -> PlanError:
+    """What is said of an output in which Python's recursion ends."""
+    return PlanError(
+        f"the {type(output).__name__} that the model returns nests deeper than Python walks (some hundred objects in objects); "
+        "under a plan what it holds is turned to float32: return its tensors in a flat list or dictionary"
+    )
+
+
 def float32_outputs(output: Any) -> Any:
     """An output whose 16-bit tensors are float32, also in containers, dataclasses, objects of other classes and functions.
 
     Containers are made anew; objects keep their identity and get new attributes, functions new variables.
+
+    Raises:
+        PlanError: where it is nested too deeply.
     """
     done: _Done = {}
-    return pytree.tree_map(lambda part: _float32(part, done), output)
+    try:
+        return pytree.tree_map(lambda part: _float32(part, done), output)
+    except RecursionError:
+        raise too_deep(output) from None
 
 
 _Done = dict[int, tuple[Any, Any]]

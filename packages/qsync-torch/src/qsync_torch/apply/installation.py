@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_torch.apply.calls_outside import NodesInside, Stretch, compiler_reads
+from qsync_torch.apply.first_step import too_deep
 from qsync_torch.apply.functional_calls import OperatorCall, WeightCalls, WeightPlace, may_call_functions
 from qsync_torch.apply.interception import Interception, is_indifferent
 from qsync_torch.apply.plan_fit import Addressed
@@ -318,7 +319,10 @@ class Installation(abc.ABC):
         if isinstance(output, types.GeneratorType):
             return self._in_pieces(output, whole, self.position())
         if not (isinstance(output, torch.Tensor) or torch.compiler.is_compiling()):
-            parts, structure = pytree.tree_flatten(output)
+            try:
+                parts, structure = pytree.tree_flatten(output)
+            except RecursionError:
+                raise too_deep(output) from None
             if places := [place for place, part in enumerate(parts) if isinstance(part, types.GeneratorType)]:
                 for place in places:  # the entry is whole when the last one has ended
                     parts[place] = self._in_pieces(parts[place], whole and place == places[-1], self.position())

@@ -39,6 +39,10 @@ PROMOTED: frozenset[Function] = frozenset(
         *_named(torch, "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer"),
         *_named(torch, "addmm", "addmv", "addbmm", "baddbmm", "chain_matmul"),
         *_named(torch, "einsum", "tensordot", "bilinear", "cdist", "cross", "lerp", "addcmul", "addcdiv", "grid_sampler"),
+        *_named(torch, "heaviside", "vecdot"),
+        *_named(torch.linalg, "matmul", "multi_dot", "vecdot", "cross"),
+        *_named(torch.sparse, "mm", "addmm"),
+        *_named(F, "embedding_bag"),
         *_named(torch, "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *_named(torch, "index_put", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "masked_scatter"),
         *_named(torch, "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
@@ -54,6 +58,7 @@ PROMOTED: frozenset[Function] = frozenset(
 RIGHT_FACTORS: dict[Function, str] = {
     torch.matmul: "other",
     torch.mm: "mat2",
+    torch.linalg.matmul: "other",
     torch.Tensor.matmul: "other",
     torch.Tensor.__matmul__: "other",
     torch.Tensor.mm: "mat2",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -290,10 +294,35 @@ class PlannedForwards(Installation):
             copies_refused() if now_and_then else nullcontext(),
             nullcontext() if self._repeats is None else self._steps.at(self._repeats),
         ):
-            output = super()._run(whole, replaced, module, args, kwargs)
+            try:
+                output = super()._run(whole, replaced, module, args, kwargs)
+            except (RuntimeError, TypeError) as error:
+                self._explain(error)
+                raise
         if self.model.training and not torch.is_grad_enabled() and not runs_detached():
             self._first_passes.remember(module, args, kwargs, self._steps.position)
         return output
+
+    def _explain(self, error: Exception) -> None:
+        """What fails on a format, in a forward whose operators deliver 16 bits, the script has not seen without a plan.
+
+        Raises:
+            PlanError: with the line of the model's code.
+        """
+        outputs = {call.assigned.variant.output for call in self._lowered.values()} & LOW_BASES
+        if self.base in LOW_BASES or not outputs or not _OF_FORMATS.search(text := str(error).strip()):
+            return
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((*_LIBRARIES, "<")) and frame.lineno
+        ]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else type(self.model).__name__
+        raise PlanError(
+            f"{place} fails with {text.splitlines()[-1].removeprefix('RuntimeError: ')!r}, where operators of the plan deliver "
+            f"{' and '.join(sorted(map(str, outputs)))}: call .float() on what this function takes, or plan the operators "
+            "before it to deliver float32"
+        ) from error
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _check_recording(self) -> bool:
@@ -560,6 +589,9 @@ class PlannedForwards(Installation):
         return forward
 
 
+_OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
+"""Words of PyTorch's about a format that a function does not take."""
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _OF_A_COMPILED_PART = (
     "; a part of it that is compiled by itself runs a weight of the plan as F.linear(x, weight) or x @ weight, and not transposed"
 )

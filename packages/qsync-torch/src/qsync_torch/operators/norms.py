@@ -99,7 +99,8 @@ _LINALG = (
 _FFT = tuple(name for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn")) and not name.startswith("_"))
 _OLDER = (
     *("cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "inverse", "istft", "logdet", "lu_solve", "matrix_exp"),
-    *("ormqr", "pinverse", "polar", "qr", "slogdet", "stft", "svd", "triangular_solve", "view_as_complex"),
+    *("nanquantile", "ormqr", "pdist", "pinverse", "polar", "qr", "quantile", "slogdet", "stft", "svd", "triangular_solve"),
+    "view_as_complex",
 )
 
 FLOAT32_ONLY = frozenset((*(f"fft_{name}" for name in _FFT), *(f"linalg_{name}" for name in _LINALG), *_OLDER))

@@ -1,0 +1,108 @@
+"""Functions that a model calls after an operator which delivers 16 bits, and which take float32 or one format alone."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_core.errors import PlanError
+from qsync_torch import apply_
+
+from .small_models import BFLOAT16, FLOAT32, named
+
+ADJACENT = torch.eye(8).to_sparse()
+
+
+@torch.jit.script
+def scripted(h, w):
+    return torch.matmul(h, w)
+
+
+class Calls(nn.Module):
+    """An operator, and one function of its output and a parameter."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.w, self.function = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16) / 4), function
+
+    def forward(self, x):
+        return self.function(self.a(x), self.w)
+
+
+def gradients_of(model):
+    torch.manual_seed(1)
+    y = model(torch.randn(8, 16))
+    assert y.dtype is torch.float32
+    y.square().sum().backward()
+    return [parameter.grad for parameter in (model.a.weight, model.w) if parameter.grad is not None]
+
+
+TAKEN = {
+    "quantile": lambda h, _: torch.quantile(h, 0.5, dim=1),
+    "nanquantile": lambda h, _: h.nanquantile(0.5, dim=1),
+    "pdist": lambda h, _: F.pdist(h),
+    "linalg.matmul": lambda h, w: torch.linalg.matmul(h, w.sin()),
+    "linalg.multi_dot": lambda h, w: torch.linalg.multi_dot([h, w, w]),
+    "linalg.vecdot": lambda h, w: torch.linalg.vecdot(h, w[:8]),
+    "sparse @ dense": lambda h, _: ADJACENT @ h,
+    "sparse.mm": lambda h, _: torch.sparse.mm(ADJACENT, h),
+    "sparse.addmm": lambda h, w: torch.sparse.addmm(w[:8], ADJACENT, h),
+    "heaviside": lambda h, w: torch.heaviside(h.detach(), w[:8].detach()) * h * w[:8],
+    "embedding_bag": lambda h, w: F.embedding_bag(torch.arange(16).view(8, 2), w, per_sample_weights=h[:, :2], mode="sum"),
+}
+
+
+@pytest.mark.parametrize("function", TAKEN.values(), ids=TAKEN)
+def test_they_take_what_an_operator_delivers(function):
+    planned = Calls(function)
+    apply_(planned, named(a=BFLOAT16))
+    for found, expected in zip(gradients_of(planned), gradients_of(Calls(function)), strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_product_of_linalg_is_an_operator_of_the_plan():
+    planned = Calls(lambda h, w: torch.linalg.matmul(h, w))
+    apply_(planned, named(w=BFLOAT16))
+    reference = Calls(lambda h, w: (h.bfloat16() @ w.bfloat16()).float())
+    for found, expected in zip(gradients_of(planned), gradients_of(reference), strict=True):
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+REFUSED = {
+    "scripted": (scripted, "expected m1 and m2 to have the same dtype"),
+    "numpy": (lambda h, w: h * torch.from_numpy(h.detach().numpy()), "Got unsupported ScalarType BFloat16"),
+}
+
+
+@pytest.mark.parametrize("function, said", REFUSED.values(), ids=REFUSED)
+def test_what_takes_none_is_refused_with_its_line(function, said):
+    line = inspect.getsourcelines(Calls.forward)[1] + 1 if function is scripted else ""
+    model = Calls(function)
+    apply_(model, named(a=BFLOAT16))
+    with pytest.raises(
+        PlanError, match=rf"test_functions_of_formats\.py:{line}.* fails with '{said}.*deliver bfloat16: call \.float"
+    ):
+        gradients_of(model)
+
+
+def test_a_failure_that_is_the_models_own_stays_as_it_is():
+    for function in (lambda h, w: h @ w[:3], lambda h, w: h.numpy()):
+        model = Calls(function)
+        apply_(model, named(a=FLOAT32))
+        with pytest.raises(RuntimeError):
+            gradients_of(model)
+
+
+def test_an_output_that_is_too_deep_to_walk_is_refused():
+    def nested(h, _):
+        for _ in range(2000):
+            h = [h]
+        return h
+
+    model = Calls(nested)
+    apply_(model, named(a=BFLOAT16))
+    with pytest.raises(PlanError, match="the list that the model returns nests deeper than Python walks"):
+        model(torch.randn(8, 16))
