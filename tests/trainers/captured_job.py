@@ -11,10 +11,11 @@ from qsync_torch.capturing.script import job_of_script
 from qsync_torch.job import describe_optimizer
 from qsync_torch.tracing.trace import trace
 
-job = job_of_script(sys.argv[1])
+job, caller = job_of_script(sys.argv[1])
 batch = job.batch(0, job.batch_size)
 found = {
     "name": job.name,
+    "line": caller.line("run"),
     "batch_size": job.batch_size,
     "operators": [str(operator.op_id) for operator in trace(job).adjustable],
     "optimizer": describe_optimizer(job),

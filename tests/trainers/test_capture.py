@@ -49,6 +49,7 @@ def captured(tmp_path_factory):
 
 def test_accelerate(captured):
     found = captured["train_accelerate.py"]
+    assert found["line"] == "hybrid(accelerator, ..., run='run')"
     images, labels = load_data()[0].tensors
     assert (found["name"], found["batch_size"], found["operators"]) == ("DigitsNet", 16, DIGITS)
     assert found["optimizer"].startswith(SGD)
@@ -57,6 +58,7 @@ def test_accelerate(captured):
 
 def test_hugging_faces_trainer(captured):
     found, model = captured["train_transformers.py"], bert()
+    assert found["line"].replace("'", '"') in scripts_of_the_page()["train_transformers.py"]
     pixels, labels = load_digits(return_X_y=True)
     assert (found["name"], found["batch_size"]) == ("BertForSequenceClassification", 8)
     assert found["operators"] == [f"{name}#0" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
@@ -66,6 +68,7 @@ def test_hugging_faces_trainer(captured):
 
 def test_lightning(captured):
     found = captured["train_lightning.py"]
+    assert found["line"].replace("'", '"') in scripts_of_the_page()["train_lightning.py"]
     assert (found["name"], found["batch_size"], found["operators"]) == ("Digits", 16, [f"net.{name}" for name in DIGITS])
     assert found["optimizer"].startswith(SGD)
     # Lightning shuffles; a copy of the captured module gives the loss of its own step.
@@ -84,7 +87,7 @@ class TestWhatLightningCannotSay:
         monkeypatch.setattr("qsync_torch.integrations.lightning.is_wanted", lambda: True)
         monkeypatch.setattr("qsync_torch.integrations.lightning.hand_over", self.keep)
 
-    def keep(self, job):
+    def keep(self, job, caller):
         self.job = job
         raise capturing.LineReached
 

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from launching import run_ranks, scripts_of_the_page
 
 from qsync_core.run_folder import RunFolder
 
-NAME = "train_accelerate.py"
+
+def by_accelerate(folder: Path) -> object:
+    """What its checkpoint has of the rounding."""
+    (kept,) = folder.glob("checkpoint-10/custom_checkpoint_*")
+    return torch.load(kept, weights_only=True)
+
+
+def by_hugging_face(folder: Path) -> object:
+    """The same; a step has two passes."""
+    state = json.loads((folder / "checkpoints" / "checkpoint-10" / "trainer_state.json").read_text())
+    return state["stateful_callbacks"]["PlanCallback"]["attributes"]["rounding"]
+
+
+def by_lightning(folder: Path) -> object:
+    """The same."""
+    return torch.load(folder / "checkpoints" / "step=10.ckpt", weights_only=True)["qsync"]
 
 
 @pytest.mark.distributed
-def test_accelerate_prepares_and_trains_in_two_processes(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "line", "kept", "passes"),
+    [
+        ("train_accelerate.py", "hybrid(accelerator, ..., run='run')", by_accelerate, 10),
+        ("train_transformers.py", "hybrid(trainer, run='run')", by_hugging_face, 20),
+        ("train_lightning.py", "HybridStrategy('run')", by_lightning, 10),
+    ],
+    ids=["accelerate", "transformers", "lightning"],
+)
+def test_a_trainer_prepares_and_trains_in_two_processes(
+    tmp_path: Path, name: str, line: str, kept: Callable[[Path], object], passes: int
+):
     """Training is under the plan that was made: its checkpoint has the rounding step."""
-    script, run = tmp_path / NAME, RunFolder(tmp_path / "run")
-    script.write_text(scripts_of_the_page()[NAME])
-    prepared = run_ranks("-m", tmp_path, ["qsync", "prepare", NAME, "-o", "run", "--group", "infer=role:infer"])
+    script, run = tmp_path / name, RunFolder(tmp_path / "run")
+    script.write_text(scripts_of_the_page()[name])
+    prepared = run_ranks("-m", tmp_path, ["qsync", "prepare", name, "-o", "run", "--group", "infer=role:infer"])
     assert run.report.is_file(), prepared[0]
-    assert not (tmp_path / "trained.pt").exists()
+    assert not list(tmp_path.glob("trained*"))
     assert [sorted(groups) for groups in run.planned_groups()] == [["infer", "train"], ["infer"], ["train"]]
+    assert run.start.read_text().endswith(f"the line of the script is {line}\n")
 
     assert "the plan was made for" not in "".join(run_ranks(script, tmp_path))  # which the first batch would say of another size
-    (kept,) = (tmp_path / "checkpoint-10").glob("custom_checkpoint_*")
-    assert torch.load(kept, weights_only=True) == {"step": 10, "seed": 0}
-    assert (tmp_path / "trained.pt").exists()
+    assert kept(tmp_path) == {"step": passes, "seed": 0}
+    assert len(list(tmp_path.glob("trained*"))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 import attrs
@@ -18,19 +19,38 @@ class Caller:
         call: the function, as the script writes it.
         run: the folder of ``qsync prepare`` that holds the plan; None where the plan was made step by step.
         options: how the call takes an argument of ``apply_``, which stands for ``{}``.
+        arguments: what stands in the call of a run folder, whose path is ``{}``.
+        own_loop: the script writes its training loop, and may change it.
     """
 
     call: str = "apply_"
     run: RunFolder | None = None
     options: str = "{}"
+    arguments: str = "model, {}"
+    own_loop: bool = True
+
+    def line(self, folder: str | os.PathLike[str]) -> str:
+        """What the script says to train under the plan of a run folder."""
+        return f"{self.call}({self.arguments.replace('{}', repr(os.fspath(folder)))})"
+
+    @property
+    def keep_samples(self) -> str:
+        """What to do where a step has fewer samples than the learning rate is for."""
+        if not self.own_loop:
+            return "change it in the script"
+        keep_global = self.with_option("resize='keep-global'")
+        return f"keep them with {keep_global} and the loop over applied.micro_batches(ddp) (docs/coming-and-going.md)"
 
     @property
     def prepare(self) -> str:
-        """The command that makes the run folder, quoted."""
+        """The command that makes the run folder for what the script trains now, quoted."""
         assert self.run is not None
         start = "torchrun …" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "python"
-        script = sys.argv[0] if self.call not in _WITHOUT_AMP and sys.argv[0].endswith(".py") else "JOB"
-        return f"'{start} -m qsync prepare {script} -o {self.run.path}'"
+        script, *arguments = sys.argv
+        if self.call in _WITHOUT_AMP or not script.endswith(".py"):
+            script, arguments = "JOB", []
+        own = f" -- {shlex.join(arguments)}" if arguments else ""
+        return f"'{start} -m qsync prepare {script} -o {self.run.path}{own}'"
 
     @property
     def trace_again(self) -> str:

@@ -54,6 +54,13 @@ def test_under_torchrun_it_is_torchrun_s_command(run, monkeypatch):
     assert f"'torchrun … -m qsync prepare train.py -o {run.path}'" in refusal_of_hybrid(run, TwoLinears(), torch.ones(2, 4))
 
 
+def test_the_script_s_own_arguments_stand_behind_two_hyphens(run, monkeypatch):
+    """Else the plan would be for the batches of the script's default arguments."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--batch-size", "16", "--data", "my data"])
+    found = refusal_of_hybrid(run, TwoLinears(), torch.ones(2, 4))
+    assert f"-m qsync prepare train.py -o {run.path} -- --batch-size 16 --data 'my data'' again" in found
+
+
 def test_a_plan_for_a_job_without_autocast(run):
     with torch.autocast("cpu", torch.bfloat16):
         found = refusal_of_hybrid(run, model(), torch.ones(2, 4))

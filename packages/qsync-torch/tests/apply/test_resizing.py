@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch import apply_
+from qsync_torch.caller import Caller
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, micro_batches, step_batches
 
@@ -50,6 +51,14 @@ def test_without_a_choice_another_global_batch_is_refused():
         "have 6 samples instead of 19: say what is to stay, with apply_(..., resize='keep-global') and the loop over "
     )
     assert "a learning rate of your choice for 0.316 of the batch" in str(refused.value)
+
+
+def test_a_trainers_loop_is_not_to_be_changed():
+    trainer = Caller("HybridStrategy", None, "plan_options=dict({})", "{}", own_loop=False)
+    plan = plan_for({"train"}, batches=True)
+    with pytest.raises(PlanError) as refused:
+        step_batches(plan, WHOLE, JobRanks.of(plan, {0: "train"}), None, trainer)
+    assert "say what is to stay, with HybridStrategy(..., plan_options=dict(resize='keep-local')) and a" in str(refused.value)
 
 
 def test_a_job_of_the_groups_that_the_plan_recommends_needs_no_choice(monkeypatch):

@@ -15,7 +15,7 @@ from qsync_torch.distributed.ranks import process_group_from_environment
 
 
 def main() -> None:
-    job = job_of_script(sys.argv[1])
+    job, _ = job_of_script(sys.argv[1])
     survived = dist.is_initialized()
     found = []
     for _ in range(2):

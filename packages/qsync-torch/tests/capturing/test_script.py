@@ -25,9 +25,10 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
     before = sys.argv, sys.modules["__main__"], Path.cwd()
-    job = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
+    job, caller = job_of_script(write(tmp_path), ["--lr", "0.25", "--batch-size", "8"])
     assert (sys.argv, sys.modules["__main__"], Path.cwd()) == before
     assert (job.name, job.batch_size, job.amp) == ("Net", 8, None)
+    assert caller.line(tmp_path / "run") == f"qsync.hybrid(..., run='{tmp_path}/run')"
     [group] = job.optimizer(job.model.parameters()).param_groups
     assert (group["lr"], group["momentum"]) == (0.25, 0.9)
     said = capfd.readouterr()
@@ -44,7 +45,7 @@ def test_the_script_runs_up_to_its_line_with_its_own_arguments(tmp_path, capfd):
 
 def test_loaders_with_workers_are_read(tmp_path):
     path = write(tmp_path)
-    alone, forked = (job_of_script(path, ["--workers", n]) for n in "02")
+    alone, forked = (job_of_script(path, ["--workers", n])[0] for n in "02")
     assert all(torch.equal(a, b) for a, b in zip(alone.batch(1, 4).tensors, forked.batch(1, 4).tensors, strict=True))
 
 
@@ -114,7 +115,7 @@ def test_what_a_script_does_after_its_line_is_of_no_interest(tmp_path, ending):
         f"        {ending}\n",
     )
     assert ending in text
-    assert job_of_script(write(tmp_path, "import sys\n" + text.replace("\n    ", "\n"))).name == "Net"
+    assert job_of_script(write(tmp_path, "import sys\n" + text.replace("\n    ", "\n")))[0].name == "Net"
 
 
 def test_what_the_line_refuses_is_said_as_it_is(tmp_path):
@@ -158,5 +159,5 @@ def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
 def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop, amp, said):
     text = PLAIN.replace('print("beyond the line")', loop).replace(", loader)\n", f", loader{amp})\n")
     path = write(tmp_path, text)
-    note = unsaid_autocast(path, job_of_script(path))
+    note = unsaid_autocast(path, job_of_script(path)[0])
     assert ("write qsync.hybrid(..., amp='bfloat16')" in note) == said

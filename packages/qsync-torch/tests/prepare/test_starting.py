@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from qsync_core.artifacts.files import save
-from qsync_core.ir.plan import GroupPlan, PrecisionPlan, Role
+from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.op_id import OpId
+from qsync_core.ir.plan import ChainAssignment, GroupPlan, PrecisionPlan, Role
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.run_folder import RunFolder
+from qsync_torch.caller import Caller
+from qsync_torch.capturing.hybrid import HYBRID
 from qsync_torch.prepare.participants import Group, Participant
 from qsync_torch.prepare.starting import Start, how_to_start
 
@@ -37,7 +42,7 @@ def plan_of(groups: list[Group], recommended: tuple[str, ...] = ()) -> Precision
     )
 
 
-def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str, **options: bool) -> Start:
+def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str, **options: Any) -> Start:
     run = RunFolder(folder)
     (folder / "plans").mkdir()
     save(plan_of([group for group in groups if group.name in kept]), run.plan(kept))
@@ -48,10 +53,10 @@ def found(folder: Path, groups: list[Group], kept: tuple[str, ...], *script: str
 
 def test_on_one_machine_it_is_one_line(tmp_path):
     groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""), ("here", ""))]
-    fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3")
+    fewer = found(tmp_path, groups, ("b",), "my train.py", "--lr", "1e-3", caller=HYBRID)
     line = "QSYNC_GROUP=b torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=29500 "
     assert fewer.commands == (("here", f"{line}'my train.py' --lr 1e-3"),)
-    assert fewer.sentences(Path("run"), from_script=True) == [
+    assert fewer.sentences(Path("run")) == [
         "a is better left out; train without, by:",
         f"  {line}'my train.py' --lr 1e-3",
         "a step then has 32 samples, each rank its own batch, and not the 48 of all groups; where the learning rate is for 48, "
@@ -59,6 +64,28 @@ def test_on_one_machine_it_is_one_line(tmp_path):
         "(docs/coming-and-going.md)",
         "the line of the script is qsync.hybrid(..., run='run')",
     ]
+
+
+def test_a_trainers_script_has_its_adapters_line_and_no_loop_of_its_own(tmp_path):
+    groups = [group("a", CPU, ("here", "")), group("b", CPU, ("here", ""))]
+    trainer = Caller("hybrid", arguments="trainer, run={}", own_loop=False)
+    assert found(tmp_path, groups, ("b",), caller=trainer).sentences(Path("run"))[2:] == [
+        "a step then has 16 samples, each rank its own batch, and not the 32 of all groups; where the learning rate is for 32, "
+        "change it in the script",
+        "the line of the script is hybrid(trainer, run='run')",
+    ]
+
+
+def test_a_plan_that_fuses_is_for_a_compiled_model(tmp_path):
+    cpu = group("cpu", CPU, ("here", ""))
+    whole = plan_of([cpu])
+    chain = ChainAssignment(ChainVariant(), "aten", "", "by hand")
+    fused = attrs.evolve(whole, groups=(attrs.evolve(whole.groups[0], chains={OpId("0+1"): chain}),))
+    (tmp_path / "plans").mkdir()
+    save(fused, RunFolder(tmp_path).plan(["cpu"]))
+    start = how_to_start(RunFolder(tmp_path), whole, [cpu], ("train.py",))
+    assert start is not None
+    assert start.sentences(Path("run"))[-1] == "the line of the script is qsync.compile(model, 'run')"
 
 
 def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path):
@@ -78,7 +105,7 @@ def test_each_machine_has_its_line_and_the_training_groups_is_the_first(tmp_path
             f"QSYNC_GROUP=half CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 {line}2 --nproc-per-node=1 {rest}",
         ),
     )
-    assert [sentence.split(": ")[0].strip() for sentence in fewer.sentences(tmp_path, from_script=False)[1:4]] == [
+    assert [sentence.split(": ")[0].strip() for sentence in fewer.sentences(tmp_path)[1:4]] == [
         "one",
         "two",
         "three",
@@ -100,16 +127,14 @@ def test_where_all_train_each_group_has_its_line_and_batches_that_differ_are_sai
         for node, name in enumerate("ab")
     ]
     line = "the line of the script is qsync.apply_(model, 'run')"
-    assert start.sentences(Path("run"), from_script=False) == ["train by:", *lines, line]
-    fusing = attrs.evolve(start, fuses=True).sentences(Path("run"), from_script=False)
-    assert fusing[-1] == line.replace("qsync.apply_(", "qsync.compile(")
-    uneven = attrs.evolve(start, local_batches={"a": 20, "b": 12}).sentences(Path("run"), from_script=False)
+    assert start.sentences(Path("run")) == ["train by:", *lines, line]
+    uneven = attrs.evolve(start, local_batches={"a": 20, "b": 12}).sentences(Path("run"))
     assert uneven[-2].startswith("local batches differ (20 a rank of a, 12 a rank of b): the script takes applied.local_batch ")
 
 
 def test_one_process_without_torchrun_is_started_by_python(tmp_path):
     start = found(tmp_path, [group("cpu", CPU, ("here", ""))], ("cpu",), "train.py", "--lr", "1e-3", torchrun=False)
-    assert start.sentences(Path("run"), from_script=True)[:2] == ["train by:", "  python train.py --lr 1e-3"]
+    assert start.sentences(Path("run"))[:2] == ["train by:", "  python train.py --lr 1e-3"]
 
 
 def test_of_groups_that_are_not_here_or_have_no_plan_nothing_is_said(tmp_path):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,9 @@ from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import MakeOptimizer
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.distributed.groups_present import run_folder_of
+
+HYBRID = Caller("qsync.hybrid", arguments="..., run={}")
+"""The line, in messages."""
 
 
 def hybrid(
@@ -56,5 +60,5 @@ def hybrid(
     if isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"):
         raise JobError(f"call qsync.hybrid before the model is wrapped in {type(model).__name__}")
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp))
-    return apply_for(Caller("qsync.hybrid", run_folder_of(run)), model, run, **options)
+        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp), HYBRID)
+    return apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)

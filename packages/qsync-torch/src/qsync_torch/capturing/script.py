@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qsync_core.errors import JobError, QSyncError
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
 from qsync_torch.distributed.ranks import store_of_environment
 from qsync_torch.job import Job
@@ -43,6 +44,7 @@ class _Handover:
 
     script: Path
     job: Job | None = None
+    caller: Caller | None = None
 
 
 _running: _Handover | None = None
@@ -63,18 +65,19 @@ def is_wanted() -> bool:
     )
 
 
-def hand_over(job: Job) -> NoReturn:
-    """Give the script's job to the caller that runs it, and end the script here."""
+def hand_over(job: Job, caller: Caller) -> NoReturn:
+    """Give the script's job, and the line that says it, to the one that runs the script, and end the script here."""
     assert _running is not None
-    _running.job = job
+    _running.job, _running.caller = job, caller
     raise LineReached(f"{_running.script} has said what it trains")
 
 
-def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
-    """The job that a training script trains: the script runs as ``python path arguments`` does, up to its line.
+def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job, Caller]:
+    """The job that a training script trains, and what it calls to say so.
 
-    What stands before the line runs whole, ``finally`` blocks too; what it prints goes to standard error.  A script without the
-    line is not trained to its end: where its source shows that it has none it does not run, else its first optimizer step ends it.
+    The script runs as ``python path arguments`` does, up to its line.  What stands before the line runs whole, ``finally`` blocks
+    too; what it prints goes to standard error.  A script without the line is not trained to its end: where its source shows that it
+    has none it does not run, else its first optimizer step ends it.
     PyTorch's settings (TF32, ``cudnn.benchmark``, threads, the current device) stay as the script leaves them, because training has
     them so, and its folder stays on ``sys.path``.  ``__main__``, the command line and the working directory are put back.
 
@@ -109,11 +112,11 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> Job:
     finally:
         _running = None
         _leave_process_group()
-    if handover.job is None:
+    if handover.job is None or handover.caller is None:
         raise JobError(
             f"{path} ended without saying what it trains: add the line {LINE} before its training loop (docs/your-script.md)"
         )
-    return handover.job
+    return handover.job, handover.caller
 
 
 def unsaid_autocast(path: str | Path, job: Job) -> str:

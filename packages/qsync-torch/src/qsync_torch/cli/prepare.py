@@ -114,7 +114,7 @@ def prepare(
             f"qsync prepare was interrupted (Ctrl-C); start it again, and it continues from what is finished in {output}"
         ) from None
     if found.rank == 0:
-        emit(json_flag, _facts(found), lambda console: _render(found, is_script(job), console))
+        emit(json_flag, _facts(found), lambda console: _render(found, console))
 
 
 def _text_of(path: Path | None) -> str | None:
@@ -193,7 +193,7 @@ def _facts(found: Prepared) -> dict[str, Any]:
     }
 
 
-def _render(found: Prepared, from_script: bool, console: Console) -> None:
+def _render(found: Prepared, console: Console) -> None:
     from rich.table import Table
 
     table = Table("group", "device", "role", "ladder", "memory", box=None, pad_edge=False)
@@ -217,5 +217,5 @@ def _render(found: Prepared, from_script: bool, console: Console) -> None:
     if found.start is None:
         console.print("some of the groups to train with are not here: train with their machines too", markup=False)
         return
-    for sentence in found.start.sentences(found.run.path, from_script=from_script):
+    for sentence in found.start.sentences(found.run.path):
         console.print(sentence, markup=False, soft_wrap=True)

@@ -123,11 +123,9 @@ def _tell(text: str) -> None:
 
 def _recommended(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned: int, caller: Caller) -> str:
     left_out = " and ".join(repr(entry.group) for entry in whole.groups if entry.group not in groups.values())
-    keep_global = caller.with_option("resize='keep-global'")
     return (
         f"this job trains without {left_out}, as the plan recommends: a step has {now} samples, and not the {planned} of all "
-        f"groups; where the learning rate is for {planned}, keep them with {keep_global} and the loop over "
-        "applied.micro_batches(ddp) (docs/coming-and-going.md)"
+        f"groups; where the learning rate is for {planned}, {caller.keep_samples}"
     )
 
 
@@ -135,10 +133,10 @@ def _unchosen(whole: PrecisionPlan, groups: Mapping[int, str], now: int, planned
     here = Counter(groups.values())
     ranks = ", ".join(f"{here[entry.group]} of {entry.count} in {entry.group!r}" for entry in whole.groups)
     keep_global, keep_local = (caller.with_option(f"resize={choice!r}") for choice in ("keep-global", "keep-local"))
+    looped = f"{keep_global} and the loop over applied.micro_batches(ddp), or with " if caller.own_loop else ""
     return (
         f"this job has other ranks than planned ({ranks}), so that a step would have {now} samples instead of {planned}: say what "
-        f"is to stay, with {keep_global} and the loop over applied.micro_batches(ddp), or with "
-        f"{keep_local} and a learning rate of your choice for {now / planned:.3g} of the batch "
+        f"is to stay, with {looped}{keep_local} and a learning rate of your choice for {now / planned:.3g} of the batch "
         "(docs/coming-and-going.md)"
     )
 

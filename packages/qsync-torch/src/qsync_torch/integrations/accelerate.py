@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import attrs
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -27,6 +28,7 @@ from qsync_torch.distributed.groups_present import run_folder_of
 from qsync_torch.distributed.loss_scaling import InStepGradScaler
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, apply_for_trainer
 
+_CALLER = Caller("hybrid", arguments="accelerator, ..., run={}")
 _AUTOCAST = {"no": Precision.FLOAT32, "bf16": Precision.BFLOAT16, "fp16": Precision.FLOAT16}
 _OTHER_PARALLELISM = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
@@ -69,8 +71,8 @@ def hybrid(
     settings = accelerator_settings(accelerator)
     check_accelerator(accelerator, model)
     if is_wanted():
-        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp))
-    planned = plan_accelerator(accelerator, model, run, settings, options)
+        hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=settings.amp), _CALLER)
+    planned = plan_accelerator(accelerator, model, run, settings, options, _CALLER)
     applied = planned.applied
     accelerator.register_for_checkpointing(applied)
     accelerator.register_save_state_pre_hook(lambda *_: applied.share_buffers())
@@ -113,14 +115,14 @@ def check_accelerator(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def plan_accelerator(
-    accelerator: Accelerator, model: nn.Module, run: Run, settings: TrainerSettings, given: Mapping[str, Any]
+    accelerator: Accelerator, model: nn.Module, run: Run, settings: TrainerSettings, given: Mapping[str, Any], caller: Caller
 ) -> PlannedTraining:
     """Apply a plan, and tell an accelerator how its job communicates and scales losses.
 
     Raises:
         QSyncError: as :func:`hybrid`.
     """
-    planned = apply_for_trainer(model, run, settings, given, Caller("hybrid", run_folder_of(run)))
+    planned = apply_for_trainer(model, run, settings, given, attrs.evolve(caller, run=run_folder_of(run)))
     if options := planned.applied.ddp_options():
         accelerator.ddp_handler = _PlannedOptions(accelerator.ddp_handler or DistributedDataParallelKwargs(), options)
     if planned.needs_loss_scaling:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import attrs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,6 +24,7 @@ from qsync_torch.distributed.loss_scaling import InStepGradScaler
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings, apply_for_trainer
 from qsync_torch.job import Batch, Job
 
+_CALLER = Caller("HybridStrategy", None, "plan_options=dict({})", "{}", own_loop=False)
 _AUTOCAST = {"32-true": Precision.FLOAT32, "bf16-mixed": Precision.BFLOAT16, "16-mixed": Precision.FLOAT16}
 _WANTED = {base: f"Trainer(precision={name!r})" for name, base in _AUTOCAST.items()}
 _KEY = "qsync"
@@ -76,7 +78,7 @@ class HybridStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Apply the plan, then wrap."""
         if is_wanted():
-            hand_over(self._job())
+            hand_over(self._job(), _CALLER)
         if self._planned is not None:  # an earlier fit's, which may have been of another module
             self._planned.applied.remove()
         module = self.lightning_module
@@ -85,7 +87,7 @@ class HybridStrategy(DDPStrategy):
         except AttributeError:
             what = type(module).__name__
             raise PlanError(f"{what} has no module {self._part!r}: HybridStrategy(..., module=...) names one") from None
-        caller = Caller("HybridStrategy", run_folder_of(self._run), "plan_options=dict({})")
+        caller = attrs.evolve(_CALLER, run=run_folder_of(self._run))
         self._planned = planned = apply_for_trainer(model, self._run, self._settings(), self._plan_options, caller)
         self._ddp_kwargs |= planned.applied.ddp_options()
         if planned.needs_loss_scaling:

@@ -84,7 +84,7 @@ class HybridConverter:
                 "torchtitan gives its converters the model alone, of which no job can be captured: write a job function, and run "
                 "qsync prepare with file.py:function"
             )
-        caller = Caller("HybridConverter", run_folder_of(self._run))
+        caller = Caller("HybridConverter", run_folder_of(self._run), arguments="{}", own_loop=False)
         self._planned = apply_for_trainer(model, self._run, self._settings, self._options, caller)
         refuse_loss_scaling(self._planned, "torchtitan")
         logging.getLogger(__name__).info(self._planned.sentence())

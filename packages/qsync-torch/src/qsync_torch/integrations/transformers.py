@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.applied_plan import AppliedPlan, applied_to
+from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.script import hand_over, is_wanted
@@ -21,6 +22,7 @@ from qsync_torch.integrations.accelerate import accelerator_settings, check_acce
 from qsync_torch.integrations.planned_training import PlannedTraining, Run, TrainerSettings
 from qsync_torch.job import Job
 
+_CALLER = Caller("hybrid", arguments="trainer, run={}", own_loop=False)
 _WANTED = {
     Precision.FLOAT32: "TrainingArguments(bf16=False, fp16=False)",
     Precision.BFLOAT16: "TrainingArguments(bf16=True)",
@@ -61,8 +63,8 @@ def hybrid(trainer: Trainer, *, run: Run = "run", name: str | None = None, **opt
     settings = _settings(trainer)
     check_accelerator(trainer.accelerator, trainer.model)
     if is_wanted():
-        hand_over(_job(trainer, name, settings.amp))
-    planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options)
+        hand_over(_job(trainer, name, settings.amp), _CALLER)
+    planned = plan_accelerator(trainer.accelerator, trainer.model, run, settings, options, _CALLER)
     trainer.add_callback(PlanCallback(planned, trainer.log))
     return planned.applied
 

@@ -22,6 +22,7 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.ir.profile import Profile
 from qsync_core.ir.variant import Variant
 from qsync_core.run_folder import RunFolder
+from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import VERSIONS, naming_lost_ranks, process_group_from_environment, versions_text
@@ -39,6 +40,8 @@ from qsync_torch.profiling.communication import measure_communication
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.job_tuning import TUNING_S
 
+Load = Callable[[], tuple[Job, Caller | None]]
+"""Gives the job, and what the script calls that says it; None where a function makes it."""
 Step = Callable[[], tuple[Mapping[str, Made], Sequence[str]]]
 """Makes parts, and names those that are no more."""
 STEPS = 5
@@ -125,7 +128,7 @@ def prepare(request: Request) -> Prepared:
     """
     started = time.monotonic()
     # A script runs before there is a process group, because it may make that itself.
-    load = _of_script(request) if is_script(request.job) else lambda: load_job(request.job, request.batch_size)
+    load = _of_script(request) if is_script(request.job) else lambda: (load_job(request.job, request.batch_size), None)
     with process_group_from_environment(request.device) as rank, naming_lost_ranks(WHAT):
         members = Members.of_group(None)
         if members is not None:
@@ -140,22 +143,23 @@ def prepare(request: Request) -> Prepared:
         return Prepared(rank, folder.run, cluster, planned, tuple(folder.made), time.monotonic() - started, report, start)
 
 
-def _of_script(request: Request) -> Callable[[], Job]:
+def _of_script(request: Request) -> Load:
     """Runs the script now; what it gives, or the error, is there when it is asked for."""
     from qsync_torch.capturing.script import job_of_script
 
     failed: QSyncError | None = None
-    job: Job | None = None
+    said: tuple[Job, Caller] | None = None
     try:
-        job = job_of_script(request.job, request.arguments)
+        said = job_of_script(request.job, request.arguments)
     except QSyncError as error:
         failed = error
 
-    def load() -> Job:
+    def load() -> tuple[Job, Caller | None]:
         if failed is not None:
             raise failed
-        assert job is not None
-        return job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size)
+        assert said is not None
+        job, caller = said
+        return job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size), caller
 
     return load
 
@@ -170,8 +174,9 @@ class _Flow:
     _on_disk: Parts = attrs.field(factory=dict)
     _text: str = ""
     _groups: Sequence[Group] = ()
+    _caller: Caller | None = None
 
-    def run(self, load: Callable[[], Job]) -> Cluster:
+    def run(self, load: Load) -> Cluster:
         """All parts; the cluster as its file says it."""
         request, folder = self.request, self.folder
         wishes = " ".join(f"{name}: {wish}" for name, wish in sorted(request.wishes.items()))
@@ -183,7 +188,7 @@ class _Flow:
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
                 raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
-            job = load()
+            job, self._caller = load()
             facts["optimizer"] = describe_optimizer(job)
             facts["kind of device"] = request.device.type
         if folder.rank == 0 and is_script(request.job):
@@ -412,14 +417,13 @@ class _Flow:
         request, run = self.request, self.folder.run
         script = (request.job, *request.arguments) if is_script(request.job) else ("YOUR_SCRIPT.py",)
         whole = run.load_plan([group.name for group in cluster.groups])
-        return how_to_start(run, whole, self._groups, script, torchrun=self.folder.members is not None)
+        return how_to_start(run, whole, self._groups, script, torchrun=self.folder.members is not None, caller=self._caller)
 
     def _start_text(self, cluster: Cluster) -> str:
         start = self.start(cluster)
         if start is None:
             return ""
-        sentences = start.sentences(self.folder.run.path, from_script=is_script(self.request.job))
-        return "".join(f"{sentence}\n" for sentence in sentences)
+        return "".join(f"{sentence}\n" for sentence in start.sentences(self.folder.run.path))
 
 
 def nothing() -> tuple[Mapping[str, Made], Sequence[str]]:

@@ -13,8 +13,11 @@ from qsync_core.ir.plan import PrecisionPlan, Role
 from qsync_core.launching.machines import GroupMachines, PlannedJob
 from qsync_core.launching.torchrun import Meeting, machine_commands
 from qsync_core.run_folder import RunFolder
+from qsync_torch.caller import Caller
 from qsync_torch.prepare.participants import Group, Participant
 
+FUNCTIONS_JOB, _FUSING = Caller("qsync.apply_"), Caller("qsync.compile")
+"""What a script is to call whose job a function makes; the second where the plan runs chains as fused kernels."""
 _HERE = "127.0.0.1"
 
 
@@ -27,7 +30,7 @@ class Start:
         commands: a shell's lines, by host.
         samples: of its step; of_all: of a step of all groups.
         local_batches: by group, where they differ.
-        fuses: the plan runs chains as fused kernels, which the compiled model has.
+        caller: what the script calls, for the line and for messages.
     """
 
     groups: tuple[str, ...]
@@ -36,25 +39,18 @@ class Start:
     samples: int
     of_all: int
     local_batches: Mapping[str, int] = {}
-    fuses: bool = False
+    caller: Caller = FUNCTIONS_JOB
 
-    def sentences(self, folder: Path, *, from_script: bool) -> list[str]:
-        """What to type, each line of it indented, and what it means for the script.
-
-        Args:
-            folder: the run folder.
-            from_script: whether the job is what a script says at its line ``qsync.hybrid(...)``.
-        """
+    def sentences(self, folder: Path) -> list[str]:
+        """What to type, each line of it indented, and what it means for the script; ``folder`` is the run folder."""
         several = len({host for host, _ in self.commands}) > 1
-        call = "qsync.hybrid" if from_script else "qsync.compile" if self.fuses else "qsync.apply_"
         told = [f"  {host}: {line}" if several else f"  {line}" for host, line in self.commands]
         if self.left_out:
             told = [
                 f"{' and '.join(self.left_out)} {'is' if len(self.left_out) == 1 else 'are'} better left out; train without, by:",
                 *told,
                 f"a step then has {self.samples} samples, each rank its own batch, and not the {self.of_all} of all groups; where "
-                f"the learning rate is for {self.of_all}, keep them with {call}(..., resize='keep-global') and the loop over "
-                "applied.micro_batches(ddp) (docs/coming-and-going.md)",
+                f"the learning rate is for {self.of_all}, {self.caller.keep_samples}",
             ]
         else:
             told = ["train by:", *told]
@@ -64,11 +60,17 @@ class Start:
                 f"local batches differ ({sizes}): the script takes applied.local_batch samples a step, and calls "
                 "applied.weight_gradients(ddp) (docs/uneven-batches.md)"
             )
-        return [*told, f"the line of the script is {call}({'..., run=' if from_script else 'model, '}{str(folder)!r})"]
+        return [*told, f"the line of the script is {self.caller.line(folder)}"]
 
 
 def how_to_start(
-    run: RunFolder, plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str], *, torchrun: bool = True
+    run: RunFolder,
+    plan: PrecisionPlan,
+    here: Sequence[Group],
+    script: Sequence[str],
+    *,
+    torchrun: bool = True,
+    caller: Caller | None = None,
 ) -> Start | None:
     """What to start; None where some of the recommended groups are not here, or have no plan.
 
@@ -78,6 +80,7 @@ def how_to_start(
         here: the groups that are here, with the machines of their ranks.
         script: what trains, with arguments.
         torchrun: whether torchrun starts it; without, there is one process.
+        caller: what the script calls, where a script has said the job.
     """
     kept = plan.recommended_groups or tuple(entry.group for entry in plan.groups)
     if not run.plan(kept).is_file() or set(kept) - {group.name for group in here}:
@@ -90,8 +93,13 @@ def how_to_start(
         samples=_samples(chosen),
         of_all=_samples(plan),
         local_batches=chosen.local_batches if len(set(chosen.local_batches.values())) > 1 else {},
-        fuses=any(chain.variant.fused for entry in chosen.groups for chain in entry.chains.values()),
+        caller=caller or (_FUSING if _fuses(chosen) else FUNCTIONS_JOB),
     )
+
+
+def _fuses(plan: PrecisionPlan) -> bool:
+    """Whether it runs chains as fused kernels, which the compiled model has."""
+    return any(chain.variant.fused for entry in plan.groups for chain in entry.chains.values())
 
 
 def _samples(plan: PrecisionPlan) -> int:
