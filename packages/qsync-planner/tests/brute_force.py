@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 import attrs
@@ -195,12 +195,12 @@ def optimum_of_all_together(job: Job, pace_ns: int) -> float | None:
     return None
 
 
-def draw(seed: int, number: int) -> Job:
+def draw(seed: int, number: int, change: Callable[[Instance], Instance] = lambda instance: instance) -> Job:
     """The instance of that number in the series of a seed, with whole steps in part of the profiles, and with memory budgets.
 
     Of these part bind, part leave no single rung, and a few cannot be met.
     """
-    instance = measure_whole_steps(random_instance(seed, number))
+    instance = measure_whole_steps(change(random_instance(seed, number)))
     rng = random.Random(f"budgets of {instance.name}")
     for name, group in Job(instance).groups.items():
         if group.group.role is Role.TRAIN:

@@ -74,6 +74,16 @@ class Instance:
         return attrs.evolve(self, cluster=attrs.evolve(self.cluster, groups=groups))
 
 
+def handing_on(instance: Instance) -> Instance:
+    """The same on devices on which some operators hand on their input as it is."""
+    rng = random.Random(f"handing on {instance.name}")
+    profiles: dict[str, Profile] = {}
+    for name, profile in instance.profiles.items():
+        named = tuple(o.op_id for o in instance.dag.operators if o.op_class is OpClass.DEPENDENT and rng.random() < 0.8)
+        profiles[name] = attrs.evolve(profile, handed_on=named)
+    return attrs.evolve(instance, name=f"{instance.name}, handing on", profiles=profiles)
+
+
 def random_instance(seed: int, number: int) -> Instance:
     """The instance of that number in the series of a seed, without memory budgets."""
     rng = random.Random(f"{seed}/{number}")

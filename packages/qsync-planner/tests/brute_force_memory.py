@@ -66,7 +66,7 @@ def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: boo
         if one.copy is not None:
             name = ("copy", place, one.copy[0])
             house.allocate(name, size(operator.output_shape) * BYTES[one.copy[0].target], {(FORWARD, place), *copies.get(name, ())})
-        if operator.kind != "input" and one.has_result:
+        if operator.kind != "input" and one.has_result and _tensor_of(walker, place) == place:
             house.allocate(("output", place), size(operator.output_shape) * BYTES[one.leaving], outputs[place])
         for cast in one.wanted:
             if cast.where == INPUT:
@@ -89,7 +89,12 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
         house.finish((BACKWARD, place), 0)
         return
 
+    if _tensor_of(walker, place) != place and walker.is_read[place]:
+        house.finish((BACKWARD, place), _passing(walker, one, place))  # the gradient is that of what it hands on
+        return
+
     def gradient_of(tensor: int) -> None:
+        tensor = _tensor_of(walker, tensor)
         producer = walker.dag.operators[tensor]
         if producer.kind != "input" and ("gradient", tensor) not in house.alive:
             nbytes = size(producer.output_shape) * BYTES[walked[tensor].leaving]
@@ -103,13 +108,32 @@ def _go_backward(walker: Walker, walked: Sequence[Walked], house: House, place: 
                 gradient_of(source)
     for fqn in operator.parameters:
         _parameter_gradient(walker, house, fqn)
-    workspace = one.cost.backward_workspace_bytes
+    house.finish((BACKWARD, place), _passing(walker, one, place))
+
+
+def _tensor_of(walker: Walker, place: int) -> int:
+    """The operator in whose tensor this one's output lies: its own, unless it hands on what it reads."""
+    operator, sources = walker.dag.operators[place], walker.sources[place]
+    if (
+        operator.op_id not in walker.profile.handed_on
+        or operator.op_class != "dependent"
+        or len(sources) != 1
+        or operator.parameters
+    ):
+        return place
+    if size(walker.dag.operators[sources[0]].output_shape) != size(operator.output_shape):
+        return place
+    return _tensor_of(walker, sources[0])
+
+
+def _passing(walker: Walker, one: Walked, place: int) -> int:
+    operator, workspace = walker.dag.operators[place], one.cost.backward_workspace_bytes
     passing = one.cost.workspace_bytes if workspace is None else workspace
     if one.variant is not None:
         for read in gradient_reads(operator, one.variant):
             if read != one.leaving:
                 passing += size(operator.output_shape) * BYTES[read]
-    house.finish((BACKWARD, place), passing)
+    return passing
 
 
 def _parameter_gradient(walker: Walker, house: House, fqn: str) -> None:
@@ -130,19 +154,21 @@ def _needs(
     copies: dict[tuple[object, ...], set[tuple[str, int]]] = {}
     for place, one in enumerate(walked):
         if one.cost.saves_output:
-            outputs[place].add((BACKWARD, place))
+            outputs[_tensor_of(walker, place)].add((BACKWARD, place))
         if one.keeps is not None:
-            outputs[one.keeps].add((BACKWARD, place))
+            outputs[_tensor_of(walker, one.keeps)].add((BACKWARD, place))
         for source in walker.sources[place]:
             copy = walked[source].copy
             if copy is None or place not in copy[1]:
-                outputs[source].add((FORWARD, one.runs_at))
+                outputs[_tensor_of(walker, source)].add((FORWARD, one.runs_at))
         received: dict[int, tuple[object, ...]] = {}
         for cast in one.wanted:
             if cast.where == INPUT:
                 received[cast.argument] = _copy_name(walker, place, cast)
                 copies.setdefault(received[cast.argument], set()).add((FORWARD, place))
         for argument in one.cost.saves_inputs:
-            holders = copies[received[argument]] if argument in received else outputs[walker.sources[place][argument]]
+            holders = (
+                copies[received[argument]] if argument in received else outputs[_tensor_of(walker, walker.sources[place][argument])]
+            )
             holders.add((BACKWARD, place))
     return outputs, copies

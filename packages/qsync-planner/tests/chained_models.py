@@ -111,6 +111,8 @@ def chained_dags(draw: st.DrawFn, most: int = 10, image: tuple[int, ...] = IMAGE
 def chained_profiles(draw: st.DrawFn, dag: PrecisionDag, kind: DeviceKind) -> Profile:
     """Random costs; of chains those of one way to run depend on the way, not on the chain."""
     measured = draw(profiles(dag, kind))
+    fusible = {member for chain in chains_of(dag) for member in chain.members}  # which compute something
+    measured = attrs.evolve(measured, handed_on=tuple(op_id for op_id in measured.handed_on if op_id not in fusible))
     times = st.tuples(*[TIME] * 8)
     forms: dict[tuple[ChainForm, Variant], OpCost] = {}
     for chain in chains_of(dag):

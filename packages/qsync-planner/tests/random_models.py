@@ -99,6 +99,7 @@ def profiles(draw: st.DrawFn, dag: PrecisionDag, kind: DeviceKind) -> Profile:
         tuple(draw(cast_models())),
         draw(TIME),
         draw(TIME),
+        handed_on=tuple(op_id for op_id in index if draw(st.booleans())),
         collective=CollectiveModel(2, "any", float(draw(TIME)), 0.25, compute_share=draw(st.sampled_from([0.0, 0.5, 1.0]))),
     )
 

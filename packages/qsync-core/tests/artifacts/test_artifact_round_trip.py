@@ -171,6 +171,18 @@ def test_profiles_without_affine_casts_are_stored_as_before_there_were_any() -> 
     assert all(set(cast["key"]) == {"source", "target", "granularity", "rounding"} for cast in old["casts"])
 
 
+def test_profiles_in_which_nothing_is_handed_on_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    first = next(iter(profile.cost_index))
+    handing = attrs.evolve(profile, handed_on=(first,))
+    assert [version_of(p) for p in (profile, handing)] == [2, 5]
+    assert artifact.from_bytes(artifact.to_bytes(handing), Profile) == handing
+    with pytest.raises(ValueError, match=rf"Profile\.handed_on lists {first} twice"):
+        attrs.evolve(profile, handed_on=(first, first))
+    with pytest.raises(ValueError, match=r"Profile\.handed_on has stray#0, which it has no cost of"):
+        attrs.evolve(profile, handed_on=(OpId("stray"),))
+
+
 NEW_IN_2: dict[str, Any] = {
     name: value for name, value in schema._ADDED["PrecisionPlan", 2].items() if name not in ("base", "recommended_groups")
 }

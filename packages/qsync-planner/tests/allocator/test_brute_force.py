@@ -33,7 +33,7 @@ from brute_force import (
     wrong_with,
 )
 from brute_force_clocks import Program, fastest_pace, keeps_pace
-from brute_force_instances import random_instance
+from brute_force_instances import handing_on, random_instance
 
 from qsync_core.ir.dag import OpClass
 from qsync_core.ir.plan import PrecisionPlan, Role
@@ -66,7 +66,8 @@ def small_jobs(most_choices: int, at_least_groups: int, count: int) -> list[Job]
 
 def test_the_evaluator_and_the_replayer_agree_to_the_nanosecond_and_the_byte() -> None:
     for number in range(60):
-        job = Job(measure_whole_steps(random_instance(SEED, number)))
+        drawn_instance = random_instance(SEED, number)
+        job = Job(measure_whole_steps(handing_on(drawn_instance) if number % 3 == 0 else drawn_instance))
         instance, rng = job.instance, random.Random(number)
         replayer = Replayer(instance.dag, instance.cluster, instance.profiles)
         assert tuple(job.collective_ns) == replayer.collective_ns
@@ -214,6 +215,16 @@ def test_proven_plans_are_optimal(solver: str) -> None:
 def test_proven_plans_of_a_few_small_instances_are_optimal(solver: str) -> None:
     for job in small_jobs(most_choices=100, at_least_groups=1, count=8):
         assert disagreements(job, solver) == [], job.instance.name
+
+
+@pytest.mark.parametrize("solver", [available("exact")])
+def test_proven_plans_are_optimal_where_operators_hand_on_their_input(solver: str) -> None:
+    differing = 0
+    for number in range(12):
+        job = draw(SEED, number, handing_on)
+        assert disagreements(job, solver) == [], job.instance.name
+        differing += any(profile.handed_on for profile in job.instance.profiles.values())
+    assert differing > 6
 
 
 def test_agreement_counts_and_names_what_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:

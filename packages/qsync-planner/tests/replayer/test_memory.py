@@ -162,6 +162,45 @@ def test_a_batch_that_is_kept_is_counted_once_with_the_batch() -> None:
     assert estimate_memory(dag, measured, {op("fc"): FP32}).saved_bytes == 0
 
 
+def after_attention(handed_on: tuple[OpId, ...]) -> MemoryEstimate:
+    """Attention that keeps its result, ``contiguous``, a linear that keeps what it reads: 128 bytes each, 2 linears of 256."""
+    g = GraphBuilder("m")
+    x = g.unary("attention", "attention", g.linear("qkv", g.input("x", (4, 8)), 8))
+    g.loss(g.linear("out", g.unary("contiguous", "contiguous", x), 8))
+    dag = g.build()
+    measured = profile(dag, {"attention": OpCost(0, 0, 0, 0, saves_output=True), "out": KEEPS_INPUT})
+    return estimate_memory(dag, attrs.evolve(measured, handed_on=handed_on), {op("qkv"): FP32, op("out"): FP32}, distributed=False)
+
+
+def test_what_an_operator_hands_on_as_it_is_counts_once() -> None:
+    copied, same = after_attention(()), after_attention((op("contiguous"),))
+    assert copied.saved_bytes == 2 * 128
+    assert same.saved_bytes == 128
+    # The highest moment is the backward of qkv, or of a linear before: by then the gradient has one tensor less to be in as well.
+    assert same.peak_bytes < copied.peak_bytes
+
+
+def test_what_is_handed_on_lives_until_its_readers_have_run() -> None:
+    g = GraphBuilder("m")
+    first = g.linear("fc0", g.input("x", (4, 8)), 8)
+    handed = g.unary("contiguous", "contiguous", first)
+    other = g.linear("fc1", first, 8)
+    g.loss(g.join("add", "add", [g.linear("fc2", other, 8), handed]))
+    dag = g.build()
+    measured = attrs.evolve(profile(dag, {}), handed_on=(op("contiguous"),))
+    mapper = CostMapper(dag, CostModel(dag, measured), {op(f"fc{i}"): FP32 for i in range(3)})
+    moments = MemoryLedger(mapper, distributed=False).moments_bytes()
+    gradients, size = (8 * 8 + 8) * 4, 128  # of one linear; a tensor
+    # Forward: x, fc0, contiguous, fc1, fc2, add, loss: fc0's result is there until add has read it, under either name.
+    assert moments[:6] == [0, size, size, 2 * size, 3 * size, 3 * size]
+    # Backward of add makes the gradients of fc2's result and of fc0's; contiguous makes none.
+    by_name = {o.op_id.fqn: moments[2 * len(dag.operators) - 1 - i] for i, o in enumerate(dag.operators)}
+    assert by_name["add"] == 3 * size
+    assert by_name["fc2"] == 3 * size + gradients
+    assert by_name["fc1"] == 2 * size + 2 * gradients
+    assert by_name["contiguous"] == by_name["fc0"] - gradients == size + 2 * gradients
+
+
 def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Variant], *, bucket_views: bool) -> int:
     """Walk the step moment by moment and ask of every piece of memory whether it is alive: a reference written the slow way."""
     operators = dag.operators
@@ -188,6 +227,19 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
     def reads(i: int, producer: Operator) -> list[int]:
         return [k for k, source in enumerate(operators[i].inputs) if source == producer.op_id]
 
+    def tensor_of(i: int) -> int:
+        o = operators[i]
+        if o.op_id not in measured.handed_on or o.op_class is not OpClass.DEPENDENT or len(o.inputs) != 1 or o.parameters:
+            return i
+        return tensor_of(dag.index[o.inputs[0]])
+
+    def starts(i: int) -> list[int]:
+        """When gradients of an operator's output are made."""
+        readers = [r for r in range(count) if reads(r, operators[i])]
+        makers = [r for r in readers if any(k not in operators[r].no_grad_inputs for k in reads(r, operators[i]))]
+        made = [start for r in makers for start in ([backward[r]] if tensor_of(r) == r else starts(r))]
+        return made if readers else [backward[i]]
+
     backward = {i: 2 * count - 1 - i for i in range(count)}
     peak = 0
     for moment in range(2 * count):
@@ -195,19 +247,15 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
         for p, producer in enumerate(operators):
             size = producer.output_numel * formats[producer.op_id].nbytes
             readers = [i for i in range(count) if reads(i, producer)]
-            if producer.kind != "input":
-                ends = [max(readers, default=p)]
-                ends += [
-                    backward[i]
-                    for i in readers
-                    for k in reads(i, producer)
-                    if k in cost(i).saves_inputs and k not in input_casts(i)
-                ]
-                ends += [backward[p]] if cost(p).saves_output else []
+            if producer.kind != "input" and tensor_of(p) == p:
+                names = [i for i in range(count) if tensor_of(i) == p]
+                uses = [(i, k, n) for n in names for i in range(count) for k in reads(i, operators[n])]
+                ends = [p, *(i for i, _, _ in uses)]
+                ends += [backward[i] for i, k, _ in uses if k in cost(i).saves_inputs and k not in input_casts(i)]
+                ends += [backward[n] for n in names if cost(n).saves_output]
                 alive += size * (p <= moment <= max(ends))
-                starts = [backward[i] for i in readers if any(k not in operators[i].no_grad_inputs for k in reads(i, producer))]
-                if starts or not readers:
-                    alive += size * (min(starts, default=backward[p]) <= moment <= backward[p])
+                if starts(p):
+                    alive += size * (min(starts(p)) <= moment <= backward[p])
             for key in {input_casts(i)[k] for i in readers for k in reads(i, producer) if k in input_casts(i)}:
                 users = [(i, k) for i in readers for k in reads(i, producer) if input_casts(i).get(k) == key]
                 ends = [i for i, _ in users] + [backward[i] for i, k in users if k in cost(i).saves_inputs]

@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 2,
     "PrecisionDag": 2,
     "PrecisionPlan": 3,
-    "Profile": 4,
+    "Profile": 5,
     "Timeline": 2,
 }
 
@@ -58,6 +58,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 2): {"synchronises": False, "memory": None, "estimated_from": ""},
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},
+    ("Profile", 5): {"handed_on": []},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.

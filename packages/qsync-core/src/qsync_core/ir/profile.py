@@ -227,6 +227,8 @@ class Profile:
         memory: what a process takes of a GPU beside its tensors; absent where it was not measured.
         estimated_from: the device whose measurements these costs were scaled from (docs/absent-gpus.md); empty where measured.
         chains: fused chains, in every way to run that was measured; none where no kernel backend offers producers.
+        handed_on: operators whose output is their input itself on this device, although the graph, traced on another one, has them
+            copy it (``contiguous`` of what lies in order already).
     """
 
     device: DeviceType
@@ -246,6 +248,7 @@ class Profile:
     memory: DeviceMemory | None = None
     estimated_from: str = ""
     chains: tuple[ChainCost, ...] = ()
+    handed_on: tuple[OpId, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():
@@ -258,6 +261,10 @@ class Profile:
         if twice := checks.first_repeated(step.variant for step in self.steps):
             raise ValueError(f"Profile.steps has two measurements of the step at {twice.label}")
         ways = [(name, entry.form, entry.variant) for entry in self.chains for name in entry.chains]
+        if twice_on := checks.first_repeated(self.handed_on):
+            raise ValueError(f"Profile.handed_on lists {twice_on} twice")
+        if stray := [op_id for op_id in self.handed_on if op_id not in self.cost_index]:
+            raise ValueError(f"Profile.handed_on has {stray[0]}, which it has no cost of")
         if way := checks.first_repeated(ways):
             raise ValueError(f"Profile.chains has two costs of chain {way[0]} in one way to run")
 

@@ -4,7 +4,7 @@ A step has 2V moments: operator i runs forward at moment i and backward at momen
 moments:
 
 * an operator's output lives until its last consumer has run, or, where operators save it for backward, until the last of those
-  has run backward; two consumers of one tensor share it;
+  has run backward; two consumers of one tensor share it, also where an operator between hands it on as it is;
 * a cast copy likewise, shared by the consumers that share the cast; the original is kept only where an operator saves it uncast;
 * what an operator alone keeps (int8 copies, masks, statistics) lives from its forward to its backward: three int8 copies are three;
 * a tensor's gradient lives from its last consumer's backward to its producer's; a parameter's from its last user's backward to the
@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import attrs
 
-from qsync_core.ir.dag import PrecisionDag
+from qsync_core.ir.chain import chains_of
+from qsync_core.ir.dag import OpClass, PrecisionDag
 from qsync_core.ir.plan import OUTSIDE
 from qsync_core.ir.profile import Profile
 from qsync_planner.replayer.cost_mapper import CostMapper
@@ -175,6 +176,58 @@ class MemoryLayout:
         """Bytes of parameters' gradients outside buckets at each moment."""
         return tuple(accumulate(self.parameter_gradients))
 
+    @cached_property
+    def handed_on(self) -> dict[int, int]:
+        """By operator that hands on its input's memory as its output, the operator that made it (docs/design/memory.md#moments)."""
+        found: dict[int, int] = {}
+        if not self.profile.handed_on:
+            return found
+        named = set(self.profile.handed_on).difference(*(chain.members for chain in chains_of(self.dag)))
+        for position, operator in enumerate(self.dag.operators):
+            alone = operator.op_class is OpClass.DEPENDENT and len(operator.inputs) == 1 and not operator.parameters
+            if operator.op_id in named and alone:
+                (producer,) = self.wiring.inputs[position]
+                if operator.output_numel == self.dag.operators[producer].output_numel:
+                    found[position] = found.get(producer, producer)
+        return found
+
+    @cached_property
+    def handing_on(self) -> dict[int, tuple[int, ...]]:
+        """By operator whose output others hand on, those others, ascending."""
+        found: dict[int, list[int]] = {}
+        for position, producer in self.handed_on.items():
+            found.setdefault(producer, []).append(position)
+        return {producer: tuple(positions) for producer, positions in found.items()}
+
+    @cached_property
+    def indirect_reads(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By operator whose output others hand on, who reads it from those: reader and slot, as in :attr:`Wiring.reads`."""
+        return {
+            producer: tuple(sorted(read for position in positions for read in self.wiring.reads[position]))
+            for producer, positions in self.handing_on.items()
+        }
+
+    def gradient_makers(self, position: int) -> list[int]:
+        """The operators whose backward makes the gradient of an operator's output; itself where nothing reads that.
+
+        One that hands the output on makes none: the gradient of what it hands on is that of the output.
+        """
+        made: list[int] = []
+        for reader in self.wiring.readers[position]:
+            skipped = self.dag.operators[reader].no_grad_inputs
+            if any(source == position and i not in skipped for i, source in enumerate(self.wiring.inputs[reader])):
+                made += self.gradient_makers(reader) if reader in self.handed_on else [reader]
+        return made if self.wiring.readers[position] else [position]
+
+    @cached_property
+    def first_gradient(self) -> tuple[int | None, ...]:
+        """As :attr:`Wiring.first_gradient`, knowing of operators that hand on what they read."""
+        found = [*self.wiring.first_gradient]
+        for position in self.handing_on:
+            if found[position] is not None:
+                found[position] = min(map(self.backward_of, self.gradient_makers(position)), default=None)
+        return tuple(found)
+
 
 class MemoryBefore(NamedTuple):
     """What a refresh replaced, and what it added: bytes from one moment to another, and at a moment."""
@@ -204,6 +257,11 @@ class MemoryLedger:
         self._moment = [0] * (2 * count + 1)
         self._correction = 0
         self._known: dict[tuple[object, ...], Intervals] = {}
+        self._concerned = [*mapper.wiring.readers]
+        """By operator those on whose states its tensors depend, beside its own."""
+        for position, others in layout.handing_on.items():
+            indirect = [reader for reader, _ in layout.indirect_reads[position]]
+            self._concerned[position] = tuple(dict.fromkeys((*self._concerned[position], *others, *indirect)))
         self._tensors: list[Intervals] = [[] for _ in range(count)]
         self._own: list[OwnBytes] = [(0, 0, 0, 0)] * count
         self._replace(range(count), range(count))
@@ -212,7 +270,7 @@ class MemoryLedger:
     def _intervals_of(self, position: int) -> Intervals:
         """As :meth:`_tensor_intervals`, which depends on nothing but the states of the producer and of its readers."""
         states = self._mapper.states
-        key = (position, states[position], *[states[reader] for reader in self._mapper.wiring.readers[position]])
+        key = (position, states[position], *[states[reader] for reader in self._concerned[position]])
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._tensor_intervals(position)
@@ -245,25 +303,29 @@ class MemoryLedger:
                     copies[share] = (first, max(last, end), nbytes)
             if not served:
                 read_until = max(read_until, reader + delay)
-        if mapper.dag.operators[position].kind != "input":
+        for reader, slot in self._layout.indirect_reads.get(position, ()):
+            state = mapper.states[reader]
+            delay = state.evaluation.delay
+            delayed |= delay > 0
+            read_until = max(read_until, reader + delay)
+            if any(share < 0 and keeps for share, _, keeps in state.readings.get(slot, ())):
+                kept_until = max(kept_until, self._backward_of[reader + delay])
+        for other in self._layout.handing_on.get(position, ()):
+            if mapper.states[other].evaluation.saves_output:
+                kept_until = max(kept_until, self._backward_of[other])
+        if mapper.dag.operators[position].kind != "input" and position not in self._layout.handed_on:
             intervals.append((position, max(read_until, kept_until) + 1, evaluation.output_bytes))
-            gradient_start = self._first_gradient(position) if delayed else mapper.wiring.first_gradient[position]
+            gradient_start = self._first_gradient(position) if delayed else self._layout.first_gradient[position]
             if gradient_start is not None:
                 intervals.append((gradient_start, self._backward_of[position] + 1, evaluation.gradient_bytes))
         intervals.extend([(start, end + 1, nbytes) for start, end, nbytes in copies.values()])
         return intervals
 
     def _first_gradient(self, position: int) -> int | None:
-        """As :attr:`Wiring.first_gradient`, where some readers run later than they stand in the graph."""
-        mapper = self._mapper
-        moments = []
-        for reader in mapper.wiring.readers[position]:
-            operator = mapper.dag.operators[reader]
-            if any(
-                source == position and i not in operator.no_grad_inputs for i, source in enumerate(mapper.wiring.inputs[reader])
-            ):
-                moments.append(self._backward_of[reader + mapper.states[reader].evaluation.delay])
-        return min(moments, default=None)
+        """As :attr:`MemoryLayout.first_gradient`, where some readers run later than they stand in the graph."""
+        states = self._mapper.states
+        makers = self._layout.gradient_makers(position)
+        return min((self._backward_of[maker + states[maker].evaluation.delay] for maker in makers), default=None)
 
     def _fold(self, first: int, last: int) -> Node:
         """A few operators: what their moments add, and the highest sum during them, forward and backward.
@@ -289,6 +351,9 @@ class MemoryLedger:
 
         Returns what was there, for :meth:`restore`.
         """
+        if handed_on := self._layout.handed_on:
+            producers = set(producers)
+            producers |= {handed_on[position] for position in producers & handed_on.keys()}
         before = MemoryBefore(self._tree.root, *self._replace(evaluated, producers))
         touched = {moment for start, end, _ in before.intervals for moment in (start, end)}
         touched.update(moment for moment, _ in before.moments)

@@ -52,6 +52,7 @@ from qsync_torch.profiling.cast_cost import activation_precisions, cast_shapes, 
 from qsync_torch.profiling.chain_cost import ChainItem, chain_case, distinct_chains
 from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
+from qsync_torch.profiling.handing_on import handed_on
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
@@ -225,6 +226,8 @@ def profile(
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
         if not runner.optimizer.state:
             runner.train_step(0)
+        # A graph is traced on a CPU.
+        handing_on = () if target.type == "cpu" else handed_on(runner.model, dag, lambda: runner.forward(0))
         state_bytes, input_bytes = runner.optimizer_state_bytes, runner.batches[0].nbytes
         advance("all-reduce")
     collective = measure_collective([bucket.nbytes for bucket in dag.buckets], target) if with_collectives else None
@@ -255,6 +258,7 @@ def profile(
         synchronises=runner.watch_synchronising(target),
         memory=memory,
         chains=tuple(chains),
+        handed_on=tuple(op_id for op_id in handing_on if op_id in index),
     )
 
 

@@ -53,7 +53,7 @@ class MemoryRows:
         found: Expression = {CONSTANT: self._static_bytes + self._layout.parameter_gradients_until[moment]}
         for position in range(self._layout.count):
             self._add_own(found, position, moment)
-            if self._layout.dag.operators[position].kind != "input":
+            if self._layout.dag.operators[position].kind != "input" and position not in self._layout.handed_on:
                 self._add_output(found, position, moment)
             self._add_copies(found, position, moment)
         return found
@@ -78,7 +78,7 @@ class MemoryRows:
 
     def _add_output(self, found: Expression, position: int, moment: int) -> None:
         """The output, until its last reader has run or for as long as an operator keeps it; and its gradient."""
-        first, backward = self._layout.wiring.first_gradient[position], self._layout.backward_of(position)
+        first, backward = self._layout.first_gradient[position], self._layout.backward_of(position)
         for precision in self._choices.formats(position):
             options = [choice for choice in self._choices.of[position] if choice.evaluation.output is precision]
             if moment >= position:
@@ -106,15 +106,19 @@ class MemoryRows:
         present = [choice.chosen for choice in options if getattr(choice.evaluation, what)]
         return self._choices.formats(position)[precision] if len(present) == len(options) else total(present)
 
+    def _reads(self, position: int) -> list[tuple[int, int]]:
+        """Who reads an operator's output, also from operators that hand it on, ascending; each with its slot."""
+        return sorted((*self._choices.wiring.reads[position], *self._layout.indirect_reads.get(position, ())))
+
     def _later(self, position: int, precision: Precision, until: int, *, gradients: bool = False) -> list[Indicator]:
         """That a reader (that makes a gradient) runs with the end of a fused chain, at ``until`` or later; by reader."""
         found = []
-        for reader, slot in self._choices.wiring.reads[position]:
+        makers = self._layout.gradient_makers(position) if gradients else ()
+        for reader, slot in self._reads(position):
             chain = self._choices.chain_of.get(reader)
             if chain is None or chain == self._choices.chain_of.get(position):
                 continue
-            skipped, inputs = self._layout.dag.operators[reader].no_grad_inputs, self._choices.wiring.inputs[reader]
-            if gradients and all(i in skipped for i, source in enumerate(inputs) if source == position):
+            if gradients and reader not in makers:
                 continue
             delayed = [
                 choice.chosen
@@ -127,7 +131,7 @@ class MemoryRows:
 
     def _output_alive(self, position: int, precision: Precision, present: Indicator, moment: int) -> Indicator:
         """That the output is there at a moment that is not before its operator's forward."""
-        readers = [reader for reader in self._choices.wiring.readers[position] if reader >= moment]
+        readers = dict.fromkeys(reader for reader, _ in self._reads(position) if reader >= moment)
         unserved = [self._unserved(position, reader) for reader in readers]
         if moment == position or ALWAYS in unserved:
             return present
@@ -140,7 +144,7 @@ class MemoryRows:
 
     def _unserved(self, producer: int, reader: int) -> Indicator:
         """That a reader reads the float result of an operator, and not a copy that this writes as the end of a fused chain."""
-        if not self._choices.ends_chain(producer):
+        if not self._choices.ends_chain(producer) or reader not in self._choices.wiring.readers[producer]:
             return ALWAYS
         found: Expression = dict(ALWAYS)
         for share, used in self._uses(producer, reader).items():
@@ -161,12 +165,13 @@ class MemoryRows:
         """That the output has this format and an operator keeps it for its backward, which is not over before a moment."""
         until, delays = self._holders(moment), False
         savers: dict[int, Indicator] = {}
-        for saver, slot in ((position, -1), *self._choices.wiring.reads[position]):
+        others = [(other, -1) for other in self._layout.handing_on.get(position, ())]
+        for saver, slot in sorted(((position, -1), *others, *self._reads(position))):
             if saver >= until:
                 break
             terms, all_do = [], True
             for state, chosen, reads in self._choices.of[saver]:
-                if saver == position:
+                if slot < 0:
                     concerned, saves = state.evaluation.output is precision, state.evaluation.saves_output
                 else:
                     concerned, saves = reads[slot] is precision, any(share < 0 for share, _, _ in state.readings.get(slot, ()))
@@ -178,7 +183,7 @@ class MemoryRows:
             if terms and all_do:
                 return whole
             if terms:
-                savers[saver] = total(terms)
+                savers[saver if slot >= 0 or saver == position else -saver] = total(terms)
         return self._any_of(position, (precision, until) if delays else precision, savers)
 
     def _add_copies(self, found: Expression, producer: int, moment: int) -> None:
