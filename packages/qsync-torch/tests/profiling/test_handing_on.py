@@ -84,6 +84,17 @@ def test_hooks_go_when_a_forward_fails_and_compiled_models_are_left_alone() -> N
     assert handed_on(made.model, dag, fail) == ()
 
 
+def test_tensors_without_memory_are_not_handed_on() -> None:
+    made = job()
+    dag = trace(made)
+
+    def forward() -> None:
+        torch.vmap(lambda x: x.contiguous().flatten() + 1)(torch.ones(2, 3, 4))
+        torch.ones(2, 3, device="meta").flatten()
+
+    assert handed_on(made.model, dag, forward) == ()
+
+
 def test_nothing_runs_where_no_operator_may_hand_on() -> None:
     model = nn.Linear(3, 3)
     plain = Job("linear", model, lambda step, size: Batch((torch.ones(size, 3),)), lambda y, _: y.sum(), torch.optim.SGD, 2)

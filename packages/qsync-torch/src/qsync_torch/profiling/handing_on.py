@@ -70,9 +70,15 @@ class _Watch(TorchFunctionMode):
         kind = getattr(func, "__name__", "")
         if kind in MAY_COPY and args and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
             call = (self._stack[-1], kind, tuple(args[0].shape), tuple(result.shape))
-            same = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-            self.seen[call] = same and self.seen.get(call, True)
+            self.seen[call] = _share_memory(result, args[0]) and self.seen.get(call, True)
         return result
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # without memory of its own, as under torch.vmap
+        return False
 
 
 @contextmanager
