@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from qsync_core.errors import PlanError  # noqa: E402
 from qsync_core.ir.plan import PrecisionPlan  # noqa: E402
 from qsync_core.ir.precision import Precision  # noqa: E402
 from qsync_core.ir.profile import Profile  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
 from qsync_torch.load_job import load_job  # noqa: E402
 from qsync_torch.profiling.memory import peak_memory  # noqa: E402
 
@@ -78,7 +80,7 @@ def run(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the commands have left a plan: three quarters of the memory of full precision, and time enough."""
+    """Where the commands have left a plan: little more than the least memory, which is up to the CPU's kernels, and time enough."""
     path = tmp_path_factory.mktemp("chains")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
@@ -94,7 +96,10 @@ def folder(tmp_path_factory):
         Path("cluster.toml").write_text(CLUSTER.format(memory=1 << 40))
         run(*plan, "--solver", "full", "-o", "full.qsync")
         full = load(path / "full.qsync", PrecisionPlan).group("infer").predicted_peak_bytes
-        Path("cluster.toml").write_text(CLUSTER.format(memory=full * 3 // 4))
+        Path("cluster.toml").write_text(CLUSTER.format(memory=1))
+        refused = CliRunner().invoke(cli, (*plan, "--solver", "greedy", "--tolerance", "99", "-o", "none.qsync"))
+        least = int(re.search(r"smallest feasible budget is .*?\(([\d,]+) bytes\)", refused.output)[1].replace(",", ""))
+        Path("cluster.toml").write_text(CLUSTER.format(memory=least + (full - least) // 8))
         run(*plan, "--solver", "greedy", "--tolerance", "99", "-o", "plan.qsync")
     return path
 
@@ -127,18 +132,21 @@ def test_the_plan_fuses_what_the_profile_measured(folder):
 
 
 def test_training_under_it(folder):
-    """As far from full precision as the same operators without fusion, some more for inputs kept in 8 bit, and in less memory."""
+    """Not much farther from full precision than with every operator in int8, unfused, and in less memory.
+
+    Where int8 operators of the CPU need more memory than they save, the plan has none, and only inputs of normalizations are rounded.
+    """
     torch._dynamo.reset()
     plan = load(folder / "plan.qsync", PrecisionPlan)
     exact, unfused, fused = (load_job(f"{folder}/job.py:make_job") for _ in range(3))
-    start = torch.cat([parameter.detach().flatten() for parameter in exact.model.parameters()])
     losses, reached = train(exact.model, exact)
-    qsync.apply_(unfused.model, plan.group("infer").assignments)
+    assignments = plan.group("infer").assignments
+    qsync.apply_(unfused.model, {op_id: Variant.of(Precision.INT8) for op_id in assignments})
     rounded_losses, rounded = train(unfused.model, unfused)
     model = qsync.compile(fused.model, folder / "plan.qsync", group="infer", backend="aot_eager", fullgraph=True)
     found_losses, found = train(model, fused)
-    distance, moved = (found - reached).norm(), (reached - start).norm()
-    assert 0 < distance < 2 * (rounded - reached).norm() + 0.05 * moved
+    distance = (found - reached).norm()
+    assert 0 < distance < 1.5 * (rounded - reached).norm()
     for one, other, loss in zip(found_losses, rounded_losses, losses, strict=True):
         assert abs(one - loss) < 3 * abs(other - loss) + 0.005 * loss
     peaks = [peak_memory(lambda m=m, job=job: gradients(m, job)) for m, job in ((exact.model, exact), (model, fused))]
