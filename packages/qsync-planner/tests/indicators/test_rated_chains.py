@@ -76,7 +76,7 @@ def test_what_an_indicator_says_of_chains_is_checked(name: OpId, value: float) -
         indicate(observed(dag), dag, [I8], Mine())
 
 
-def test_the_check_against_the_truth_is_of_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_against_the_truth_has_chains_in_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dag = model()
     save(dag, "dag.qsync")
@@ -88,3 +88,27 @@ def test_the_check_against_the_truth_is_of_operators(tmp_path: Path, monkeypatch
     assert data["check"]["operators"] == [str(o.op_id) for o in dag.adjustable]
     assert [variant["name"] for variant in data["check"]["variants"]] == ["int8"]
     assert data["check"]["variants"][0]["truth"] == pytest.approx([3.0, 3.0])
+    kept = data["check"]["kept_inputs"]
+    assert (kept["operators"], kept["indicators"], kept["kept_inputs"]) == ([str(NORM)], ["hutchinson"], None)
+    (column,) = kept["variants"]
+    assert (column["name"], column["truth"]) == ("int8 saved", pytest.approx([1.0]))
+    assert column["agreement"]["hutchinson"]["median_ratio"] == pytest.approx(2.0)
+    output = run("o.qsync", "--dag", "dag.qsync", "--check", "--truth", "o.qsync", "--page", "p.html").output
+    assert "inputs of fused chains, kept for backward in 8 bit, one chain at a time" in output
+    rows = [line.split()[2] for line in output.splitlines() if line.split()[:2] == ["int8", "saved"]]
+    assert rows == ["hutchinson", "truth"]
+    assert "What fused chains keep in 8 bit" in Path("p.html").read_text(encoding="utf-8")
+
+
+def test_chains_are_not_compared_where_they_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dag = model()
+    save(dag, "dag.qsync")
+    seen = attrs.evolve(observed(dag), dag_digest=digest(dag))
+    save(seen, "o.qsync")
+    of_operators = [s for s in seen.series if s.collector != terms.MONTECARLO or s.variant != SAVED.rated_as]
+    save(attrs.evolve(seen, series=tuple(of_operators)), "t.qsync")
+    arguments = ["o.qsync", "--dag", "dag.qsync", "--check", "--truth", "t.qsync"]
+    assert json.loads(run(*arguments, "--json").stdout)["check"]["kept_inputs"] is None
+    assert "inputs of fused chains" not in run(*arguments).output
+    assert "--chains says what to measure; name the job with --job" in run(*arguments, "--chains").output

@@ -8,6 +8,7 @@ from qsync_core.artifacts import files as artifact
 from qsync_core.cli.root import cli
 from qsync_core.errors import ObservationError, QSyncError
 from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import ChainVariant
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
@@ -101,6 +102,23 @@ def test_the_observed_updates_are_measured_again(folder, half_a_second):
     assert told[-1] == (111, 111)
     done = [now for now, _ in told[1:]]
     assert done == sorted(done)
+
+
+def test_what_chains_keep_is_measured_where_that_is_asked_for(folder, half_a_second):
+    request, told = _request(folder, budget_s=82.0, chains=True)  # 162 passes besides the warm-up
+    found = measure_truth(request)
+    kept = ChainVariant(saved=Precision.INT8).rated_as
+    for name in ("1#0", "4#0"):  # both GELUs
+        halves = [found.values(terms.MONTECARLO, half, OpId.parse(name), kept) for half in (terms.FIRST_HALF, terms.SECOND_HALF)]
+        assert all(value > 0 for half in halves for value in half)
+        assert halves[0] != halves[1]
+    assert told[0] == (
+        "measuring the truth: 3 operators in int8, bfloat16 and 2 kept inputs of chains, 8 draws where rounding is random, on 3 "
+        "batches after 2 updates: 159 forward and backward passes, about 82 s"
+    )
+    assert told[-1] == (159, 159)
+    with pytest.raises(ObservationError, match="on one batch takes 17 passes"):
+        measure_truth(_request(folder, budget_s=7, chains=True)[0])
 
 
 def test_the_numbers_are_the_collectors(folder):

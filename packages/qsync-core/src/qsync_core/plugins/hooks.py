@@ -68,6 +68,7 @@ class TruthRequest:
         device: where; empty for the kind of device in the observations.
         announce: receives the cost in one sentence before measuring starts.
         progress: ``progress(done, total, text)`` moves a progress bar.
+        chains: also keep the input of one fused chain at a time in 8 bit.
     """
 
     job: str
@@ -78,6 +79,7 @@ class TruthRequest:
     device: str
     announce: Callable[[str], None]
     progress: ProgressCallback
+    chains: bool = False
 
 
 @hookspec

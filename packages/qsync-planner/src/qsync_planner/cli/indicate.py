@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     from qsync_core.ir.dag import PrecisionDag
     from qsync_core.ir.observations import Observations
+    from qsync_core.ir.op_id import OpId
     from qsync_core.ir.sensitivity import Sensitivity
     from qsync_core.ir.variant import Variant
     from qsync_planner.indicator_check.compare import Check
+    from qsync_planner.indicators.interface import Omega
 
 
 _PATH = click.Path(path_type=Path)
@@ -44,6 +46,7 @@ _PATH = click.Path(path_type=Path)
     help="With --job: seconds that measuring may take.",
 )
 @click.option("--device", default="", help="With --job: cpu, cuda or cuda:0.  [that of the observations]")
+@click.option("--chains", is_flag=True, help="With --job: also measure what fused chains keep in 8 bit.")
 @click.option("--against", help="With --check: further indicators, as in paper,random.  [all that the observations allow]")
 @click.option("--page", type=OUTPUT, help="With --check: write the comparison as an HTML page with pictures.")
 @click.option("--list", "list_flag", is_flag=True, help="List the installed indicators and stop.")
@@ -59,6 +62,7 @@ def indicate(
     job: str | None,
     budget: float,
     device: str,
+    chains: bool,
     against: str | None,
     page: Path | None,
     list_flag: bool,
@@ -84,7 +88,8 @@ def indicate(
             lambda console: print_table(console, ["indicator", "what"], [[r["name"], r["summary"]] for r in rows]),
         )
         return
-    check_usage(check_flag, {"--truth": truth, "--job": job, "--against": against, "--page": page, "--device": device or None})
+    for_check = {"--truth": truth, "--job": job, "--chains": chains or None, "--against": against, "--page": page}
+    check_usage(check_flag, {**for_check, "--device": device or None})
     if dag is None or (output is None and not check_flag):
         raise click.UsageError(f"Missing option '{'--dag' if dag is None else '-o'}'.")
     variants = [v for group in read_cluster(cluster).groups for v in group.ladder] if cluster else []
@@ -109,7 +114,7 @@ def indicate(
 
     check = None
     if check_flag:
-        check = run_check(sensitivity, observed, graph, CheckRequest(truth, job, budget, device, against, page))
+        check = run_check(sensitivity, observed, graph, CheckRequest(truth, job, budget, device, against, page, chains))
         data["check"] = check.as_dict()
 
     def render(console: Console) -> None:
@@ -136,6 +141,7 @@ class CheckRequest:
     device: str
     against: str | None
     page: Path | None
+    chains: bool = False
 
 
 def check_usage(check_flag: bool, options: Mapping[str, object]) -> None:
@@ -160,7 +166,7 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
     """
     from qsync_core.artifacts.atomic_file import check_writable
     from qsync_core.errors import ObservationError
-    from qsync_planner.indicator_check import compare, read_truth
+    from qsync_planner.indicator_check import compare, read_kept_inputs, read_truth
     from qsync_planner.indicator_check.page import render_page
     from qsync_planner.reporting import require_pages
 
@@ -173,22 +179,34 @@ def run_check(sensitivity: Sensitivity, observations: Observations | None, dag: 
         raise ObservationError(f"--budget is a number of seconds, finite and greater than 0; got {request.budget_s:g}")
     if request.truth is not None and request.job is not None and not request.truth.exists():
         check_writable(request.truth)
-    adjustable = {operator.op_id for operator in dag.adjustable}  # the truth is of these; what chains keep is rated as well
-    omega = {op_id: by_variant for op_id, by_variant in sensitivity.omega.items() if op_id in adjustable}
+    if request.chains and request.job is None:
+        raise click.UsageError("--chains says what to measure; name the job with --job")
+    adjustable = {operator.op_id for operator in dag.adjustable}
+    omega, kept = _parted(sensitivity, adjustable)
     variants = sorted({variant for by_variant in omega.values() for variant in by_variant}, key=str)
     others, notes = _others(observations, dag, variants, request.against, sensitivity.indicator)
-    rest = {name: {op_id: other.omega[op_id] for op_id in other.omega if op_id in adjustable} for name, other in others.items()}
-    omegas = {sensitivity.indicator: omega, **rest}
+    parts = {name: _parted(other, adjustable) for name, other in others.items()}
     measured = _truth(observations, dag, variants, request)
+    omegas = {sensitivity.indicator: omega, **{name: part for name, (part, _) in parts.items()}}
     check = compare(omegas, read_truth(measured, dag), [*notes, *_differences(observations, measured)])
+    raters = {name: part for name, part in {sensitivity.indicator: kept, **{n: k for n, (_, k) in parts.items()}}.items() if part}
+    truth = read_kept_inputs(measured, dag, set.intersection(*map(set, raters.values()))) if raters else None
+    if truth is not None:
+        check = attrs.evolve(check, kept_inputs=compare(raters, truth))
     if request.page is not None:
         write_text(request.page, render_page(check), ObservationError)
     return check
 
 
+def _parted(sensitivity: Sensitivity, adjustable: Collection[OpId]) -> tuple[Omega, Omega]:
+    """Ω of operators, and of what chains keep."""
+    items = sensitivity.omega.items()
+    return {name: by for name, by in items if name in adjustable}, {name: by for name, by in items if name not in adjustable}
+
+
 def render_check(console: Console, check: Check, page: Path | None) -> None:
     """Print the comparison for people."""
-    from qsync_planner.indicator_check.page import LEGEND, agreement_table, decrement_table, sentences
+    from qsync_planner.indicator_check.page import KEPT_INPUTS, LEGEND, agreement_table, decrement_table, sentences
 
     batches = f"{check.iterations} batch{'es' if check.iterations != 1 else ''}"
     console.print(f"\nagainst the truth, measured on {batches}:", markup=False)
@@ -196,6 +214,11 @@ def render_check(console: Console, check: Check, page: Path | None) -> None:
         if table.rows:
             print_table(console, list(table.header), [list(row) for row in table.rows])
             console.print()
+    if check.kept_inputs is not None:
+        console.print(f"{KEPT_INPUTS}:", markup=False)
+        kept = agreement_table(check.kept_inputs)
+        print_table(console, list(kept.header), [list(row) for row in kept.rows])
+        console.print()
     console.print(f"{LEGEND}\n", markup=False)
     for sentence in sentences(check):
         console.print(sentence, markup=False)
@@ -261,6 +284,7 @@ def _truth(observations: Observations, dag: PrecisionDag, variants: list[Variant
                 device=request.device,
                 announce=lambda text: click.echo(text, err=True),
                 progress=update,
+                chains=request.chains,
             )
         )
     if measured is None:

@@ -64,6 +64,7 @@ class Check:
         indicators: names, in the order asked for.
         variants, decrements: the results.
         notes: what a reader must know.
+        kept_inputs: the same of what fused chains keep in 8 bit, by chain; None where it was not measured.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Check:
     variants: tuple[VariantCheck, ...]
     decrements: tuple[DecrementCheck, ...]
     notes: tuple[str, ...]
+    kept_inputs: Check | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,6 +107,7 @@ class Check:
                 for d in self.decrements
             ],
             "notes": list(self.notes),
+            "kept_inputs": None if self.kept_inputs is None else self.kept_inputs.as_dict(),
         }
 
 

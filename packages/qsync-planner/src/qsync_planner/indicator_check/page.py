@@ -22,6 +22,9 @@ LEGEND = (
 )
 """What a reader must know of the columns and rows."""
 
+KEPT_INPUTS = "inputs of fused chains, kept for backward in 8 bit, one chain at a time; forward and loss stay as they are"
+"""What the second table is of."""
+
 
 _NAMES = frozenset((0, 1))
 """Columns: which variant, and who is compared with the truth."""
@@ -185,5 +188,7 @@ def render_page(check: Check) -> str:
     if check.decrements:
         falls = "By how much Ω falls when an operator goes from 8 to 16 bits: ranked by the indicator and by the truth."
         sections.append(Section("What the allocator compares", (falls,), (decrement_table(check),)))
+    if check.kept_inputs is not None:
+        sections.append(Section("What fused chains keep in 8 bit", (KEPT_INPUTS,), (agreement_table(check.kept_inputs),)))
     about = f"{_INTRODUCTION} Here: {measured}, {batches}."
     return render(Page(f"{check.model}: indicators against the truth", sections, about=about))

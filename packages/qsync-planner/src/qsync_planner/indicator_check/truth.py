@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import chains_of
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
@@ -78,13 +79,7 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
     check_observations(observations, dag, "the truth is of", "measure it for this one")
     check_values(observations)
     every = subjects_of(dag)
-    known: set[OpId | None] = {None, *itertools.chain(*every)}
-    found: dict[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]] = {}
-    for series in observations.series:
-        if (series.collector, series.term) != (terms.MONTECARLO, terms.FIRST_HALF) or series.op_id not in known:
-            continue
-        if series.variant is not None:
-            found[series.op_id, series.variant] = _halves(observations, series.op_id, series.variant)
+    found = _measured(observations, {None, *itertools.chain(*every)})
     variants = sorted({variant for op_id, variant in found if op_id is not None}, key=str)
     subjects = [subject for subject in every if all((op_id, v) in found for op_id in subject for v in variants)]
     if not variants or not subjects:
@@ -99,6 +94,37 @@ def read_truth(observations: Observations, dag: PrecisionDag) -> Truth:
         iterations=len(observations.iterations),
         adjustable=len(every),
     )
+
+
+def read_kept_inputs(observations: Observations, dag: PrecisionDag, rated: Collection[OpId]) -> Truth | None:
+    """The truth of what fused chains keep in 8 bit; None where it was not measured.
+
+    Args:
+        observations: as :func:`read_truth` takes them.
+        dag: their graph.
+        rated: the chains that an indicator rates; of others there is nothing to compare.
+    """
+    names = [chain.name for chain in chains_of(dag) if chain.name in rated]
+    found = _measured(observations, set(names))
+    variants = sorted({variant for _, variant in found}, key=str)
+    subjects = [(name,) for name in names if all((name, variant) in found for variant in variants)]
+    if not variants or not subjects:
+        return None
+    columns = {variant: _column(found, subjects, variant) for variant in variants}
+    return Truth(dag.model, tuple(subjects), columns, len(observations.iterations), len(subjects))
+
+
+_Measured = Mapping[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]]
+
+
+def _measured(observations: Observations, known: Collection[OpId | None]) -> _Measured:
+    """Both halves of what was measured of some operators or chains."""
+    return {
+        (series.op_id, series.variant): _halves(observations, series.op_id, series.variant)
+        for series in observations.series
+        if (series.collector, series.term) == (terms.MONTECARLO, terms.FIRST_HALF) and series.op_id in known
+        if series.variant is not None
+    }
 
 
 def _halves(observations: Observations, op_id: OpId | None, variant: Variant) -> tuple[Sequence[float], Sequence[float]]:
@@ -116,7 +142,7 @@ def _halves(observations: Observations, op_id: OpId | None, variant: Variant) ->
 
 
 def _column(
-    found: Mapping[tuple[OpId | None, Variant], tuple[Sequence[float], Sequence[float]]],
+    found: _Measured,
     subjects: Sequence[Subject],
     variant: Variant,
 ) -> Column:

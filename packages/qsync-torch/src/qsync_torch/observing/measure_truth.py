@@ -22,7 +22,7 @@ from qsync_torch.devices import parse_device
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.load_job import load_job
 from qsync_torch.observing.collector import ObservedStep
-from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, passes, subjects
+from qsync_torch.observing.montecarlo import MonteCarloCollector, is_random, kept_inputs, passes, subjects
 from qsync_torch.observing.observe import observe
 
 _GOOD_BATCHES = 4
@@ -53,8 +53,10 @@ def measure_truth(request: TruthRequest) -> Observations:
     warmup = int(observations.settings.get("warmup", observations.iterations[0]))
     seed = int(observations.settings.get("seed", "0"))
     pass_s = _seconds_per_pass(job, dag, request.variants, observations.batch_size, target)
-    budget = fit_seconds(request.budget_s, pass_s, operators, request.variants, len(observations.iterations), other_passes=warmup)
-    request.announce(_cost(budget, operators, request.variants, warmup, pass_s))
+    kept = kept_inputs(dag, request.variants) if request.chains else 0
+    most_batches = len(observations.iterations)
+    budget = fit_seconds(request.budget_s, pass_s, operators, request.variants, most_batches, other_passes=warmup, kept=kept)
+    request.announce(_cost(budget, operators, request.variants, warmup, pass_s, kept))
     return observe(
         job,
         dag,
@@ -63,7 +65,7 @@ def measure_truth(request: TruthRequest) -> Observations:
         steps=budget.batches,
         batch_size=observations.batch_size,
         device=target,
-        collectors=[MonteCarloCollector(budget.draws, progress=_over_batches(budget, request.progress))],
+        collectors=[MonteCarloCollector(budget.draws, chains=request.chains, progress=_over_batches(budget, request.progress))],
         settled=None,
         seed=seed,
     )
@@ -81,13 +83,14 @@ def _seconds_per_pass(job: Job, dag: PrecisionDag, variants: Sequence[Variant], 
     return (time.perf_counter() - start) / collector.passes(dag, variants)
 
 
-def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warmup: int, pass_s: float) -> str:
+def _cost(budget: TruthBudget, operators: int, variants: Sequence[Variant], warmup: int, pass_s: float, kept: int) -> str:
     labels = ", ".join(dict.fromkeys(variant.label for variant in variants))
     batches = f"{budget.batches} batch{'es' if budget.batches > 1 else ''}"
     seconds = (budget.passes + warmup + budget.batches) * pass_s
+    inputs = f" and {kept} kept inputs of chains" if kept else ""
     return (
-        f"measuring the truth: {operators} operators in {labels}, {budget.draws} draws where rounding is random, on {batches} "
-        f"after {warmup} updates: {budget.passes} forward and backward passes, about {seconds:.0f} s"
+        f"measuring the truth: {operators} operators in {labels}{inputs}, {budget.draws} draws where rounding is random, "
+        f"on {batches} after {warmup} updates: {budget.passes} forward and backward passes, about {seconds:.0f} s"
     )
 
 
@@ -112,7 +115,7 @@ class TruthBudget:
     passes: int
 
 
-def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most_batches: int) -> TruthBudget:
+def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most_batches: int, kept: int = 0) -> TruthBudget:
     """The best use of a number of passes: four batches first, then up to eight draws, then all batches, then more draws.
 
     Args:
@@ -120,12 +123,13 @@ def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most
         n_operators: how many are lowered one by one.
         variants: what they are lowered to.
         most_batches: batches that there are; at least 1.
+        kept: inputs of chains that are kept in 8 bit one by one.
 
     Raises:
         ObservationError: when that is less than two draws on one batch need; says how many passes would do.
     """
     wanted = list(variants)
-    smallest = passes(n_operators, wanted, _FEWEST)
+    smallest = passes(n_operators, wanted, _FEWEST, kept=kept)
     if allowed < smallest:
         raise ObservationError(
             f"{allowed} passes are too few to measure {n_operators} operators even once; {smallest} would be enough for one batch"
@@ -134,9 +138,9 @@ def fit_passes(allowed: int, n_operators: int, variants: Iterable[Variant], most
     if any(map(is_random, wanted)):
         for more in range(_FEWEST + 2, _MOST_DRAWS + 1, 2):
             first = most_batches if more > _GOOD_DRAWS else min(_GOOD_BATCHES, most_batches)
-            if passes(n_operators, wanted, more) * first <= allowed:
+            if passes(n_operators, wanted, more, kept=kept) * first <= allowed:
                 draws = more
-    each = passes(n_operators, wanted, draws)
+    each = passes(n_operators, wanted, draws, kept=kept)
     batches = min(allowed // each, most_batches)
     return TruthBudget(batches, draws, batches * each)
 
@@ -152,7 +156,13 @@ def check_seconds(budget_s: float) -> None:
 
 
 def fit_seconds(
-    budget_s: float, pass_s: float, n_operators: int, variants: Iterable[Variant], most_batches: int, other_passes: int = 0
+    budget_s: float,
+    pass_s: float,
+    n_operators: int,
+    variants: Iterable[Variant],
+    most_batches: int,
+    other_passes: int = 0,
+    kept: int = 0,
 ) -> TruthBudget:
     """The same for seconds, given how long one pass takes and how many more passes there are (updates of a warm-up).
 
@@ -161,7 +171,7 @@ def fit_seconds(
     """
     check_seconds(budget_s)
     wanted = list(variants)
-    smallest = passes(n_operators, wanted, _FEWEST)
+    smallest = passes(n_operators, wanted, _FEWEST, kept=kept)
     allowed = int(min(budget_s / pass_s, _BOUNDLESS)) - other_passes
     if allowed < smallest:
         warmup = f" after {other_passes} updates of warm-up" if other_passes else ""
@@ -169,7 +179,7 @@ def fit_seconds(
             f"a budget of {budget_s:g} s is too small: measuring {n_operators} operators once on one batch takes {smallest} passes "
             f"of {pass_s:.3g} s{warmup}; give at least {_rounded_up((smallest + other_passes) * pass_s):g} s"
         )
-    return fit_passes(allowed, n_operators, wanted, most_batches)
+    return fit_passes(allowed, n_operators, wanted, most_batches, kept)
 
 
 def _rounded_up(seconds: float) -> float:

@@ -65,7 +65,7 @@ def subjects(dag: PrecisionDag, operators: Collection[OpId] | None = None) -> li
     return [tuple(group) for group in groups.values() if wanted.intersection(operator.op_id for operator in group)]
 
 
-def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *, together: bool = True) -> int:
+def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *, together: bool = True, kept: int = 0) -> int:
     """Forward and backward passes over one observed batch.
 
     Args:
@@ -73,9 +73,15 @@ def passes(n_operators: int, variants: Iterable[Variant], draws: int = DRAWS, *,
         variants: those that lose nothing cost nothing.
         draws: for each operator in a variant that rounds at random; others take one.
         together: all operators are also lowered at once.
+        kept: inputs of chains that are kept in an 8-bit format one by one (:func:`kept_inputs`).
     """
     each = sum(draws if is_random(variant) else 1 for variant in low_precision(variants))
-    return 1 + (n_operators + together) * each
+    return 1 + (n_operators + together) * each + kept * draws
+
+
+def kept_inputs(dag: PrecisionDag, variants: Sequence[Variant]) -> int:
+    """How many inputs fused chains may keep in 8 bit, each in every 8-bit format of the variants."""
+    return sum(chain.may_round_input for chain in chains_of(dag)) * len(kept_formats(variants))
 
 
 class MonteCarloCollector:
@@ -114,8 +120,8 @@ class MonteCarloCollector:
 
     def passes(self, dag: PrecisionDag, variants: Sequence[Variant]) -> int:
         """Forward and backward passes over each observed batch."""
-        kept = sum(chain.may_round_input for chain in chains_of(dag)) * len(kept_formats(variants)) if self.chains else 0
-        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together) + kept * self.draws
+        kept = kept_inputs(dag, variants) if self.chains else 0
+        return passes(len(subjects(dag, self.operators)), variants, self.draws, together=self.together, kept=kept)
 
     def collect_step(self, step: ObservedStep, variants: Sequence[Variant]) -> Mapping[StepTerm, float]:
         """Both halves for every (operator, variant), and the squared norm of the gradient.
