@@ -134,7 +134,7 @@ def test_the_plan_fuses_what_the_profile_measured(folder):
 def test_training_under_it(folder):
     """Not much farther from full precision than with every operator in int8, unfused, and in less memory.
 
-    Where int8 operators of the CPU need more memory than they save, the plan has none, and only inputs of normalizations are rounded.
+    Where the CPU's int8 operators need more memory than they save, the plan has none, and rounds inputs of normalizations alone.
     """
     torch._dynamo.reset()
     plan = load(folder / "plan.qsync", PrecisionPlan)
