@@ -105,7 +105,7 @@ def test_every_disk_gets_the_same_folder_and_only_what_changed_is_made_again(dis
     assert len(lines) == len(plan.recommended_groups)
     assert all(line in run.report.read_text(encoding="utf-8") for line in lines)
     assert load(run.timeline("predicted", GROUPS), Timeline).iteration_ns == plan.predicted_iteration_ns
-    assert [group.role for group in run.load_plan(["weak"]).groups] == [Role.TRAIN], "alone, a group has nobody to keep up with"
+    assert [group.role for group in run.load_plan(["weak"]).groups] == [Role.TRAIN], "alone, a group has no other to keep up with"
     assert "share cores of" in ended[0].error
     assert "weak, profiling" in ended[0].error, "rank 0 shows how far the others are"
     files = sorted(str(path.relative_to(disks[0])) for path in disks[0].rglob("*") if path.is_file() and path.name != "lock")
@@ -155,6 +155,10 @@ def test_ranks_with_different_jobs_are_told_so(disks):
     assert [one.status for one in ended] == [1, 1], ended
     assert ended[0].sentence == ended[1].sentence
     assert ended[0].sentence.startswith("error: the ranks of this job differ in optimizer (")
+
+    ended = prepare(disks, [{}, {"BATCH": "2"}])
+    assert [one.status for one in ended] == [1, 1], ended
+    assert "batch size 4 and the job has 2; give --batch-size 4, or give this rank the job of rank 0, which " in ended[1].sentence
 
 
 def test_two_in_one_folder_and_a_lock_that_the_dead_do_not_hold(tmp_path):

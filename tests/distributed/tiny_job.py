@@ -30,9 +30,9 @@ class Delayed(torch.optim.SGD):
 
 
 def make_job() -> Job:
-    """``FAIL``: it raises.  ``WIDTH``: of another net.  ``WAIT_FOR``: only once that file is there.  ``MOST_BYTES``: of a file.
-    ``DIE_AT``: its batches end the process, as a power cut does, once that file is there.  ``STEP_S``: what a step takes longer,
-    and ``FIRST_STEPS_S`` one of the first few."""
+    """``FAIL``: it raises.  ``WIDTH``: of another net.  ``BATCH``: of another size.  ``WAIT_FOR``: only once that file is there.
+    ``MOST_BYTES``: of a file.  ``DIE_AT``: its batches end the process, as a power cut does, once that file is there.  ``STEP_S``:
+    what a step takes longer, and ``FIRST_STEPS_S`` one of the first few."""
     if os.environ.get("FAIL"):
         raise FileNotFoundError("there is no data set on this machine")
     while (awaited := os.environ.get("WAIT_FOR")) and not Path(awaited).exists():
@@ -54,5 +54,5 @@ def make_job() -> Job:
         batch,
         lambda output, batch: nn.functional.cross_entropy(output, batch.target),
         lambda parameters: Delayed(parameters, lr=0.1),
-        batch_size=4,
+        batch_size=int(os.environ.get("BATCH", "4")),
     )

@@ -233,7 +233,11 @@ def _plain(value: Any) -> str:
     return repr(value) if known else type(value).__qualname__
 
 
-def check_same_model(job: Job, dag: PrecisionDag) -> None:
+TRACE_IT = "run 'qsync trace' for this job"
+"""What to do about a graph that a person names."""
+
+
+def check_same_model(job: Job, dag: PrecisionDag, advice: str = TRACE_IT) -> None:
     """Compare the graph's parameters (names and shapes) and batch size with the job's, before the wrong one is measured.
 
     Raises:
@@ -241,7 +245,6 @@ def check_same_model(job: Job, dag: PrecisionDag) -> None:
     """
     ours = {name: tuple(parameter.shape) for name, parameter in job.model.named_parameters()}
     theirs = {parameter.fqn: parameter.shape for parameter in dag.parameters}
-    advice = "run 'qsync trace' for this job"
     for name in [*theirs, *ours]:
         mine, other = ours.get(name), theirs.get(name)
         if mine == other:
@@ -267,7 +270,7 @@ def _under(base: Precision) -> str:
     return "without autocast" if base is Precision.FLOAT32 else f"under autocast in {base}"
 
 
-def check_same_job(dag: PrecisionDag, traced: PrecisionDag) -> None:
+def check_same_job(dag: PrecisionDag, traced: PrecisionDag, advice: str = TRACE_IT) -> None:
     """Compare a stored graph with what the job's model and loss give now, before one is measured under the name of the other.
 
     Buckets may differ: they are as the graph's ``--bucket-cap-mb`` made them.
@@ -283,4 +286,4 @@ def check_same_job(dag: PrecisionDag, traced: PrecisionDag) -> None:
         difference = f"operator {first} is not the same in both"
     else:
         return
-    raise QSyncError(f"the graph ({dag.model}) is not of this job as it is now: {difference}; run 'qsync trace' for this job")
+    raise QSyncError(f"the graph ({dag.model}) is not of this job as it is now: {difference}; {advice}")

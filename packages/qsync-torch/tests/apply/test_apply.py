@@ -104,7 +104,7 @@ def test_remove_refuses_a_forward_that_was_replaced_since():
     model = ConvNet()
     applied = apply_(model, named(fc=INT8))
     model.fc.forward = lambda input: input
-    with pytest.raises(PlanError, match="the forward of Linear was replaced after apply_"):
+    with pytest.raises(PlanError, match="the forward of Linear was replaced after the plan was applied"):
         applied.remove()
 
 

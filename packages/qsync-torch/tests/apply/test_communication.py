@@ -14,6 +14,7 @@ from qsync_core.artifacts.files import save
 from qsync_core.errors import ArtifactError
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_torch import apply_, process_group_options
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed import communication
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.nccl import max_ctas_of
@@ -117,10 +118,19 @@ def test_another_number_of_ctas_is_named_with_the_line_to_write(monkeypatch, var
         process_group=nccl_group(monkeypatch, -(2**31)),
         **{BUFFERS: True},
     )
-    found = communication._differences(CommunicationSettings(max_ctas=4), wrapper, small_model(), CUDA)
+    found = communication._differences(CommunicationSettings(max_ctas=4), wrapper, small_model(), CUDA, BY_HAND)
     assert found[0] == f"it is for collectives of at most 4 CTAs, and this job's process group is for {has}"
     assert found[1].startswith(advice)
     assert len(found) == 2
+
+
+def test_the_wrapper_is_to_be_given_what_the_scripts_own_line_returned(monkeypatch):
+    monkeypatch.setattr(communication, "max_ctas_of", lambda group, device: None)
+    wrapper = SimpleNamespace(gradient_as_bucket_view=False, static_graph=False, bucket_bytes_cap=25, process_group=None)
+    found = communication._differences(
+        CommunicationSettings(static_graph=True), wrapper, torch.nn.Linear(2, 2), CUDA, Caller("qsync.hybrid")
+    )
+    assert found[1].endswith("**applied.ddp_options()), where applied is what qsync.hybrid returned")
 
 
 TRAINING = (
@@ -199,7 +209,7 @@ def test_without_the_broadcast_of_buffers_only_other_ranks_statistics_differ(tra
     assert [one[case] for one in trained] == [[True, True], [True, False]]
 
 
-WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ (or qsync.hybrid) returned"
+WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ returned"
 
 
 @pytest.mark.distributed

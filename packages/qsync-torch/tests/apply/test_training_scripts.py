@@ -419,7 +419,7 @@ def plain_copies(model):
 def test_copies_are_plain_models_that_take_a_plan_of_their_own(x):
     model, twin = TwoLayers("functional"), TwoLayers("functional")
     applied = apply_(model, BOTH, seed=5)
-    with pytest.warns(UserWarning, match="runs in full precision; call qsync_torch.apply_"):
+    with pytest.warns(UserWarning, match="runs in full precision; apply the plan to it"):
         copies = plain_copies(model)
     for copied in copies.values():
         assert torch.equal(copied(x), twin(x))
@@ -459,7 +459,7 @@ def test_a_model_under_a_plan_is_not_sent_to_another_process():
     model = TwoLayers()
     apply_(model, BOTH)
     process = multiprocessing.get_context("spawn").Process(target=_nothing, args=(model,))
-    with pytest.raises(PlanError, match=r"cannot be sent to another process.*call apply_ in the process that trains it"):
+    with pytest.raises(PlanError, match=r"cannot be sent to another process.*apply it in the process that trains it"):
         process.start()
 
 

@@ -1,4 +1,4 @@
-"""Who trains, with which ladder and budget, where nobody has described the groups."""
+"""Who trains, with which ladder and budget, where no cluster file describes the groups."""
 
 from __future__ import annotations
 

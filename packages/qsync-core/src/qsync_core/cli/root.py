@@ -90,7 +90,7 @@ class QSyncGroup(click.Group):
 
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""Of any file that a command, or a library under it, writes: no fault of whoever wrote the command."""
+"""Of any file that a command, or a library under it, writes: no fault of the command."""
 
 _PROVIDER = {
     **dict.fromkeys(("indicate", "plan", "replay", "explain", "verify"), "qsync-planner"),

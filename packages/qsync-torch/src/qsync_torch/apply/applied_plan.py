@@ -324,13 +324,13 @@ def _rank_in_job() -> int:
 
 
 def _say_plain(what: str) -> None:
-    warnings.warn(f"{what} runs in full precision; call qsync_torch.apply_ on it to train it under a plan", stacklevel=4)
+    warnings.warn(f"{what} runs in full precision; apply the plan to it to train it under the plan", stacklevel=4)
 
 
 def _refuse_to_send(applied: AppliedPlan) -> Any:
     raise PlanError(
         "a model that runs under a plan cannot be sent to another process, where it would run in full precision: send the model "
-        "without a plan, and call apply_ in the process that trains it"
+        "without a plan, and apply it in the process that trains it"
     )
 
 

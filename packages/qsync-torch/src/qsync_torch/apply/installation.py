@@ -156,7 +156,8 @@ class Installation(abc.ABC):
         for module, _, forward in {id(entry[0]): entry for entry in self._replaced}.values():
             if module.__dict__.get("forward") is not forward:
                 raise PlanError(
-                    f"the forward of {type(module).__name__} was replaced after apply_; take that replacement back before remove()"
+                    f"the forward of {type(module).__name__} was replaced after the plan was applied; take that replacement back "
+                    "before remove()"
                 )
         for module, earlier, _ in reversed(self._replaced):
             if earlier is _ABSENT:
@@ -240,7 +241,7 @@ class Installation(abc.ABC):
             if module.padding_mode != "zeros":
                 raise PlanError(
                     f"{module} has another padding_mode than when the plan was applied, and the plan's kernels pad with zeros: "
-                    "change it before trace and apply_"
+                    "change it before the plan is made and applied"
                 )
             if (self.running or here.running) and module is owner:
                 return call.conv2d(input, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)

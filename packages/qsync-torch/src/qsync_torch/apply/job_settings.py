@@ -34,7 +34,7 @@ def check_settings(
 ) -> None:
     """Compare this process with the profile behind its group's part of a plan.
 
-    A group that the plan does not have is left to whoever looks up its operators.
+    A group that the plan does not have is refused where its operators are looked up.
 
     Args:
         plan: carries the profiles' settings (:attr:`~qsync_core.ir.plan.PrecisionPlan.software`).

@@ -407,7 +407,7 @@ class PlannedForwards(Installation):
         self._batches.check_weighted()  # which is the same on all ranks
         if plan is not None and group is not None:  # by now the model is on its GPU
             check_job(what, plan, group, self.model, self._planned.allow_flags, self._planned.caller, warn=False)
-        self._as_planned = check_communication(plan, self.model, device)
+        self._as_planned = check_communication(plan, self.model, device, self._planned.caller)
 
     def _check_settings(self, device: torch.device) -> None:
         """Settings of a plan's profile may have changed since ``apply_``, or since the last forward.

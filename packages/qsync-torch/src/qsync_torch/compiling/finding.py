@@ -99,7 +99,7 @@ def find_chains(graph: Graph) -> list[FoundChain]:
 
 
 def planned_chains(graph: Graph, heads: Collection[Node]) -> tuple[list[FoundChain], list[FoundChain]]:
-    """The chains that are named after some nodes, whoever reads them, by their last members in the order of the graph.
+    """The chains that are named after some nodes, whatever reads them, by their last members in the order of the graph.
 
     Returns:
         Those that can run as one, and those that cannot.

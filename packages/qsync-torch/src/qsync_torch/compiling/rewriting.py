@@ -176,7 +176,7 @@ def _fuse(
 
 
 def _way_of(chain: FoundChain, saved: Precision | None, choice: KernelChoice, rounding: Rounding = Rounding.NEAREST) -> _Way:
-    """How a chain runs that keeps its input in a format (None: as it is) on somebody's kernels.
+    """How a chain runs that keeps its input in a format (None: as it is) on a backend's kernels.
 
     ``rounding``: of a chain that writes no copy, and keeps its input as it is: that of a copy of its gradient.
     """

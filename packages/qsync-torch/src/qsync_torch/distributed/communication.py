@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_core.errors import PlanError
 from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.plan import PrecisionPlan
+from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
 
 _MEBIBYTE = 1024 * 1024
 _NEW_BUFFERS = "forward_sync_buffers"
 BUFFERS = _NEW_BUFFERS if _NEW_BUFFERS in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 """DistributedDataParallel's name for the broadcast of buffers before a forward; PyTorch 2.13 warns of the older one."""
-_WRAP = "write DistributedDataParallel(model, **applied.ddp_options()), where applied is what apply_ (or qsync.hybrid) returned"
 _START = 'write init_process_group("nccl", pg_options=qsync_torch.process_group_options(plan))'
 
 
@@ -46,7 +46,7 @@ def options_of(settings: CommunicationSettings) -> dict[str, Any]:
     }
 
 
-def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: torch.device) -> bool:
+def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: torch.device, caller: Caller = BY_HAND) -> bool:
     """Warn where a job of several ranks communicates otherwise than planned; called inside a forward of its model.
 
     The wrapper is the one whose forward runs now.  Under another kind of data parallelism nothing is compared but said so.
@@ -60,9 +60,9 @@ def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: to
         return True
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or all(module is not model for module in wrapper.module.modules()):
-        problems = ["the model does not run in DistributedDataParallel", _WRAP]
+        problems = ["the model does not run in DistributedDataParallel", _wrap(caller)]
     else:
-        problems = _differences(plan.communication.settings, wrapper, model, device)
+        problems = _differences(plan.communication.settings, wrapper, model, device, caller)
     if problems:
         warnings.warn(f"the plan's times may not hold: {'; '.join(problems)}", stacklevel=2)
     return not problems
@@ -87,7 +87,7 @@ def check_reducer() -> None:
 
 
 def _differences(
-    planned: CommunicationSettings, wrapper: DistributedDataParallel, model: nn.Module, device: torch.device
+    planned: CommunicationSettings, wrapper: DistributedDataParallel, model: nn.Module, device: torch.device, caller: Caller
 ) -> list[str]:
     """What is otherwise, each followed by what to write; empty where nothing is."""
     found = []
@@ -100,12 +100,16 @@ def _differences(
     if other:
         wanted = ", ".join(f"{name}={value}" for name, value, _ in other)
         has = ", ".join(f"{name}={value}" for name, _, value in other)
-        found += [f"it is for DistributedDataParallel with {wanted}, and this job's has {has}", _WRAP]
+        found += [f"it is for DistributedDataParallel with {wanted}, and this job's has {has}", _wrap(caller)]
     ctas = max_ctas_of(wrapper.process_group, device)
     if ctas is not None and ctas != planned.max_ctas:
         found.append(f"it is for collectives of {_ctas(planned.max_ctas)}, and this job's process group is for {_ctas(ctas)}")
         found.append(f"unset {CTA_VARIABLE}, and {_START}" if os.environ.get(CTA_VARIABLE) else _START)
     return found
+
+
+def _wrap(caller: Caller) -> str:
+    return f"write DistributedDataParallel(model, **applied.ddp_options()), where applied is what {caller.call} returned"
 
 
 def _ctas(count: int) -> str:

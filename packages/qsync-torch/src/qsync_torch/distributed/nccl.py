@@ -64,4 +64,4 @@ def max_ctas_of(group: dist.ProcessGroup, device: torch.device) -> int | None:
         return int(text)
     config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
     found = getattr(config, "max_ctas", None)
-    return None if found is None else max(0, int(found))  # below 0 where nobody set it
+    return None if found is None else max(0, int(found))  # below 0 where it is not set

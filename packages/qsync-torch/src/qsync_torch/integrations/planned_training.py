@@ -122,7 +122,7 @@ def apply_for_trainer(
     return PlannedTraining(applied, applied.plan)
 
 
-def refuse_loss_scaling(planned: PlannedTraining, trainer: str) -> None:
+def refuse_loss_scaling(planned: PlannedTraining, trainer: str, caller: Caller) -> None:
     """For trainers that cannot scale losses as a plan needs it.
 
     Raises:
@@ -134,8 +134,8 @@ def refuse_loss_scaling(planned: PlannedTraining, trainer: str) -> None:
     groups = ", ".join(group.group for group in planned.plan.groups if group.needs_loss_scaling)
     raise PlanError(
         f"gradients of group {groups} pass through float16 and need a loss scaling that all ranks share, which {trainer} does not "
-        "have: plan again with bfloat16 in place of float16 in the ladder, or train with Accelerate, with Lightning, or in a loop "
-        "of your own with qsync_torch.InStepGradScaler"
+        f"have: {caller.plan_again} with bfloat16 in place of float16 in the ladder, or train with Accelerate, with Lightning, or "
+        "in a loop of your own with qsync_torch.InStepGradScaler"
     )
 
 

@@ -86,7 +86,7 @@ class HybridConverter:
             )
         caller = Caller("HybridConverter", run_folder_of(self._run), arguments="{}", own_loop=False)
         self._planned = apply_for_trainer(model, self._run, self._settings, self._options, caller)
-        refuse_loss_scaling(self._planned, "torchtitan")
+        refuse_loss_scaling(self._planned, "torchtitan", caller)
         logging.getLogger(__name__).info(self._planned.sentence())
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:

@@ -32,7 +32,7 @@ from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
 from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge_disks, open_folder
 from qsync_torch.prepare.ledger import Parts
-from qsync_torch.prepare.measuring import Bench, Probe, collective_inputs
+from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
 from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
 from qsync_torch.prepare.starting import Start, how_to_start
@@ -250,7 +250,7 @@ class _Flow:
                 dag = from_bytes(folder.read("graph"), PrecisionDag, name=str(folder.run.dag))
                 if digest(dag) != told:  # a network file system that shows what was there before
                     dag = trace(job)
-                check_same_model(job, dag)
+                check_same_model(job, dag, SAME_ON_ALL_RANKS)
             facts["graph"] = digest(dag)[:16]
         return dag
 

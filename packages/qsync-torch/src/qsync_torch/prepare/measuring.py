@@ -32,6 +32,8 @@ from qsync_torch.tuning.job_tuning import TUNING_S, tune_job
 
 Run = Callable[[Mapping[str, str]], Made]
 """Makes a part of its inputs."""
+SAME_ON_ALL_RANKS = "give this rank the job of rank 0, which was traced"
+"""What to do where a rank has another job."""
 _PROBED_STEPS = 3
 _FASTER_BELOW = 1.0
 """A CPU's rung is measured where the largest operator takes less than this share of its time in float32; a plan then weighs it."""
@@ -163,7 +165,7 @@ class Bench:
         """
         if self.me.rank and not self._checked:
             self.board.stage("tracing")(0, 1, "")
-            check_same_job(self.dag, trace(self.job))
+            check_same_job(self.dag, trace(self.job), SAME_ON_ALL_RANKS)
             self._checked.append(True)
 
     def _inputs(self, **more: str) -> dict[str, str]:

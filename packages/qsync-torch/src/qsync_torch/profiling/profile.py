@@ -276,7 +276,7 @@ def layout_advice(dag: PrecisionDag, variants: Sequence[Variant]) -> str:
     return (
         f"{copied} of {len(convolutions)} convolutions read images that are not channels-last, and kernels for tensor cores copy "
         "them; bring the job's model and batches to that layout, model.to(memory_format=torch.channels_last) and "
-        "images.to(memory_format=torch.channels_last), trace again, and train so (docs/tuning.md#the-layout-of-images)"
+        "images.to(memory_format=torch.channels_last), before it is planned and in training (docs/tuning.md#the-layout-of-images)"
     )
 
 
@@ -286,7 +286,7 @@ def _note_fragmentation(memory: DeviceMemory, software: Mapping[str, str], cap_b
     if software["expandable_segments"] == "False" and (cap_bytes or worst > _MUCH_RESERVED):
         note(
             f"PyTorch's allocator reserves up to {worst:.2f} times what tensors take, and other plans may need more; where memory "
-            "is limited, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for qsync profile and for training"
+            "is limited, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True while the job is profiled and in training"
         )
 
 

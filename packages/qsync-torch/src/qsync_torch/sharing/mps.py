@@ -48,15 +48,15 @@ def pipe_directory() -> str:
 
 def find_daemon() -> Daemon:
     """Ask the control daemon for its servers; where its program is not installed, as in a container, look for its pipe."""
-    nobody = Daemon(f"no MPS daemon answers at {pipe_directory()}")
+    absent = Daemon(f"no MPS daemon answers at {pipe_directory()}")
     pipe = (Path(pipe_directory()) / "control").exists()
     if shutil.which(CONTROL) is None:
-        return Daemon() if pipe else nobody
+        return Daemon() if pipe else absent
     answer = _ask("get_server_list")
     if answer is None:
-        return nobody if not pipe else Daemon(f"the MPS daemon at {pipe_directory()} does not answer within {_TIMEOUT_S:g} s")
+        return absent if not pipe else Daemon(f"the MPS daemon at {pipe_directory()} does not answer within {_TIMEOUT_S:g} s")
     if _NOT_FOUND in answer.lower():
-        return nobody
+        return absent
     servers = [int(word) for word in answer.split() if word.isdigit()]
     return Daemon(servers={server: (_ask(f"get_server_status {server}") or "").strip() for server in servers})
 
