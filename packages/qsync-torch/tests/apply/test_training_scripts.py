@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
@@ -913,3 +914,52 @@ def test_padding_that_is_circular_since_the_plan_was_applied_is_refused():
         model(x)
     applied.remove()
     model(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def another_class(model, monkeypatch):
+    model.fc.__class__ = Doubled
+
+
+def another_forward(model, monkeypatch):
+    monkeypatch.setattr(Body, "forward", lambda self, x: 2 * self.fc(x))
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("changed", [another_class, another_forward])
+@pytest.mark.parametrize("called", ["model", "part", "compiled"])
+def test_a_class_that_is_patched_after_apply_is_refused(changed, called, monkeypatch):
+    model, x = nn.Sequential(Body()), torch.randn(4, 16)
+    apply_(model, named(**{"0.fc": FLOAT32}))
+    if called != "compiled":
+        model(x)
+    changed(model[0], monkeypatch)
+    torch._dynamo.reset()
+    run = {"model": model, "part": model[0], "compiled": torch.compile(model, backend="eager")}[called]
+    name, cls = ("0.fc", "Doubled") if changed is another_class else ("0", "Body")
+    error = InternalTorchDynamoError if called == "compiled" else PlanError
+    with pytest.raises(error, match=f"the class of '{name}', {cls}, has another forward than when the plan was applied"):
+        run(x)
+
+
+def test_classes_that_keep_a_forward_run_as_planned():
+    class Tagged(nn.Linear):
+        pass
+
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    apply_(model, named(**{"0": FLOAT32}))
+    expected = model(x)
+    model[0].__class__ = Tagged
+    assert torch.equal(model(x), expected)

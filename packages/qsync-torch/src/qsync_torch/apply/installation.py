@@ -60,6 +60,7 @@ class Installation(abc.ABC):
         self._calls = WeightCalls(())
         self._around: AbstractContextManager[Any] = contextlib.nullcontext()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
+        self._of_classes: list[tuple[nn.Module, Forward]] = []
 
     @abc.abstractmethod
     def start_forward(self, whole: bool) -> None:
@@ -137,6 +138,8 @@ class Installation(abc.ABC):
         earlier = module.__dict__.get("forward", _ABSENT)
         if earlier is _ABSENT:
             inner: Forward = type(module).forward
+            if type(module).forward is inner:  # no descriptor that makes another one each time
+                self._of_classes.append((module, inner))
         elif isinstance(earlier, types.MethodType):
             inner = earlier.__func__
         else:
@@ -165,8 +168,25 @@ class Installation(abc.ABC):
             else:
                 module.__dict__["forward"] = earlier
         self._replaced.clear()
+        self._of_classes.clear()
         self.cache.clear()
         INSTALLED.discard(self)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def check_classes(self) -> bool:
+        """The forwards that a model's classes had when they were replaced are those that run; a compiler asks this while it reads.
+
+        Raises:
+            PlanError: when a class has another one now, or a module another class.
+        """
+        for module, inner in self._of_classes:
+            if type(module).forward is not inner:
+                name = next((repr(name) for name, part in self.model.named_modules() if part is module and name), "the model")
+                raise PlanError(
+                    f"the class of {name}, {type(module).__name__}, has another forward than when the plan was applied, which "
+                    "would not run: change classes and their forwards before trace and apply_, or call remove() and apply_ again"
+                )
+        return True
 
     def check_repeated(self, module: nn.Module) -> None:  # noqa: B027
         """A part runs in a backward pass, and no forward is known that it repeats."""

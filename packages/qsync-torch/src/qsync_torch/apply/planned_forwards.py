@@ -281,6 +281,8 @@ class PlannedForwards(Installation):
 
     def _run(self, whole: bool, replaced: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_recording()
+        if whole or torch.compiler.is_compiling():
+            self.check_classes()
         if whole and self._lag_watch is not None and not torch.compiler.is_compiling():
             self._lag_watch.forward((args, kwargs))
         if whole and self._first_pass is not None and self.model.training and torch.is_grad_enabled():
@@ -289,6 +291,8 @@ class PlannedForwards(Installation):
             return super()._run(whole, replaced, module, args, kwargs)
         self._forwards += 1
         now_and_then = self._forwards & (self._forwards - 1) == 0
+        if now_and_then and not whole:
+            self.check_classes()
         self._repeats = self._first_pass_of(module, args, kwargs)
         with (
             copies_refused() if now_and_then else nullcontext(),
