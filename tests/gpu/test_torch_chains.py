@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import qsync_torch as qsync  # noqa: E402
 from qsync_core.ir.chain import ChainVariant, chains_of  # noqa: E402
@@ -98,3 +103,41 @@ def test_a_step_under_a_plan_keeps_less(job):
     losses, kept = run(lambda model: qsync.compile(model, plan, fullgraph=True))
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
     assert kept < 0.7 * unfused
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["alone", "in DistributedDataParallel"])
+def test_a_compiler_captures_fused_chains(job, parallel, tmp_path, caplog):
+    """``mode="reduce-overhead"``: graphs are captured and replayed, every step rounds anew, gradients reach the parameters."""
+    caplog.set_level("INFO", "qsync_torch.compiling")
+    torch._dynamo.reset()
+    if parallel:
+        backend = "nccl" if DEVICE == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = job.copy_model().to(DEVICE)
+        given = job.batch(0, job.batch_size).to(DEVICE)
+        job.compute_loss(given, model).backward()
+        exact = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assignments = {operator.op_id: INT8 for operator in trace(job).adjustable}
+        applied = qsync.apply_(model, assignments, backend=BACKEND)
+        run = qsync.compile(applied, saved="int8", mode="reduce-overhead")
+        run = DistributedDataParallel(run) if parallel else run
+        skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+        found = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the compiled model runs in parts")
+            for _ in range(6):
+                torch.compiler.cudagraph_mark_step_begin()
+                model.zero_grad(set_to_none=True)
+                job.compute_loss(given, run).backward()
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert len([r for r in caplog.records if r.getMessage().startswith("fused")]) == 4
+        assert applied.step == 6
+        assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
+        assert all(not torch.equal(one, other) for one, other in itertools.combinations(found, 2))
+        for gradients in found:
+            assert (gradients - exact).norm() < 0.2 * exact.norm()
+    finally:
+        torch._dynamo.reset()
+        if parallel:
+            dist.destroy_process_group()
