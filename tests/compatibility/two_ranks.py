@@ -117,7 +117,7 @@ def outcome_of(body: Body, folder: Path) -> Any:
     """What a body returned, or what it raised; where that was is printed."""
     try:
         return body(folder)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # one body's failure is not the others'
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
 

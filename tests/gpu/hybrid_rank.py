@@ -5,6 +5,7 @@ Prints as JSON what it saw; a refusal ends it with its sentence on standard erro
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_torch as qsync
 from qsync_core.errors import QSyncError
 
+faulthandler.dump_traceback_later(90, exit=True)  # where a rank hangs, rather than that it does
 plan, case = sys.argv[1:]
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", 0 if "one GPU" in case else rank)
