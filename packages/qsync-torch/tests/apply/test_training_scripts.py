@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_torch import apply_
+from qsync_torch.apply import planned_forwards
 
 from .small_models import BFLOAT16, FLOAT32, INT8, ConvNet, images, named
 from .test_apply import plan_of
@@ -963,3 +965,42 @@ def test_classes_that_keep_a_forward_run_as_planned():
     expected = model(x)
     model[0].__class__ = Tagged
     assert torch.equal(model(x), expected)
+
+
+class Remembers(nn.Module):
+    """Puts another tensor into the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.mean = y.detach().mean(0)
+        return y + self.mean
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_buffers_that_a_forward_replaces_stay_in_float32(part):
+    model = nn.Sequential(Remembers())
+    apply_(model, named(**{"0.fc": BFLOAT16}))
+    (model[0] if part else model)(torch.randn(4, 16))
+    assert model.state_dict()["0.mean"].dtype is torch.float32
+    assert model[0].mean.any()
+
+
+class Counts(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_script_around_the_model_is_named():
+    planned_forwards._say_once.cache_clear()
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    apply_(model, named(**{"0": FLOAT32}))
+    with torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+    with Counts(), pytest.warns(UserWarning, match="Counts, a TorchFunctionMode, is active around a model under a plan"):
+        model(x)

@@ -26,6 +26,7 @@ from qsync_torch.apply.calls_outside import CallsOutside, Product
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall, may_call_functions
 from qsync_torch.apply.installation import Forward, Installation, copies_refused
+from qsync_torch.apply.interception import is_indifferent
 from qsync_torch.apply.job_settings import check_settings
 from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
@@ -131,6 +132,7 @@ class PlannedForwards(Installation):
         self._weights = WeightBatch(())
         self._lowered: dict[OpId, LoweredCall] = {}
         self._placed_on: torch.device | None = None
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str]] = []
         self._has_met = planned.plan is None
         self._settings: dict[str, str] | None = None
         self._awaits_calls = True
@@ -228,6 +230,14 @@ class PlannedForwards(Installation):
         self._weights = WeightBatch([(self._lowered[op_id], module) for op_id, module in addressed.modules])
         # Where every operator gives float32, formats cannot mix; under autocast it is autocast that mends them.
         sixteen_bit = any(TORCH_DTYPE[entry.variant.output] in LOW_FLOATS for entry in entries.values())
+        if sixteen_bit and self.base not in LOW_BASES:
+            self._buffers = [
+                (module._buffers, name)
+                for module in self.model.modules()
+                if not is_indifferent(module)
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.dtype is torch.float32
+            ]
         unnamed, weights = ([], []) if plan is None else unplanned(self.model, addressed, plan)
         self.install(
             addressed,
@@ -289,6 +299,8 @@ class PlannedForwards(Installation):
             self.meet_batch(args, kwargs)
         if torch.compiler.is_compiling():
             return super()._run(whole, replaced, module, args, kwargs)
+        if torch._C._len_torch_function_stack():
+            _name_modes()
         self._forwards += 1
         now_and_then = self._forwards & (self._forwards - 1) == 0
         if now_and_then and not whole:
@@ -472,6 +484,10 @@ class PlannedForwards(Installation):
             self._awaits_calls = False  # compiled code does not tell; reading it would compile the second step anew
         elif whole and self._awaits_calls:
             self._name_missing_calls()
+        if not torch.compiler.is_compiling():
+            for buffers, name in self._buffers:  # which the forward may have replaced
+                if (buffer := buffers.get(name)) is not None and buffer.dtype in LOW_FLOATS:
+                    buffers[name] = buffer.float()
         return output if self.base in LOW_BASES else float32_outputs(output)
 
     def _name_missing_calls(self) -> None:
@@ -606,6 +622,17 @@ def _say_while_compiling(text: str) -> bool:
     """Once, and not as a part of the graph: a model may be compiled again for other sizes."""
     _say_once(text)
     return True
+
+
+def _name_modes() -> None:
+    """Say which modes of the script's are around a model: operators of a plan end with it, and are not handed on."""
+    for index in range(torch._C._len_torch_function_stack()):
+        kind = type(torch._C._get_function_stack_at(index))
+        if not kind.__module__.startswith(("torch.", "qsync_torch.")):
+            _say_once(
+                f"{kind.__name__}, a TorchFunctionMode, is active around a model under a plan, whose operators do not come to it: "
+                "what it makes of linear and conv2d is left out; do that in the model, before trace and apply_"
+            )
 
 
 @functools.cache
