@@ -70,6 +70,8 @@ def float32_outputs(output: Any) -> Any:
     Raises:
         PlanError: where it is nested too deeply.
     """
+    if isinstance(output, torch.Tensor):
+        return output.to(torch.float32) if output.dtype in LOW_FLOATS else output
     done: _Done = {}
     try:
         return pytree.tree_map(lambda part: _float32(part, done), output)

@@ -106,7 +106,7 @@ class WeightCalls:
             self._traced = [(place.weight, call) for place, call in self._calls_by_place]
             return
         self._stored = None
-        weights = [id(place.weight) for place, _ in self._calls_by_place]
+        weights = [id(place.module._parameters.get(place.name)) for place, _ in self._calls_by_place]
         if weights == self._at_start:
             return
         self._at_start = weights
