@@ -55,7 +55,7 @@ class Bound:
 
     def _register(self, *content: object) -> None:
         self.key = hashlib.sha256("|".join(map(str, content)).encode()).hexdigest()[:24]
-        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self._kernels = Memo[tuple[Any, ...], Kernel](lambda asked: build_kernel(self.request(*asked), self.choice))
         BOUND[self.key] = self
 
     def request(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> KernelRequest:
@@ -72,12 +72,7 @@ class Bound:
         Raises:
             BackendError: with every backend's reasons.
         """
-        try:
-            return self._kernels[op, device, shapes]
-        except KeyError:
-            pass
-        kernel = self._kernels[op, device, shapes] = build_kernel(self.request(op, device, *shapes), self.choice)
-        return kernel
+        return self._kernels[op, device, *shapes]
 
     def is_offered(self, op: str, device: torch.device, *shapes: tuple[int, ...]) -> bool:
         """Whether a backend of the choice runs the call."""

@@ -130,10 +130,14 @@ def linear_output(
     """(..., K) and (N, K) of 8 bits to (..., N) in the output's format."""
     if not straight and not is_plain(x):
         return cast(torch.Tensor, _OPS.linear_output.default(x, x_scale, w, w_scale, bias, binding.key))
-    # Sizes one by one: PyTorch takes twice as long over a tuple.
-    x_MK, out = rows(x), x.new_empty(*x.shape[:-1], w.shape[0], dtype=binding.output)
-    kernel = binding.kernel(Op.LINEAR_OUTPUT, x.device, x_MK.shape, w.shape)
-    kernel(x_MK, x_scale, w, w_scale, bias, rows(out))
+    w_shape = w.shape
+    if x.ndim == 2:
+        shape = x.shape
+        out = x.new_empty(shape[0], w_shape[0], dtype=binding.output)
+        binding.kernel(Op.LINEAR_OUTPUT, x.device, shape, w_shape)(x, x_scale, w, w_scale, bias, out)
+        return out
+    x_MK, out = rows(x), x.new_empty(*x.shape[:-1], w_shape[0], dtype=binding.output)
+    binding.kernel(Op.LINEAR_OUTPUT, x.device, x_MK.shape, w_shape)(x_MK, x_scale, w, w_scale, bias, rows(out))
     return out
 
 
@@ -149,9 +153,14 @@ def linear_grad_input(
     """(..., N) and (N, K) to (..., K) in ``dtype``, by default the variant's."""
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.linear_grad_input.default(grad, w, scale, binding.key, dtype))
-    grad_MN, out = rows(grad), grad.new_empty(*grad.shape[:-1], w.shape[1], dtype=dtype or binding.grad_input)
-    kernel = binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w.shape)
-    kernel(grad_MN, w, scale, rows(out))
+    w_shape = w.shape
+    if grad.ndim == 2:
+        shape = grad.shape
+        out = grad.new_empty(shape[0], w_shape[1], dtype=dtype or binding.grad_input)
+        binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, shape, w_shape)(grad, w, scale, out)
+        return out
+    grad_MN, out = rows(grad), grad.new_empty(*grad.shape[:-1], w_shape[1], dtype=dtype or binding.grad_input)
+    binding.kernel(Op.LINEAR_GRAD_INPUT, grad.device, grad_MN.shape, w_shape)(grad_MN, w, scale, rows(out))
     return out
 
 
@@ -162,14 +171,15 @@ def linear_grad_weight(
     if not straight and not is_plain(grad):
         return cast(torch.Tensor, _OPS.linear_grad_weight.default(grad, x, scale, binding.key))
     grad_MN, x_MK = rows(grad), rows(x)
-    out = grad.new_empty(grad_MN.shape[1], x_MK.shape[1], dtype=torch.float32)
-    kernel = binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_MN.shape, x_MK.shape)
-    kernel(grad_MN, x_MK, scale, out)
+    grad_shape, x_shape = grad_MN.shape, x_MK.shape
+    out = grad.new_empty(grad_shape[1], x_shape[1], dtype=torch.float32)
+    binding.kernel(Op.LINEAR_GRAD_WEIGHT, grad.device, grad_shape, x_shape)(grad_MN, x_MK, scale, out)
     return out
 
 
 def _images(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=x.device, memory_format=torch.channels_last)
+    # Sizes one by one: PyTorch takes twice as long over a tuple.
+    return torch.empty(*shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def _in_layout_of(y: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
@@ -202,8 +212,7 @@ def conv2d_output(
         raise RuntimeError(
             f"a convolution with {w.shape[0]} output channels has as many biases, got a bias of shape {list(bias.shape)}"
         )
-    kernel = binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)
-    kernel(x, x_scale, w, w_scale, bias, out)
+    binding.kernel(Op.CONV2D_OUTPUT, x.device, x.shape, w.shape)(x, x_scale, w, w_scale, bias, out)
     return _in_layout_of(out, x, w)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +30,7 @@ from qsync_core.errors import NumericsError, PlanError
 from qsync_core.ir.profile import CastKey
 from qsync_torch.aten.random_bits import Offset, stream_key
 from qsync_torch.dtypes import LOW_FLOATS, PRECISION
-from qsync_torch.kernels.binding import OperatorBinding
+from qsync_torch.kernels.binding import Memo, OperatorBinding
 from qsync_torch.kernels.library_ops import is_plain, quantize, quantize_transposed, rows
 
 
@@ -373,8 +373,6 @@ def apply_of(
     Raises:
         PlanError: where ``torch.func`` transforms an 8-bit operator.
     """
-    if torch.compiler.is_compiling():
-        return function.apply
     if torch._C._are_functorch_transforms_active():
         if binding is not None and seeds is not None:
             raise PlanError(
@@ -382,8 +380,11 @@ def apply_of(
                 f"{_INSTEAD}, and gradients by backward() or torch.autograd.grad run as planned"
             )
         return function.apply
-    straight: Callable[..., torch.Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return straight
+    return function.apply if torch.compiler.is_compiling() else _STRAIGHT[function]
+
+
+_STRAIGHT: Memo[type[torch.autograd.Function], Callable[..., torch.Tensor]]
+_STRAIGHT = Memo(lambda function: super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
 _INSTEAD = "keep it in a float format in the plan, or do this on a model without a plan (copy.deepcopy gives one, remove() too)"
@@ -430,7 +431,8 @@ def _leaves(node: Any) -> list[torch.Tensor]:
 
 
 def _in_8_bit(ctx: Any) -> str:
-    return f"{ctx.operator} runs in {ctx.binding.variant.compute}"
+    binding, seeds, *_ = ctx.kept
+    return f"{seeds.name} runs in {binding.variant.compute}"
 
 
 def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
@@ -445,7 +447,7 @@ def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
 
 
 def first_derivative(
-    backward: Callable[[Any, torch.Tensor], Any], runs: Callable[[Any], str] = _in_8_bit
+    backward: Callable[[Any, torch.Tensor], Any], runs: Callable[[Any], str]
 ) -> Callable[[Any, torch.Tensor], Any]:
     """A backward whose gradients are refused to be differentiated, which only one that is recorded itself pays for.
 
@@ -460,15 +462,24 @@ def first_derivative(
     def call(ctx: Any, grad: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():  # unless by create_graph=True
             return backward(ctx, grad)
-        refusal = f"{runs(ctx)}, which has no second derivative, and its gradient is differentiated (create_graph=True): {_INSTEAD}"
-        if _is_batched(grad):  # what is put around a batch is lost where it is taken apart
-            raise PlanError(refusal)
-        with torch.no_grad():
-            grads = backward(ctx, grad)
-        sources = [grad, *_leaves(ctx)]
-        return apply_of(_Underivable)(refusal, len(sources), *sources, *(None if g is None else g.requires_grad_() for g in grads))
+        return _underivable(ctx, grad, backward, runs(ctx))
 
     return call
+
+
+def _underivable(
+    ctx: Any, grad: torch.Tensor, backward: Callable[[Any, torch.Tensor], Any], runs: str
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that a backward gives, which are refused to be differentiated."""
+    refusal = f"{runs}, which has no second derivative, and its gradient is differentiated (create_graph=True): {_INSTEAD}"
+    if _is_batched(grad):  # what is put around a batch is lost where it is taken apart
+        raise PlanError(refusal)
+    with torch.no_grad():
+        grads = backward(ctx, grad)
+    sources = [grad, *_leaves(ctx)]
+    own = (None if g is None else g.requires_grad_() for g in grads)
+    found: Any = apply_of(_Underivable)(refusal, len(sources), *sources, *own)
+    return cast(tuple[torch.Tensor | None, ...], found)
 
 
 def keep_for_backward(
@@ -480,8 +491,7 @@ def keep_for_backward(
 ) -> None:
     """Save the 8-bit copies (activation, its scales, weight, its scales) and what else backward asks for; never a float operand."""
     ctx.save_for_backward(*copies)
-    ctx.binding, ctx.x_shape, ctx.x_dtype, ctx.seed, ctx.offset = binding, x.shape, x.dtype, seeds.grad, seeds.offset
-    ctx.operator = seeds.name  # not ctx.name, which PyTorch has for the node's
+    ctx.kept = binding, seeds, x.shape, x.dtype
 
 
 class _Dispatched(TorchDispatchMode):
@@ -499,21 +509,24 @@ _NO_TENSORS = (None,) * 6
 
 
 def run_backward(ctx: Any, grad: torch.Tensor, products: BackwardProducts) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a quantized operator's inputs.
+    """The gradients of a quantized operator's inputs, refused to be differentiated as :func:`first_derivative` does.
 
     Autocast may be active where the script calls ``backward()``, and would turn the float32 products inside into its own format.
     """
+    if torch.is_grad_enabled():
+        return _underivable(ctx, grad, functools.partial(run_backward, products=products), _in_8_bit(ctx))
     straight = is_plain(grad)
     if straight and _is_batched(grad):
         with _Dispatched():  # type: ignore[no-untyped-call]
             return run_backward(ctx, grad, products)
-    if torch.is_autocast_enabled(grad.device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(grad.device.type):
         with torch.autocast(grad.device.type, enabled=False):
             return run_backward(ctx, grad, products)
-    binding, needs, x_dtype = ctx.binding, ctx.needs_input_grad[:3], ctx.x_dtype
+    binding, seeds, x_shape, x_dtype = ctx.kept
+    needs = ctx.needs_input_grad[:3]
     x, x_scale, w, w_scale = ctx.saved_tensors
-    saved = Saved(x, x_scale, w, w_scale, ctx.x_shape, x_dtype)
-    gradient = cast_gradient(grad, saved.w_scale, binding, needs, ctx.seed, ctx.offset, straight)
+    saved = Saved(x, x_scale, w, w_scale, x_shape, x_dtype)
+    gradient = cast_gradient(grad, saved.w_scale, binding, needs, seeds.grad, seeds.offset, straight)
     grad_x, grad_w, grad_b = products(gradient, saved, binding, needs, straight)
     if grad_x is not None and grad_x.dtype is not x_dtype:
         grad_x = grad_x.to(x_dtype)

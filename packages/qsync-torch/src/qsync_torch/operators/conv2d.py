@@ -29,7 +29,6 @@ from qsync_torch.operators.casts import (
     apply_of,
     cast_input,
     cast_weight,
-    first_derivative,
     float_input,
     keep_for_backward,
     no_forward_mode,
@@ -74,7 +73,6 @@ class QuantizedConv2d(torch.autograd.Function):
         return conv2d_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
-    @first_derivative
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, conv2d_backward)

@@ -27,7 +27,6 @@ from qsync_torch.operators.casts import (
     apply_of,
     cast_input,
     cast_weight,
-    first_derivative,
     float_input,
     keep_for_backward,
     no_forward_mode,
@@ -72,7 +71,6 @@ class QuantizedLinear(torch.autograd.Function):
         return linear_output(q_x, x_scale, q_w, w_scale, bias, binding, straight=straight)
 
     @staticmethod
-    @first_derivative
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of activation, weight and bias."""
         return run_backward(ctx, grad, linear_backward)
