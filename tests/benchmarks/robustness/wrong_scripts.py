@@ -1090,11 +1090,35 @@ def functional_call_beside_the_model() -> Pair:
 def compiled_functional_calls_in_a_checkpoint() -> Pair:
     model = Two(lambda model, x: checkpoint(lambda t: with_functions(model, t), x, use_reentrant=False) + model.a(x))
     apply_(model, plan())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        step(torch.compile(model, backend="aot_eager"))
-    named = any("b#0" in str(one.message) and "checkpoint modules" in str(one.message) for one in said)
-    return torch.tensor(named), torch.tensor(True)
+    found = step(torch.compile(model, backend="aot_eager"))
+    return found, same(make=lambda: Two(lambda model, x: with_functions(model, x) + model.a(x)))[1]
+
+
+@script()
+def checkpoint_around_a_compiled_model() -> Pair:
+    def run(checkpointed: bool) -> list[Any]:
+        model = Two()
+        apply_(model, plan({"a": Variant.parse("int8>float32"), "b": Variant.parse("int8>float32")}), seed=3)
+        compiled = torch.compile(model, backend="aot_eager")
+        called = (lambda x: checkpoint(compiled, x, use_reentrant=False)) if checkpointed else compiled
+        outputs = [called(batch(number)) for number in range(2)]
+        sum(output.square().sum() for output in outputs).backward()
+        return gradients(model)
+
+    return run(True), run(False)
+
+
+@script()
+def class_exchanged_after_apply() -> Pair:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    def run(model: Any) -> Any:
+        model.a.__class__ = Doubled
+        return step(model)
+
+    return refused_only(run)
 
 
 @script()
