@@ -162,3 +162,19 @@ def test_other_tokens_are_another_batch():
         model(tokens.flip(0))
     with pytest.warns(UserWarning, match="on other tensors of the same values"):
         model(tokens.clone())
+
+
+def test_a_first_pass_of_a_compiled_model_is_named_and_a_checkpoint_is_none(batch):
+    torch._dynamo.reset()
+    model = Towers()
+    applied = apply_(model, VARIANTS)
+    run = torch.compile(model, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(run, batch.requires_grad_(), use_reentrant=True).sum().backward()
+    torch._dynamo.reset()
+    step = applied.step
+    with torch.no_grad(), pytest.warns(UserWarning, match="a compiled model under a plan runs without gradients in training mode"):
+        first = run(batch)
+    applied.step = step
+    assert torch.equal(run(batch), first)

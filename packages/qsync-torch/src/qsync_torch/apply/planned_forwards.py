@@ -298,6 +298,8 @@ class PlannedForwards(Installation):
         if whole and self._first_pass is not None and self.model.training and torch.is_grad_enabled():
             self.meet_batch(args, kwargs)
         if torch.compiler.is_compiling():
+            if self.model.training and not torch.is_grad_enabled():
+                self._say_first_pass()
             return super()._run(whole, replaced, module, args, kwargs)
         if torch._C._len_torch_function_stack():
             _name_modes()
@@ -353,6 +355,17 @@ class PlannedForwards(Installation):
                 f"{what} records one forward of a model under a plan, with the random numbers that its 8-bit operators "
                 f"({first_named(quantized)}) draw anew in every step: record it in eval mode, which is in full precision, or after "
                 "remove()"
+            )
+        return True
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _say_first_pass(self) -> bool:
+        """A compiled forward without gradients may be the first of two passes, which nothing tells the second."""
+        if self._rounds and not runs_detached():
+            _say_once(
+                "a compiled model under a plan runs without gradients in training mode: where training has two passes over a batch "
+                "(GradCache), set applied.step back before the second one, or it rounds anew and gets the gradients of other "
+                "representations; where it evaluates, call model.eval() before"
             )
         return True
 
