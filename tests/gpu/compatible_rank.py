@@ -32,10 +32,10 @@ LOWERED = {"0": Precision.INT8, "3": Precision.BFLOAT16, "6": Precision.INT8}
 BATCH, WIDTH = 32, 64
 
 
-def planned(**options: Any) -> nn.Module:
+def planned(normalization: type[nn.Module] = nn.BatchNorm1d, **options: Any) -> nn.Module:
     """Three linear layers and two normalizations under the plan, on this rank's GPU."""
     torch.manual_seed(0)
-    parts = [part for _ in LAYERS for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())]
+    parts = [part for _ in LAYERS for part in (nn.Linear(WIDTH, WIDTH), normalization(WIDTH), nn.ReLU())]
     model = nn.Sequential(*parts[:-2]).cuda()
     plan = plan_for(LOWERED, DeviceType(torch.cuda.get_device_name(), DeviceKind.CUDA))
     apply_(model, plan, group=GROUPS[RANK], seed=3, **options)
@@ -110,10 +110,7 @@ class Together(nn.BatchNorm1d):
 
 def normalized() -> float:
     """Both ranks normalize by one mean; all gradients together, which BatchNorm makes zero for some."""
-    model, twin = planned(), planned()
-    for module in twin:
-        if isinstance(module, nn.BatchNorm1d):
-            module.__class__ = Together
+    model, twin = planned(), planned(Together)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     found, expected = (torch.cat([value.flatten() for value in train(one, wrapped(one))]) for one in (model, twin))
     return difference([found], [expected])
