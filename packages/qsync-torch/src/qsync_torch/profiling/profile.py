@@ -23,7 +23,7 @@ from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
 from qsync_core.artifacts.files import digest
 from qsync_core.artifacts.whole_file import read_whole
-from qsync_core.errors import ArtifactError, JobError, QSyncError
+from qsync_core.errors import ArtifactError, JobError, PlanError, QSyncError
 from qsync_core.ir.dag import OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
@@ -404,10 +404,13 @@ class _Bench:
         try:
             with self._noting(f"whole step in {variant.label}"):
                 measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
-        except QSyncError:
-            raise
         except Exception as error:
-            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), error)) from error
+            failed: BaseException = error
+            if isinstance(error, PlanError) and isinstance(error.__cause__, (RuntimeError, TypeError)):
+                failed = error.__cause__  # a forward says what a script can do; here a rung is what cannot run
+            if isinstance(failed, QSyncError):
+                raise
+            raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), failed)) from error
         if variant in runner.rungs:
             self.store.write(f"memory {variant}", runner.rungs[variant])
         return self.store.write(name, measured)
@@ -429,7 +432,7 @@ def _free(operator: Operator) -> OpCost:
     return OpCost(0, 0, 0, 0, saves_inputs=tuple(range(len(operator.inputs))), saves_output=True)
 
 
-def _failed_step(job: str, variant: Variant, is_base: bool, error: Exception) -> str:
+def _failed_step(job: str, variant: Variant, is_base: bool, error: BaseException) -> str:
     if is_base:
         return f"a training step of {job} fails{place_of(error)} ({first_line(error)}); see that it runs without QSync"
     return (
