@@ -19,6 +19,7 @@ from qsync_core.errors import JobError, QSyncError
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.precision import Precision
 from qsync_torch.dtypes import TORCH_DTYPE
+from qsync_torch.failures import first_line
 
 DEFAULT_BATCH_SIZE = 8
 """Batch size of a job whose author gave none."""
@@ -158,7 +159,7 @@ class Job:
             return copy.deepcopy(self.model, memo)
         except Exception as error:
             raise JobError(
-                f"the model of {self.name} cannot be copied ({type(error).__name__}: {str(error).splitlines()[0]}); measurements "
+                f"the model of {self.name} cannot be copied ({first_line(error)}); measurements "
                 "train a copy, so see that copy.deepcopy(model) works"
             ) from error
 

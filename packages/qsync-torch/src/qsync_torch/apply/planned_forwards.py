@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -43,6 +40,7 @@ from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
+from qsync_torch.failures import deepest_line
 from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.operators.step_counter import Position, StepCounter
 from qsync_torch.sharing.job_check import check_job
@@ -330,12 +328,7 @@ class PlannedForwards(Installation):
         outputs = {call.assigned.variant.output for call in self._lowered.values()} & LOW_BASES
         if self.base in LOW_BASES or not outputs or not _OF_FORMATS.search(text := str(error).strip()):
             return
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((*_LIBRARIES, "<")) and frame.lineno
-        ]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else type(self.model).__name__
+        place = deepest_line(error) or type(self.model).__name__
         raise PlanError(
             f"{place} fails with {text.splitlines()[-1].removeprefix('RuntimeError: ')!r}, where operators of the plan deliver "
             f"{' and '.join(sorted(map(str, outputs)))}: call .float() on what this function takes, or plan the operators "
@@ -624,7 +617,6 @@ class PlannedForwards(Installation):
 
 _OF_FORMATS = re.compile(r"(?i)bfloat16|\bhalf\b|float16|\bdtypes?\b|scalar ?type|float or double|same type")
 """Words of PyTorch's about a format that a function does not take."""
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _OF_A_COMPILED_PART = (
     "; a part of it that is compiled by itself runs a weight of the plan as F.linear(x, weight) or x @ weight, and not transposed"
 )

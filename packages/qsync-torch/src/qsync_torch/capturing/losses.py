@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from qsync_core.errors import JobError
+from qsync_torch.failures import first_line
 from qsync_torch.job import Batch
 
 Loss = Callable[..., torch.Tensor]
@@ -185,8 +186,7 @@ def _not_for_this(name: str, error: Exception | None, otherwise: str, *given: An
         return f"the loss_fn of {name}, called with {kinds}, returned None; {otherwise}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call itself
     place = f" in line {frames[0].lineno} of {Path(frames[0].filename).name}" if frames else ""
-    text = str(error).strip().partition("\n")[0]
-    return f"the loss_fn of {name}, called with {kinds}, failed{place} ({type(error).__name__}: {text}); {otherwise}"
+    return f"the loss_fn of {name}, called with {kinds}, failed{place} ({first_line(error)}); {otherwise}"
 
 
 def _kind(value: Any) -> str:

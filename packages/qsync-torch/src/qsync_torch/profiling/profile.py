@@ -45,6 +45,7 @@ from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import active_autocast, device_type, memory_format, parse_device, software_versions
 from qsync_torch.distributed.ranks import together
+from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.kernels.installed import open_store
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend
@@ -57,7 +58,6 @@ from qsync_torch.profiling.operator_cost import measure_case, measure_operator
 from qsync_torch.profiling.whole_step import StepRunner, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
-from qsync_torch.tracing.export import first_line, place_of
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
 
@@ -405,10 +405,9 @@ class _Bench:
             with self._noting(f"whole step in {variant.label}"):
                 measured = measure_step(runner, variant, self.dag, self.stopwatch, self.step_effort, base, choices)
         except Exception as error:
-            failed: BaseException = error
-            if isinstance(error, PlanError) and isinstance(error.__cause__, (RuntimeError, TypeError)):
-                failed = error.__cause__  # a forward says what a script can do; here a rung is what cannot run
-            if isinstance(failed, QSyncError):
+            # Of a function that fails under a plan, a forward says what a script can do; here a rung is what cannot run.
+            failed = error.__cause__ if isinstance(error, PlanError) else error
+            if failed is None or isinstance(failed, QSyncError):
                 raise
             raise JobError(_failed_step(runner.job.name, variant, variant == Variant.plain(self.dag.base), failed)) from error
         if variant in runner.rungs:

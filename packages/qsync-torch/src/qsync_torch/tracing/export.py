@@ -10,13 +10,9 @@ import inspect
 import io
 import logging
 import re
-import site
-import sysconfig
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -27,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError, TraceError
+from qsync_torch.failures import first_line, place_in, place_of
 from qsync_torch.job import Batch, Job
 
 MODEL_PREFIX = "model"
@@ -244,53 +241,7 @@ def explain_export_failure(model: str, error: BaseException) -> str:
     return f"{model} cannot be exported{place_of(error)}: {advice} ({first_line(error)})"
 
 
-def place_of(error: BaseException) -> str:
-    """Where an error comes from, as `` because of file:line (code)``: the deepest line of the user, else of another library."""
-    frames: list[_Frame] = []
-    seen: BaseException | None = error
-    while seen is not None and not any(_owner(frame[0]) == _USER for frame in frames):
-        frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(seen.__traceback__)] or frames
-        seen = seen.__cause__
-    return _place(frames)
-
-
 def explain_node_failure(model: str, node: torch.fx.Node, error: BaseException) -> str:
     """The same for a node of the exported graph that has no static shape."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n *(.*)', node.meta.get("stack_trace") or "")
-    return f"{model} cannot be traced{_place(frames)}: {_ADVICE[0][1]} ({first_line(error)})"
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its text, without a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-_Frame = tuple[str, int | str | None, str | None]
-"""File, line number and source of a stack frame."""
-_USER, _LIBRARY, _OURS = range(3)
-_HERE = Path(__file__).parents[1]
-_TORCH = Path(torch.__file__).parent
-_PACKAGES = tuple(map(Path, {*site.getsitepackages(), site.getusersitepackages()}))
-_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-
-
-def _place(frames: Sequence[_Frame]) -> str:
-    """Names the deepest frame in a user's file, else in another library's; empty where there is neither."""
-    for wanted in (_USER, _LIBRARY):
-        for filename, number, code in reversed(frames):
-            if _owner(filename) == wanted:
-                return f" because of {filename}:{number}" + (f" ({code})" if code else "")
-    return ""
-
-
-def _owner(filename: str) -> int:
-    """Whose file it is: the user's, another library's, or ours, PyTorch's, the standard library's or none at all."""
-    path = Path(filename)
-    if filename.startswith("<") or path.is_relative_to(_TORCH):
-        return _OURS
-    if path.is_relative_to(_HERE) and not path.is_relative_to(_HERE / "models"):
-        return _OURS
-    if any(path.is_relative_to(packages) for packages in _PACKAGES):
-        return _LIBRARY
-    return _OURS if path.is_relative_to(_STANDARD_LIBRARY) else _USER
+    return f"{model} cannot be traced{place_in(frames)}: {_ADVICE[0][1]} ({first_line(error)})"
