@@ -13,3 +13,10 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def x():
+    """Activations (4, 16)."""
+    torch.manual_seed(1)
+    return torch.randn(4, 16)

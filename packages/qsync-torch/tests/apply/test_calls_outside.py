@@ -71,12 +71,6 @@ VARIANTS = named(w=INT8, filters=INT8, fc=BFLOAT16)
 WAYS = ["linear", "product", "transposed", "convolution", "checkpointed", "own_function", "bypassed_module"]
 
 
-@pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, 16)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_method_that_computes_with_planned_weights_is_refused_in_its_first_step(x, way, whole):

@@ -18,6 +18,7 @@ from qsync_core.ir.variant import Variant
 from qsync_torch import apply_
 
 from .small_models import BFLOAT16, INT8, named
+from .two_layers import equal
 
 VARIANTS = named(a=Variant.of(Precision.INT8), b=BFLOAT16, c=INT8)
 
@@ -73,11 +74,6 @@ class Sent(Listed):
         return F.linear(x, self.c.weight)
 
 
-@pytest.fixture
-def x():
-    return torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
-
-
 def planned(kind):
     model = kind()
     return model, apply_(model, VARIANTS, seed=5)
@@ -89,10 +85,6 @@ def gradients_of(model, output):
     model.zero_grad()
     (first.square().sum() + second["x"][0].square().sum() + third.square().sum()).backward()
     return [parameter.grad for parameter in model.parameters()]
-
-
-def equal(first, second):
-    return all((a is b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", [Yielding, Returning])

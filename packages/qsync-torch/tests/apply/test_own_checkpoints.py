@@ -20,6 +20,7 @@ from qsync_torch import apply_
 from qsync_torch.apply import recomputation
 
 from .small_models import BFLOAT16, FLOAT32, INT8, named
+from .two_layers import equal, gradients_of
 
 
 class Diffusion(torch.autograd.Function):
@@ -141,16 +142,6 @@ class Block(nn.Module):
 
 
 VARIANTS = named(a=INT8, b=BFLOAT16, right=INT8)
-
-
-def gradients_of(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def equal(first, second):
-    return all((a is b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture
