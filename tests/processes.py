@@ -31,18 +31,34 @@ def free_port() -> int:
 def run_together(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, cwd: Path, timeout_s: float
 ) -> list[Ended]:
-    """Start all commands, each with its whole environment, and wait for all; those that are left are killed with their children."""
+    """Start all commands, each with its whole environment, and wait for all.
+
+    Raises:
+        AssertionError: with what every process printed, where one has not ended in time; those that are left are killed with their
+            children.
+    """
     processes = [
         subprocess.Popen(
             command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         for command, variables in zip(commands, environments, strict=True)
     ]
+    outputs: list[str] = []
     try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        outputs += [process.communicate(timeout=timeout_s)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        _kill(processes)
+        outputs += [process.communicate()[0] for process in processes[len(outputs) :]]
+        said = "\n".join(f"-- process {rank}: {output}" for rank, output in enumerate(outputs))
+        raise AssertionError(f"processes {late} of {len(processes)} have not ended within {timeout_s} s\n{said}") from None
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        _kill(processes)
     return [Ended(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
