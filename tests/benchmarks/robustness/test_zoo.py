@@ -1,4 +1,4 @@
-"""Every job of the zoo is traced, or refused in one sentence that names a line; making one twice gives the same job."""
+"""Every job of the zoo is traced, or refused in one sentence that names a line; some are trained as row T1 trains all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 from qsync_core.errors import TraceError
 from qsync_torch.tracing.trace import trace
+from robustness import zoo_runs
 from robustness.zoo import ZOO
 
-REFUSED = {"Branching": "zoo.py:"}
+REFUSED = {"Branching": "operators.py:"}
 """Jobs that cannot be traced, and what the sentence names."""
 
 FAMILIES = ("GPT2LMHeadModel", "MixtralForCausalLM", "WhisperForConditionalGeneration")
@@ -18,6 +19,8 @@ FAMILIES = ("GPT2LMHeadModel", "MixtralForCausalLM", "WhisperForConditionalGener
 NAMES = [
     name for name in ZOO if name in FAMILIES or not name.endswith(("LM", "Classification", "Segmentation", "Generation", "Model"))
 ]
+
+JOBS = ("Encoder", "Repeated", "Tied", "weight_norm", "checkpointed", "checkpointed_closure_reentrant", "convolutions", "hooked")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,6 +34,19 @@ def test_a_job_is_traced_or_refused(name: str) -> None:
     dag = trace(job)
     assert sum(len(bucket.parameters) for bucket in dag.buckets) == sum(p.requires_grad for p in dag.parameters)
     assert all(operator.flops > 0 for operator in dag.operators if operator.kind != "input" and operator.output_numel)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_runs_right_under_plans(name: str) -> None:
+    outcome = zoo_runs.run(name, swaps=1)
+    assert outcome.status == "right", outcome.detail
+    assert outcome.steps == 9
+
+
+@pytest.mark.parametrize("name", ["Bilinear", "Branching"])
+def test_a_job_is_refused_in_a_sentence(name: str) -> None:
+    outcome = zoo_runs.run(name)
+    assert outcome.status == "refused", outcome.detail
 
 
 def test_jobs_repeat_themselves() -> None:
