@@ -4,10 +4,11 @@ Run it on a machine with a CUDA device (L5: two of them), part by part where a c
 
     python tests/benchmarks/gpu_steps.py --out OUT --only prepare-L1     # compiles and tunes; again, it goes on
     python tests/benchmarks/gpu_steps.py --out OUT --only L1             # L1, L1-fused and L1f
-    python tests/benchmarks/gpu_steps.py --out OUT --only L2,L3
+    python tests/benchmarks/gpu_steps.py --out OUT --only L2,L3          # in this order
 
-A row that misses its bound prints what its steps are made of: time, launches, bytes, and the share of the copy rate.  A row that
-cannot be measured is missing, with the reason on stderr.  L9 needs no GPU.
+A row is written as soon as it has a value, and again when a better contender, or more of what it counts, has been measured; a run
+that is stopped leaves those.  A row that misses its bound prints what its steps are made of: time, launches, bytes, and the share
+of the copy rate.  A row that cannot be measured is missing, with the reason on stderr.  L9 needs no GPU.
 
 ``--tiny`` tries the script on a CPU, with small models; its rows mean nothing and are printed only.
 """
@@ -44,7 +45,7 @@ def parts(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], I
         "L4-bert": partial(rows_memory.memory_rows, bench, "L4-bert", **how),
         "L5": partial(rows_capped.capped_rows, bench),
         "L6": partial(rows_rounding.replay_rows, bench),
-        "L7": partial(rows_rounding.producer_rows, bench),
+        "L7": partial(rows_rounding.producer_rows, bench, options.contenders),
         "L8": partial(rows_learning.learning_rows, bench),
         "L9": partial(rows_compiled.build_rows, bench),
     }
@@ -56,7 +57,8 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="parts, comma-separated: prepare-L1 to -L3, L1 (with L1-fused and L1f), L2 to L9"
     )
-    parser.add_argument("--contenders", default="", help="8-bit contenders of L1 to L4 with one of these texts (a|b) in their name")
+    help_ = "8-bit contenders of L1 to L4, and backends of L7, with one of these texts (a|b) in their name"
+    parser.add_argument("--contenders", default="", help=help_)
     parser.add_argument("--untuned", action="store_true", help="kernels as they are chosen without tuning")
     parser.add_argument("--libraries", type=int, default=1, help="kernels that a request may have compiled")
     parser.add_argument("--just-in-time", type=int, default=2, help="configurations of a product from backends that do not compile")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -17,6 +17,8 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 
 INT8, FLOAT8, FLOAT16 = Precision.INT8, Precision.FLOAT8_E4M3FN, Precision.FLOAT16
+LOW = ("int8", "float8")
+"""Families of contenders in 8 bit."""
 TINY = {
     "resnet50": "resnet18:image=32,width=4,classes=10,channels_last=true",
     "bert-base": "bert-base:seq=16,layers=1,hidden=32,heads=2,vocab=99",
@@ -109,9 +111,17 @@ class Steps:
         chosen = None if setting.variant is None else self.kernels.assignments(setting.variant, backend, setting.config)
         return WholeModel(text, batch, setting, self.bench.device, mode=contender.mode, assignments=chosen, **options)
 
-    def times(self, contenders: Sequence[Contender], **options: object) -> dict[Contender, StepTimes]:
-        """Steps of all of them in turns; one that cannot run is left out, with the reason on stderr."""
+    def races(self, contenders: Sequence[Contender], **options: object) -> Iterator[dict[Contender, StepTimes]]:
+        """Steps in turns, as soon as an 8-bit contender is ready: with those in 16 bit and the fastest in 8 bit so far.
+
+        One that cannot run is left out, with the reason on stderr.
+
+        Raises:
+            RuntimeError: when none in 8 bit ran.
+        """
         steps: dict[Contender, Callable[[], None]] = {}
+        times: dict[Contender, StepTimes] = {}
+        blocks, each = (2, 1) if self.bench.quick else (7, 8)
         for contender in contenders:
             try:
                 model = self.open(contender, **options)
@@ -122,14 +132,18 @@ class Steps:
                 release()
                 continue
             steps[contender] = model.step
+            del model  # the fastest alone stay in memory
             self.bench.say(f"{self.job.title}, {contender.name}: first step done")
-        blocks, each = (2, 1) if self.bench.quick else (7, 8)
-        times = time_in_turns(steps, self.bench.device, blocks=blocks, steps=each)
-        for contender, found in times.items():
-            self.bench.say(f"{self.job.title}, {contender.name}: {found.median_ms:.2f} ms a step")
-        steps.clear()
-        release()
-        return times
+            if contender.family not in LOW:
+                continue
+            times = time_in_turns(steps, self.bench.device, blocks=blocks, steps=each)
+            self.bench.say(f"{self.job.title}, {contender.name}: {times[contender].median_ms:.2f} ms a step")
+            yield times
+            for slower in {one for one in steps if one.family in LOW} - {best(times, *LOW)}:
+                del steps[slower]
+            release()
+        if not times:
+            raise RuntimeError(f"none of the 8-bit contenders ran (what did: {names(steps)}); stderr says why")
 
 
 def best(times: Mapping[Contender, StepTimes], *families: str) -> Contender:
@@ -140,9 +154,18 @@ def best(times: Mapping[Contender, StepTimes], *families: str) -> Contender:
     """
     found = [contender for contender in times if contender.family in families]
     if not found:
-        ran = ", ".join(contender.name for contender in times) or "nothing"
-        raise RuntimeError(f"no contender of {' or '.join(families)} ran (what did: {ran}); stderr says why")
+        raise RuntimeError(f"no contender of {' or '.join(families)} ran (what did: {names(times)}); stderr says why")
     return min(found, key=lambda contender: times[contender].median_ms)
+
+
+def names(contenders: Iterable[Contender]) -> str:
+    """For messages."""
+    return ", ".join(contender.name for contender in contenders) or "nothing"
+
+
+def each_time(times: Mapping[Contender, StepTimes]) -> str:
+    """For the spread of a row."""
+    return "; ".join(f"{contender.name} {found.median_ms:.2f} ms" for contender, found in times.items())
 
 
 def ratio(over: StepTimes, under: StepTimes) -> tuple[float, str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from indicator.loss_curves.subjects import SUBJECTS
 from indicator.loss_curves.training import be_exact, learning_rate_share
 from kernels.bench import Bench, Row
 from kernels.whole_model import Setting, compiled, release
+from results import commit
 
 import qsync_torch
+from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
@@ -26,19 +30,43 @@ TRIAL = {"resnet18": "trial-resnet", "bert-base": "trial-bert"}
 
 
 def learning_rows(bench: Bench) -> Iterator[Row]:
-    """L8-resnet18, L8-bert-base, and L8, the worse of them."""
+    """L8-resnet18, L8-bert-base, and L8, the worse of them.
+
+    Losses are kept in the folder of profiles as they come, and a run of the same commit on the same device goes on from there.
+    """
+    losses = _Losses(bench)
     rows = []
     for model in MODELS:
-        pairs = [(_final_loss(bench, model, seed, None), _final_loss(bench, model, seed, "int8")) for seed in range(SEEDS)]
+        pairs = [(losses.of(model, seed, None), losses.of(model, seed, "int8")) for seed in range(SEEDS)]
         found = [low - full for full, low in pairs]
         mean, error = statistics.fmean(found), statistics.stdev(found) / math.sqrt(SEEDS)
         title = SUBJECTS[MODELS[model]].what
         what = f"{title}: loss after {UPDATES} updates, fused int8 minus float32, over {STUDENT} standard errors"
         spread = f"{mean:+.4f} ± {error:.4f} of " + ", ".join(f"{full:.4f} → {low:.4f}" for full, low in pairs)
         rows.append(bench.row(f"L8-{model}", what, abs(mean) / (STUDENT * error), "ratio", "≤ 1", spread))
+        yield rows[-1]
     worst = max(rows, key=lambda row: row["value"])
-    yield from rows
     yield bench.row("L8", f"the worse of: {worst['what']}", worst["value"], "ratio", "≤ 1", worst["spread"])
+
+
+class _Losses:
+    """Final losses by model, seed and what is kept; in a file, if there is a folder for it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        of_run = f"L8-losses-{commit()}-{bench.device_name}{'-tiny' if bench.quick else ''}.json"
+        self._path: Path | None = None if bench.out is None else bench.out / of_run.replace(" ", "-")
+        self._found: dict[str, float] = json.loads(self._path.read_text()) if self._path and self._path.exists() else {}
+
+    def of(self, model: str, seed: int, saved: str | None) -> float:
+        """The loss, trained for if it is not known."""
+        key = f"{model} {seed} {saved}"
+        if key not in self._found:
+            self._found[key] = _final_loss(self._bench, model, seed, saved)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path, json.dumps(self._found, indent=1).encode())
+        return self._found[key]
 
 
 def _final_loss(bench: Bench, model_name: str, seed: int, saved: str | None) -> float:

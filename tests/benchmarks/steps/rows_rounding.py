@@ -26,7 +26,8 @@ from qsync_torch.conformance.producers import BATCH_NORM, EPS, FORMS, LAYER_NORM
 from qsync_torch.conformance.subject import Subject
 
 REPLAYS = 4_000
-SHAPES = 200
+SHAPES, PART = 200, 50
+"""Random shapes of L7, and after how many of them the row is written anew."""
 DRAWS = 256
 INT8 = Precision.INT8
 _FUNCTIONS = {
@@ -100,44 +101,39 @@ def _captured(step: Callable[[], torch.Tensor], device: torch.device) -> tuple[C
     return graph.replay, found
 
 
-def producer_rows(bench: Bench) -> Iterator[Row]:
-    """L7 and L7-gradients, of every backend that offers producers here."""
-    backends = {name: backend for name, backend in bench.backends.by_name.items() if name != "aten"}
-    backends["aten"] = AtenBackend()
-    ratios: dict[str, list[tuple[float, str]]] = {}
+def producer_rows(bench: Bench, words: str = "") -> Iterator[Row]:
+    """L7-gradients and L7, of every backend that offers producers here (of those with one of the words in their names); L7 after
+    every few shapes, the worst so far."""
+    backends = {**bench.backends.by_name, "aten": AtenBackend()}
+    backends = {name: backend for name, backend in backends.items() if any(word in name for word in words.split("|"))}
+    subjects = {name: Subject(backend, bench.device, 1) for name, backend in backends.items()}
+
+    def row(id_: str, found: dict[str, list[tuple[float, str]]], unit: str, bound: str, what: str) -> Row:
+        if not found:
+            raise RuntimeError("no backend here offers producers")
+        ours = "triton" if "triton" in found else next(iter(found))
+        each = {name: max(entries, key=lambda entry: entry[0]) for name, entries in found.items()}
+        said = "; ".join(f"{name} {value:.2f} ({where})" for name, (value, where) in each.items())
+        return bench.row(id_, f"fused kernels of {ours}: {what}", each[ours][0], unit, bound, said)
+
     errors: dict[str, list[tuple[float, str]]] = {}
-    for name, backend in backends.items():
-        subject = Subject(backend, bench.device, 1)
-        for number in range(12 if bench.quick else SHAPES):
-            problem = _random_problem(number, bench.device)
-            if not problem.is_refused(subject):
-                ratios.setdefault(name, []).extend(_error_ratios(backend, subject, problem))
+    for name, subject in subjects.items():
         for form in FORMS:
             problem = Producer.of(form, variant_of(saved=Precision.FLOAT32 if form == "relu" else INT8), (96, 40), bench.device, 7)
             if not problem.is_refused(subject):
                 errors.setdefault(name, []).extend(_gradient_errors(subject, problem, 24 if bench.quick else DRAWS))
-    if not ratios:
-        raise RuntimeError("no backend here offers producers")
-    ours = "triton" if "triton" in ratios else next(iter(ratios))
-    for id_, found, unit, bound, what in (
-        (
-            "L7",
-            ratios,
-            "ratio",
-            "≤ 2",
-            "error against float64 over that of PyTorch's unfused operators in the same format, worst of 200 shapes",
-        ),
-        (
-            "L7-gradients",
-            errors,
-            "standard errors",
-            "≤ 4",
-            "gradients from what was kept in int8: largest distance of a mean from the exact",
-        ),
-    ):
-        each = {name: max(entries, key=lambda entry: entry[0]) for name, entries in found.items()}
-        said = "; ".join(f"{name} {value:.2f} ({where})" for name, (value, where) in each.items())
-        yield bench.row(id_, f"fused kernels of {ours}: {what}", each[ours][0], unit, bound, said)
+    what = "gradients from what was kept in int8: largest distance of a mean from the exact"
+    yield row("L7-gradients", errors, "standard errors", "≤ 4", what)
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    shapes, part = (12, 6) if bench.quick else (SHAPES, PART)
+    for number in range(shapes):
+        problem = _random_problem(number, bench.device)
+        for name, subject in subjects.items():
+            if not problem.is_refused(subject):
+                ratios.setdefault(name, []).extend(_error_ratios(backends[name], subject, problem))
+        if (number + 1) % part == 0:
+            what = "error against float64 over that of PyTorch's unfused operators in the same format, worst of"
+            yield row("L7", ratios, "ratio", "≤ 2", f"{what} {number + 1} shapes")
 
 
 def _random_problem(number: int, device: torch.device) -> Producer:

@@ -1,6 +1,8 @@
 """The arithmetic behind the rows, and the parts that a CPU runs in seconds."""
 
+import itertools
 import re
+from types import SimpleNamespace
 
 import gpu_steps
 import pytest
@@ -10,8 +12,8 @@ from kernels.whole_model import Mode, StepTimes
 
 from qsync_torch.load_job import load_job
 from qsync_torch.tracing.trace import trace
-from steps import rows_rounding
-from steps.jobs import AMP, FLOAT8, FUSED16, INT8, TINY, Contender, best, eight_bit, low_settings, ratio
+from steps import jobs, rows_learning, rows_memory, rows_rounding, rows_time
+from steps.jobs import AMP, FLOAT8, FUSED16, INT8, TINY, Contender, Steps, best, eight_bit, low_settings, ratio
 from steps.roofline import REST, floor_bytes, part_of
 
 CPU = torch.device("cpu")
@@ -68,10 +70,79 @@ def test_fusion_and_8_bit_take_bytes_away():
 
 
 def test_errors_of_the_reference_are_those_of_pytorch():
-    (row, gradients) = rows_rounding.producer_rows(Bench(CPU, quick=True))
-    assert row["id"] == "L7"
-    assert 0.1 < row["value"] < 2
+    gradients, half, whole = rows_rounding.producer_rows(Bench(CPU, quick=True))
     assert gradients["value"] < 4
+    assert half["id"] == whole["id"] == "L7"
+    assert half["what"].endswith("worst of 6 shapes")
+    assert whole["what"].endswith("worst of 12 shapes")
+    assert 0.1 < half["value"] <= whole["value"] < 2
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Contenders whose steps take a time by their names, instead of models; in the order in which they were opened."""
+    found = []
+    took_ms = {"amp float16": 4.0, "float16": 3.0, "float16 fused": 2.0, "int8→float16": 5.0, "int8→float16 int8 saved": 1.0}
+
+    def open_(self, contender, **options):
+        found.append(contender.setting.name)
+        return SimpleNamespace(step=lambda: took_ms.get(contender.setting.name, 9.0))
+
+    def in_turns(models, device, *, blocks, steps):
+        return {contender: StepTimes((step(),) * blocks) for contender, step in models.items()}
+
+    monkeypatch.setattr(jobs, "JobKernels", lambda *arguments: SimpleNamespace(dag=None))
+    monkeypatch.setattr(jobs, "time_in_turns", in_turns)
+    monkeypatch.setattr(Steps, "prepare", lambda self, contenders: None)
+    monkeypatch.setattr(Steps, "open", open_)
+    monkeypatch.setattr(rows_memory, "peak_bytes", lambda steps, contender: steps.open(contender).step())
+    return found
+
+
+def test_a_row_is_there_before_the_next_contender_is_opened(opened, monkeypatch):
+    """So that a run which is stopped keeps the best so far."""
+    explained = []
+    monkeypatch.setattr(rows_time, "explain", lambda bench, id_, steps, pair: explained.append(id_))
+    rows = rows_time.step_rows(Bench(CPU, quick=True), "L1", tuned=False, words="")
+    assert [(row["id"], row["value"]) for row in itertools.islice(rows, 3)] == [("L1", 1.25), ("L1-fused", 2.5), ("L1f", 0.5)]
+    assert opened == ["amp float16", "float16", "float16 fused", "int8→float16"]
+    assert [(row["id"], row["value"]) for row in itertools.islice(rows, 3)] == [("L1", 0.25), ("L1-fused", 0.5), ("L1f", 0.5)]
+    assert len(opened) == 5
+    assert [row["value"] for row in rows if row["id"] == "L1"] == [0.25] * 4  # slower ones do not replace it
+    assert explained == []
+
+
+def test_a_row_without_an_8_bit_contender_names_those_that_ran(opened):
+    with pytest.raises(RuntimeError, match=r"none of the 8-bit contenders ran \(what did: amp float16, torch.compile"):
+        list(rows_time.step_rows(Bench(CPU, quick=True), "L2", tuned=False, words="int4"))
+
+
+def test_memory_is_written_after_each_contender(opened):
+    rows = rows_memory.memory_rows(Bench(CPU, quick=True), "L4-bert", tuned=False, words="")
+    assert next(rows)["value"] == 1.25
+    assert opened == ["amp float16", "int8→float16"]
+    assert next(rows)["value"] == 0.25
+    assert [row["value"] for row in rows][-1] == 0.25
+
+
+def test_learning_goes_on_from_the_losses_that_a_stopped_run_left(tmp_path, monkeypatch):
+    trained, stop = [], [7]
+
+    def final_loss(bench, model, seed, saved):
+        if len(trained) in stop:
+            raise KeyboardInterrupt
+        trained.append((model, seed, saved))
+        return 2.0 + seed + (0.1 * seed if saved else 0.0)
+
+    monkeypatch.setattr(rows_learning, "_final_loss", final_loss)
+    rows = rows_learning.learning_rows(Bench(CPU, tmp_path))
+    assert next(rows)["id"] == "L8-resnet18"  # before the second model is begun
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
+    stop.clear()
+    found = list(rows_learning.learning_rows(Bench(CPU, tmp_path)))
+    assert [row["id"] for row in found] == ["L8-resnet18", "L8-bert-base", "L8"]
+    assert len(trained) == len(set(trained)) == 12
 
 
 def test_a_part_that_is_not_there_is_refused(monkeypatch):
