@@ -3,8 +3,9 @@
     python tests/benchmarks/gpu_hybrid.py --out OUT [--only alone,together] [--models resnet50,bert-base] [--directory docs/results]
 
 Needs two NVIDIA GPUs and the right to start an MPS daemon.  Every measurement runs in processes of its own, which write JSON and
-artifacts into OUT; the rows are worked out from whatever is there, also of earlier runs.  After ``--minutes`` all of them have
-ended: the same command goes on with the models that this commit has not finished.
+artifacts into OUT after each configuration; the rows are worked out from whatever is there, also of earlier runs.  After
+``--minutes`` all of them have ended: the same command goes on with the configurations that this commit has not measured, here or on
+a machine of the same kind that is given OUT.  Parts come in the order of :data:`PARTS`, however they are named.
 
 On a machine without GPUs ``--models smallest --directory DIRECTORY`` sees that the scripts run.
 """
@@ -16,7 +17,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,14 @@ from qsync_planner.replayer.replay import Replayer
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "hybrid.md"
 MODELS = ("resnet50", "vgg16-bn", "roberta-base", "bert-base")
-PARTS = ("alone", "quarter", "together", "whole", "dynamic")
+PARTS = ("alone", "together", "dynamic", "whole", "quarter")
+"""Rows H1, H3, H3b and H8; H2, H4, H4b, H7 and H9 at half of the SMs; H5; H6; H9 at a quarter."""
 SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
 """Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
-ALONE_S, QUARTER_S, TOGETHER_S, DYNAMIC_S = 190, 90, 120, 75
-"""After which the process of a part starts nothing new, or, at a quarter and with dynamic batches, is ended."""
+ALONE_S, QUARTER_S, TOGETHER_S, DYNAMIC_S = 240, 90, 180, 75
+"""After which the process of a part starts nothing new, or, with dynamic batches and at a quarter, is ended: more than it takes."""
 MORE_S = 25
 """How much longer a process may go on that starts nothing new."""
 LEAST_S = 20
@@ -80,17 +82,15 @@ class Measuring:
         out: where everything is kept.
         daemon: of MPS.
         deadline: when all processes have to be over.
-        again: also measure what this commit has measured before.
     """
 
     out: Path
     daemon: Mps | NoMps
     deadline: Deadline
-    again: bool = False
 
     def is_done(self, *paths: Path) -> bool:
         """Whether these files are there, finished, of this commit."""
-        return not self.again and all(is_complete(path, commit()) for path in paths)
+        return all(is_complete(path, commit()) for path in paths)
 
     def finish(self, what: str, started: Sequence[Started], seconds: float) -> None:
         """Wait for processes, and say how it went."""
@@ -106,32 +106,42 @@ class Measuring:
             return False
         return True
 
-    def on_each_gpu(self, models: Sequence[str], parts: Sequence[str]) -> None:
-        """Workloads one after the other on whichever of the two GPUs is free, alone and at a quarter."""
+    def measure(self, part: str, models: Sequence[str]) -> None:
+        """One part, of all models."""
+        if part in ("alone", "quarter"):
+            self.on_each_gpu(models, self.alone if part == "alone" else self.quarter)
+            return
+        for name in models:
+            if part == "together":
+                self.together(name, SHARES)
+            elif part == "whole":
+                self.together(name, WHOLE, "--full-only")
+            else:
+                self.dynamic(name)
+
+    def on_each_gpu(self, models: Sequence[str], measure: Callable[[str, int], None]) -> None:
+        """Workloads one after the other on whichever of the two GPUs is free."""
         gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
         for gpu in range(2):
             gpus.put(gpu)
 
-        def measure(name: str) -> None:
+        def on_a_free_one(name: str) -> None:
             gpu = gpus.get()
             try:
-                if "alone" in parts:
-                    self.alone(name, gpu)
-                if "quarter" in parts:
-                    self.quarter(name, gpu)
+                measure(name, gpu)
             finally:
                 gpus.put(gpu)
 
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(measure, models))
+            list(pool.map(on_a_free_one, models))
 
     def alone(self, name: str, gpu: int) -> None:
         """A workload on a whole GPU."""
         what, folder = f"{name} alone", self.out / name / "alone"
         if self.is_done(folder / "alone.1.json") or not self.has_time(what):
             return
-        script = HERE / "hybrid" / "alone.py"
-        command = [sys.executable, script, name, folder, "--budgets", BUDGETS, "--seconds", self.deadline.left(ALONE_S)]
+        script, seconds = HERE / "hybrid" / "alone.py", self.deadline.left(ALONE_S)
+        command = [sys.executable, script, name, folder, "--half", gpu, "--budgets", BUDGETS, "--seconds", seconds]
         own = {**self.daemon.environment, "CUDA_VISIBLE_DEVICES": str(gpu)}
         self._finish_one(what, command, self.out / f"alone.{name}.log", own, ALONE_S + MORE_S)
 
@@ -141,7 +151,7 @@ class Measuring:
         if self.is_done(folder / "quarter.0.25.json") or not self.has_time(what) or not (folder / "dag.qsync").exists():
             return
         own = {**self.daemon.environment, "CUDA_VISIBLE_DEVICES": str(gpu), SHARE_VARIABLE: "25"}
-        command = [sys.executable, HERE / "hybrid" / "quarter.py", name, folder]
+        command = [sys.executable, HERE / "hybrid" / "quarter.py", name, folder, "--half", gpu]
         self._finish_one(what, command, self.out / f"quarter.{name}.log", own, QUARTER_S)
 
     def _finish_one(self, what: str, command: Sequence[object], log: Path, environment: Mapping[str, str], seconds: float) -> None:
@@ -249,7 +259,6 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--directory", type=Path, default=RESULTS)
     parser.add_argument("--minutes", type=float, default=0.0, help="stop what still runs after so many; 0: never")
-    parser.add_argument("--again", action="store_true", help="also measure what this commit has measured into OUT")
     options = parser.parse_args()
     deadline = Deadline(60 * options.minutes)
     parts = [part for part in options.only.split(",") if part]
@@ -261,22 +270,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if parts:
         with mps(on_gpu=DEVICE == "cuda") as daemon:
-            measuring = Measuring(options.out, daemon, deadline, options.again)
-            measuring.on_each_gpu(models, parts)
-            for name in models:
-                if "together" in parts:
-                    measuring.together(name, SHARES)
-                if "dynamic" in parts:
-                    measuring.dynamic(name)
-            if "whole" in parts:
-                for name in models:
-                    measuring.together(name, WHOLE, "--full-only")
+            measuring = Measuring(options.out, daemon, deadline)
+            for part in (part for part in PARTS if part in parts):
+                measuring.measure(part, models)
     write_all(options.out, options.directory)
 
 
 def write_all(out: Path, directory: Path) -> None:
     """The rows of whatever is there, and the page."""
-    found = read(out, "alone/alone.1.json")
+    found = {name: entry for name, entry in read(out, "alone/alone.1.json").items() if entry["runs"]}
     jobs = pairs(out, SHARES)
     left_out = {name: ablated(out / name / "alone", entry["runs"]) for name, entry in found.items()}
     rows = [

@@ -112,6 +112,23 @@ def is_complete(path: Path, commit: str) -> bool:
     return bool(found.get("complete")) and found.get("commit") == commit
 
 
+MPS_FOLDER = "qsync-hybrid-mps-"
+"""How folders of our daemons begin."""
+
+
+def end_leftover_mps() -> list[int]:
+    """Kill the MPS daemons and servers that this benchmark started and a killed run left behind; returns their process ids."""
+    ended = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name, environment = (entry / "comm").read_text(), (entry / "environ").read_bytes()
+            pipe = next((word for word in environment.split(b"\0") if word.startswith(b"CUDA_MPS_PIPE_DIRECTORY=")), b"")
+            if name.startswith("nvidia-cuda-mps") and f"/{MPS_FOLDER}".encode() in pipe:
+                os.kill(int(entry.name), signal.SIGKILL)
+                ended.append(int(entry.name))
+    return ended
+
+
 class Mps:
     """An MPS daemon of our own."""
 
@@ -157,13 +174,15 @@ class NoMps:
 
 @contextmanager
 def mps(*, on_gpu: bool) -> Iterator[Mps | NoMps]:
-    """A daemon until the block ends."""
+    """A daemon until the block ends; neither before nor after it is one of ours left."""
     if not on_gpu:
         yield NoMps()
         return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    end_leftover_mps()
+    with tempfile.TemporaryDirectory(prefix=MPS_FOLDER, ignore_cleanup_errors=True) as folder:
         daemon = Mps(Path(folder))
         try:
             yield daemon
         finally:
             daemon.stop()
+            end_leftover_mps()

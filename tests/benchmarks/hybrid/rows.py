@@ -104,7 +104,7 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
                     f"H3-{case}-reserved-predicted", f"peak reserved, predicted, {what}", predicted["reserved_bytes"] / GIB, "GiB"
                 ),
             ]
-            rows += measured_at(found, [*own, *memory])
+            rows += measured_at(found, [*own, *memory, *_host(case, what, measured, predicted)])
         rows += measured_at(found, [_row(f"H8-{name}", f"profile of {name} b{found['batch']}", found["profile_s"], "s", "≤ 45")])
     summaries = [
         *_summary("H1", "step time of one GPU, error of the prediction", times, "≤ 0.015", "≤ 0.04"),
@@ -112,6 +112,17 @@ def alone_rows(files: Mapping[str, Found]) -> list[Row]:
         *_summary("H3-reserved", "peak reserved, error of the prediction", reserves, "≤ 0.04", "reported")[:1],
     ]
     return rows + on_devices(files.values(), summaries)
+
+
+def _host(case: str, what: str, measured: Found, predicted: Found) -> list[Row]:
+    """The CPU's time to issue a step, and its time for a small call, which tells a slower CPU from more work for it."""
+    if "issue_ms" not in measured:
+        return []
+    return [
+        _row(f"H1-host-{case}-measured", f"CPU's time to issue a step, measured, {what}", sum(measured["issue_ms"]), "ms"),
+        _row(f"H1-host-{case}-predicted", f"CPU's time to issue a step, predicted, {what}", predicted["dispatch_ns"] / 1e6, "ms"),
+        _row(f"H1-host-{case}-call", f"CPU's time for a small call beside it, {what}", measured["call_us"], "us"),
+    ]
 
 
 def ablation_rows(errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Row]:

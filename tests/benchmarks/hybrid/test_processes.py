@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hybrid.processes import Deadline, finish, is_complete, start, start_ranks
-from hybrid.workloads import TimeLeft, repeated
+from hybrid.processes import MPS_FOLDER, Deadline, end_leftover_mps, finish, is_complete, start, start_ranks
+from hybrid.workloads import TimeLeft, kept, repeated, write
 
 
 def test_a_rank_that_waits_for_one_that_failed_is_ended(
@@ -59,6 +62,32 @@ def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
     path.write_text(json.dumps({"commit": "abc", "complete": True}))
     assert is_complete(path, "abc")
     assert not is_complete(path, "def")
+
+
+def test_a_file_goes_on_where_it_was_made_on_such_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    here = {"commit": "abc", "device": "H200", "batch": 8, "machine": {"cpu": "Xeon", "cores": 32, "memory_gib": 251.8}}
+    assert kept(path, here) == {}
+    write(path, here | {"runs": {"float32": 1}})
+    assert kept(path, here)["runs"] == {"float32": 1}
+    assert kept(path, here | {"machine": {"cpu": "Xeon", "cores": 32, "memory_gib": 251.7}})
+    for other in ({"commit": "def"}, {"device": "H100"}, {"machine": {"cpu": "EPYC", "cores": 32, "memory_gib": 251.8}}):
+        assert kept(path, here | other) == {}
+
+
+def test_mps_daemons_of_a_killed_run_are_ended_and_no_others(tmp_path: Path) -> None:
+    daemon = shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "nvidia-cuda-mps-control")
+    folders = (f"/tmp/{MPS_FOLDER}abc/pipe1", "/tmp/someone/pipe")
+    ours, theirs = (subprocess.Popen([daemon, "60"], env={"CUDA_MPS_PIPE_DIRECTORY": folder}) for folder in folders)
+    try:
+        while (Path("/proc") / str(theirs.pid) / "comm").read_text() != "nvidia-cuda-mps\n":
+            pass  # not yet exec'd
+        assert ours.pid in end_leftover_mps()
+        assert ours.wait(10) == -signal.SIGKILL
+        assert theirs.poll() is None
+    finally:
+        ours.kill()
+        theirs.kill()
 
 
 def test_time() -> None:

@@ -2,8 +2,8 @@
 
 Run by ``gpu_hybrid.py``, a process per rank, under an MPS daemon; rank 1 has a share of its GPU.  Both ranks trace and profile at
 the same time, measure their collectives together, rank 0 observes and plans, and then every plan is trained under every way to
-communicate that the rows need, those first that most rows need: where the time is over, the others are left out.  Rank r writes
-``together.<shares>.<r>.json``; rank 0 the artifacts as well.
+communicate that the rows need, those first that most rows need.  Rank r writes ``together.<shares>.<r>.json`` after each; rank 0
+the artifacts as well.  A job started again, on this machine or one of its kind, goes on with what both ranks have not measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,12 +37,15 @@ from hybrid.workloads import (  # noqa: E402
     cluster_of,
     fresh_model,
     gpu_name,
+    in_turn,
+    kept,
     make_job,
     measure,
+    phases,
     release,
     repeated,
-    stepper,
     synchronize,
+    take_half_of_cores,
     without_tf32,
     write,
 )
@@ -125,8 +128,9 @@ def train(
     applied = None if plan is None else apply_(model, plan)
     ddp = ways.wrap(model, settings)
     try:
-        measured = measure(stepper(job, ddp, batch, seed=RANK), WORKLOADS[name].steps, level=dist.barrier, agree=largest)
-        step, steps = stepper(job, ddp, batch, seed=RANK), repeated(8, max(measured.step_ms) / 1e3)
+        step = in_turn(phases(job, ddp, batch, seed=RANK))
+        measured = measure(step, WORKLOADS[name].steps, level=dist.barrier, agree=largest)
+        steps = repeated(8, max(measured.step_ms) / 1e3)
         with ddp.no_sync():
             for _ in range(2):
                 step()
@@ -152,22 +156,25 @@ def main() -> None:
     time_left = TimeLeft(options.seconds)
     without_tf32()
     device = torch.device(DEVICE, RANK) if DEVICE == "cuda" else torch.device(DEVICE)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[RANK * len(cores) // 2 : (RANK + 1) * len(cores) // 2])
+    take_half_of_cores(RANK)
     backend: dict[str, object] = {"backend": "gloo", "timeout": timedelta(seconds=COLLECTIVES_S)}
     if DEVICE == "cuda":
         torch.cuda.set_device(device)
         backend |= {"backend": "nccl", "device_id": device}
     batch, out = WORKLOADS[options.name].batch_hybrid, options.out
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"together.{os.environ['QSYNC_SHARES']}.{RANK}.json"
-    found: dict[str, object] = {"batch": batch, **provenance(), "device": gpu_name()}
+    here: dict[str, object] = {"batch": batch, **provenance(), "device": gpu_name()}
+    files = [out / f"together.{os.environ['QSYNC_SHARES']}.{rank}.json" for rank in (0, 1)]
+    earlier = [kept(file, here) for file in files]  # of both ranks, before either writes
+    found = earlier[RANK] if all(earlier) else here | {"runs": []}
+    done = set.intersection(*({(run["plan"], run["label"]) for run in file.get("runs", ())} for file in earlier))
+    found["runs"] = [run for run in found["runs"] if (run["plan"], run["label"]) in done]
     clock = time.perf_counter()
 
     def lap(what: str) -> None:
         nonlocal clock
         now = time.perf_counter()
-        found[f"{what}_s"] = now - clock
+        found[f"{what}_s"] = found.get(f"{what}_s", 0.0) + now - clock
         print(f"{options.name} rank {RANK}: {what} {now - clock:.1f} s", flush=True)
         clock = now
 
@@ -175,55 +182,68 @@ def main() -> None:
     if options.full_only:
         dist.init_process_group(**backend)
         measured = train(options.name, job, batch, None, DEFAULTS, Ways())
-        runs = [{"plan": "full", "settings": attrs.asdict(DEFAULTS), "measured": measured}]
-        write(path, found | {"runs": runs, "complete": True})
+        runs = [{"plan": "full", "settings": attrs.asdict(DEFAULTS), "label": DEFAULTS.label, "measured": measured}]
+        write(files[RANK], here | {"runs": runs, "complete": True})
         leave()
         return
-    dag = trace(job)
-    lap("trace")
-    save(profile(job, dag, device=device, share=SHARE, ladder=HYBRID_LADDER), out / f"{GROUP}.qsync")
-    lap("profile")
-    if RANK == 0:
-        save(dag, out / "dag.qsync")
-        sensitivity = indicate(observe(job, dag, HYBRID_LADDER, device=device, steps=10), dag, HYBRID_LADDER)
-        save(sensitivity, out / "sensitivity.qsync")
-        lap("observe")
+    if not all(earlier):
+        dag = trace(job)
+        lap("trace")
+        save(profile(job, dag, device=device, share=SHARE, ladder=HYBRID_LADDER), out / f"{GROUP}.qsync")
+        lap("profile")
+        if RANK == 0:
+            for stale in out.glob("*.plan.qsync"):
+                stale.unlink()
+            save(dag, out / "dag.qsync")
+            sensitivity = indicate(observe(job, dag, HYBRID_LADDER, device=device, steps=10), dag, HYBRID_LADDER)
+            save(sensitivity, out / "sensitivity.qsync")
+            lap("observe")
     dist.init_process_group(**backend)
     dist.barrier()
-    costs = measure_communication(job, dag, device=device, group=GROUP, share=SHARE, note=lambda text: print(text, flush=True))
-    lap("communicate")
-    if RANK == 0:
-        profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
-        save(costs, out / "costs.qsync")
-        for label, plan in plans_of(dag, profiles, sensitivity, costs, int(options.memory_gib * 2**30)).items():
-            save(plan, out / f"{label}.plan.qsync")
-        lap("plan")
-    dist.barrier()
+    if not all(earlier):
+        costs = measure_communication(job, dag, device=device, group=GROUP, share=SHARE, note=lambda text: print(text, flush=True))
+        lap("communicate")
+        if RANK == 0:
+            profiles = {name: load(out / f"{name}.qsync", Profile) for name in ("train", "infer")}
+            save(costs, out / "costs.qsync")
+            for label, plan in plans_of(dag, profiles, sensitivity, costs, int(options.memory_gib * 2**30)).items():
+                save(plan, out / f"{label}.plan.qsync")
+            lap("plan")
+        dist.barrier()
+        write(files[RANK], found)
+    dag, costs = load(out / "dag.qsync", PrecisionDag), load(out / "costs.qsync", CollectiveCosts)
     plans: dict[str, PrecisionPlan | None] = {"full": None}
     plans |= {file.name.split(".")[0]: load(file, PrecisionPlan) for file in sorted(out.glob("*.plan.qsync"))}
-    ways, runs = Ways(), []
+    ways, all_done = Ways(), True
+    for label, settings in cases(plans):
+        if (label, settings.label) in done:
+            continue
+        if not time_left.for_another(largest):
+            print(f"{options.name} rank {RANK}: no time is left for {label}, {settings.label}", flush=True)
+            all_done = False
+            continue
+        plan = plans[label]
+        if label == "small" and RANK == 1:
+            cap_memory(options.memory_gib * 2**30 - outside_bytes(out))
+        run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
+        run["measured"] = train(options.name, job, batch, plan, settings, ways)
+        cap_memory(None)
+        if RANK == 0:
+            run["predicted"] = predict(out, dag, costs, plan, settings)
+        print(options.name, RANK, label, settings.label, run, flush=True)
+        found["runs"].append(run)
+        write(files[RANK], found)
+    lap("runs")
+    write(files[RANK], found | {"complete": all_done})
+    leave()
+
+
+def cases(plans: Mapping[str, PrecisionPlan | None]) -> Iterator[tuple[str, CommunicationSettings]]:
+    """Which plan is trained under which way to communicate, in turn: PyTorch's own, and last the one that the plan chose."""
     for label in (label for label in ORDER if label in plans):
         plan = plans[label]
-        chosen = None if plan is None or plan.communication is None else plan.communication.settings
-        for settings in dict.fromkeys([DEFAULTS, *([] if chosen is None else [chosen])]):
-            if label == "small" and settings != chosen:
-                continue
-            if not time_left.for_another(largest):
-                print(f"{options.name} rank {RANK}: no time is left for {label}, {settings.label}", flush=True)
-                continue
-            if label == "small" and RANK == 1:
-                cap_memory(options.memory_gib * 2**30 - outside_bytes(out))
-            run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
-            run["measured"] = train(options.name, job, batch, plan, settings, ways)
-            cap_memory(None)
-            if RANK == 0:
-                run["predicted"] = predict(out, dag, costs, plan, settings)
-            print(options.name, RANK, label, settings.label, run, flush=True)
-            runs.append(run)
-            write(path, found | {"runs": runs})
-    lap("runs")
-    write(path, found | {"runs": runs, "complete": True})
-    leave()
+        chosen = DEFAULTS if plan is None or plan.communication is None else plan.communication.settings
+        yield from ((label, settings) for settings in dict.fromkeys([DEFAULTS, chosen]) if label != "small" or settings == chosen)
 
 
 def leave() -> None:

@@ -6,8 +6,10 @@ import copy
 import gc
 import json
 import math
+import os
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Job
 from qsync_torch.load_job import load_job
+from qsync_torch.timing import Stopwatch
 
 INT8, BFLOAT16, FLOAT32 = (Variant.of(precision) for precision in (Precision.INT8, Precision.BFLOAT16, Precision.FLOAT32))
 LADDER = (INT8, BFLOAT16, FLOAT32)
@@ -71,6 +74,12 @@ LEAST_STEPS = 2
 def gpu_name() -> str:
     """What the driver calls the device."""
     return torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+
+
+def take_half_of_cores(number: int) -> None:
+    """Keep this process to one half of the cores (0 or 1), so that its dispatch is not held up by the process on the other GPU."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number * len(cores) // 2 : (number + 1) * len(cores) // 2])
 
 
 def without_tf32() -> None:
@@ -165,6 +174,19 @@ def write(path: Path, found: Mapping[str, object]) -> None:
     write_atomically(path, json.dumps(found).encode())
 
 
+def kept(path: Path, here: Mapping[str, object]) -> dict[str, Any]:
+    """What an earlier process wrote and this one may go on with; nothing where it differs from ``here``: in the commit, the batch,
+    the kind of GPU, or the CPU, whose dispatch is part of a step.
+    """
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found if found and all(_of_kind(found.get(name)) == _of_kind(value) for name, value in here.items()) else {}
+
+
+def _of_kind(value: Any) -> Any:
+    """A machine's memory differs a little from one to the next."""
+    return {name: value[name] for name in ("cpu", "cores")} if isinstance(value, dict) and "cpu" in value else value
+
+
 def cap_memory(nbytes: float | None) -> None:
     """Limit what PyTorch's allocator may reserve on the current GPU; None: no longer."""
     if DEVICE == "cuda":
@@ -228,16 +250,54 @@ def measure(
     )
 
 
-def stepper(job: Job, model: torch.nn.Module, batch: int, seed: int = 0) -> Callable[[], torch.Tensor]:
-    """A training step of a job on this process's GPU, with one batch that stays there."""
+Phase = Callable[[], Any]
+
+
+def phases(job: Job, model: torch.nn.Module, batch: int, seed: int = 0) -> tuple[Phase, Phase, Phase]:
+    """Forward, which returns the loss, backward and update of a step on this process's GPU, with one batch that stays there."""
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     data = job.batch(seed, batch).to(DEVICE)
+    losses: list[torch.Tensor] = []
 
-    def step() -> torch.Tensor:
-        loss = job.compute_loss(data, model)
-        loss.backward()
+    def forward() -> torch.Tensor:
+        losses.append(job.compute_loss(data, model))
+        return losses[0]
+
+    def backward() -> None:
+        losses.pop().backward()
+
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    return forward, backward, update
+
+
+def in_turn(parts: tuple[Phase, Phase, Phase]) -> Callable[[], torch.Tensor]:
+    """A training step of its phases; returns its loss."""
+    forward, backward, update = parts
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = forward()
+        backward()
+        update()
         return loss
 
     return step
+
+
+def host_times(parts: tuple[Phase, Phase, Phase]) -> dict[str, object]:
+    """The CPU's side of a step: ``issue_ms``, its time to issue each phase to an idle GPU, and ``call_us``, its time for a small
+    call of PyTorch on itself, which says whether it is now as fast as at another time.
+    """
+    rows = []
+    for _ in range(REPETITIONS):
+        row = []
+        for part in parts:
+            synchronize()
+            begin = time.perf_counter()
+            part()
+            row.append((time.perf_counter() - begin) * 1e3)
+        rows.append(row)
+    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+    return {"issue_ms": medians, "call_us": Stopwatch(torch.device("cpu")).overhead_ns / 1e3}
