@@ -12,7 +12,7 @@ from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision, Rounding, promote
 from qsync_core.ir.profile import CastKey, DeviceKind
-from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, gradient_precisions, output_precision, run_precision
+from qsync_core.ir.semantics import Autocast, Cast, CastSite, casts, output_precision, run_precision, steps_of
 from qsync_core.ir.variant import Variant, ladder_under
 
 INT8, FLOAT8, BF16, FP16, FP32 = Precision
@@ -163,7 +163,7 @@ def test_the_gradient_is_cast_once_to_the_wider_float_and_once_to_each_8_bit_for
     variant = Variant(INT8, FP32, INT8, grad_input, grad_weight)
     floats = {grad_input, grad_weight} - {INT8, FLOAT8}
     expected = ({promote(*floats)} if floats else set()) | ({grad_input, grad_weight} & {INT8, FLOAT8})
-    assert set(gradient_precisions(variant)) == expected
+    assert {copy.precision for copy in steps_of(variant).gradient_copies(True)} == expected
     found = [cast.key.target for cast in casts(LINEAR, variant, [FP32]) if cast.site is GRAD_OUT]
     assert len(found) == len(set(found))
     assert set(found) == expected - {FP32}

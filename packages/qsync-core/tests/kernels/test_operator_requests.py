@@ -13,7 +13,7 @@ from qsync_core.geometry import Geometry
 from qsync_core.ir.dag import OpClass, Operator
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Granularity, Precision
-from qsync_core.ir.semantics import gradient_precisions
+from qsync_core.ir.semantics import steps_of
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.requests import CallShapes, OperatorRequest, operator_requests
 from qsync_core.kernels.roofline import Peaks, lower_bound_ns, operations, read_bytes
@@ -117,7 +117,7 @@ def test_kernels_follow_the_formats(
     variant = attrs.evolve(Variant.of(compute), grad_input=grad_input, grad_weight=grad_weight)
     call = attrs.evolve(call, input_gradient=input_gradient)
     found = by_role(call, variant)
-    eight_bit_gradient = any(p.needs_scale for p in gradient_precisions(variant, input_gradient))
+    eight_bit_gradient = any(copy.precision.needs_scale for copy in steps_of(variant).gradient_copies(input_gradient))
     assert ("quantize" in found) == ("quantize.weight" in found) == compute.needs_scale
     assert ("quantize.gradient" in found) == eight_bit_gradient
     assert sum(role.endswith(("output", "grad_input", "grad_weight")) for role in found) == 2 + input_gradient

@@ -144,7 +144,7 @@ def test_what_is_counted_is_what_the_compiler_lays_out(libraries, name):
     shared_bytes.restype, shared_bytes.argtypes = ctypes.c_int64, (ctypes.c_int64,)
     assert len(cases) > 2
     for index, (problem, config) in enumerate(cases):
-        laid_out, counted = shared_bytes(index), validity.shared_bytes(config, arch, problem)
+        laid_out, counted = shared_bytes(index), validity.shared_bytes(config, problem)
         said = f"{config.text} for {problem.a_format} -> {problem.out_format}: {laid_out} bytes, counted {counted}"
         assert laid_out <= counted <= arch.shared_bytes_per_block, said
         assert counted <= laid_out + MOST_OVERESTIMATED, said

@@ -158,5 +158,5 @@ def test_whatever_is_offered_respects_the_chips_limits(arch, op, variant, m, n, 
 def test_stages_that_fit_are_as_many_as_shared_memory_holds(arch):
     config = TMA if arch.tma else attrs.evolve(TURING if arch is SM_75 else AMPERE, tile=(128, 128, 64))
     fitting = validity.max_stages(config, arch, INT8_GEMM)
-    assert validity.shared_bytes(attrs.evolve(config, stages=fitting), arch, INT8_GEMM) <= arch.shared_bytes_per_block
-    assert validity.shared_bytes(attrs.evolve(config, stages=fitting + 1), arch, INT8_GEMM) > arch.shared_bytes_per_block
+    assert validity.shared_bytes(attrs.evolve(config, stages=fitting), INT8_GEMM) <= arch.shared_bytes_per_block
+    assert validity.shared_bytes(attrs.evolve(config, stages=fitting + 1), INT8_GEMM) > arch.shared_bytes_per_block

@@ -15,7 +15,7 @@ from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
 from qsync_core.ir.profile import DeviceKind, OpCost, Profile
-from qsync_core.ir.semantics import CastSite, casts, gradient_precisions, output_precision
+from qsync_core.ir.semantics import CastSite, casts, output_precision, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
 from qsync_planner.replayer.cost_model import CostModel
@@ -264,7 +264,8 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
             alive += cost(p).saved_own_bytes * (p <= moment <= backward[p])
             alive += cost(p).workspaces[0] * (moment == p) + cost(p).workspaces[1] * (moment == backward[p])
             if moment == backward[p] and producer.op_class is OpClass.ADJUSTABLE:
-                copies = set(gradient_precisions(runs[p], 0 not in producer.no_grad_inputs)) - {formats[producer.op_id]}
+                needed = steps_of(runs[p]).gradient_copies(0 not in producer.no_grad_inputs)
+                copies = {copy.precision for copy in needed} - {formats[producer.op_id]}
                 alive += producer.output_numel * sum(copy.nbytes for copy in copies)
         for parameter in dag.parameters:
             users_of = [i for i, o in enumerate(operators) if parameter.fqn in o.parameters]

@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from qsync_torch.aten.random_bits import random_bytes, random_thresholds, stream_key
+from qsync_torch.aten import random_bits
+from qsync_torch.aten.random_bits import random_thresholds, stream_key
+
+
+def random_bytes(numel, seed, offset, start=0, device="cpu"):
+    return random_bits.random_bytes(numel, seed, offset, start, torch.device(device)).clone()
 
 
 def test_same_seed_and_offset_give_the_same_bits_whatever_the_number_of_threads():

@@ -28,7 +28,6 @@ from qsync_core.artifacts.schema import KINDS, migrate, schema_version, stored_a
 from qsync_core.artifacts.whole_file import read_whole
 from qsync_core.errors import ArtifactError
 
-EXTENSION = ".qsync"
 MAGIC = b"\x89QSYNC\r\n"
 MAX_BYTES = 1 << 30
 """Largest artifact that is read or written; a profile of a 10,000-operator model takes about 20 MB."""

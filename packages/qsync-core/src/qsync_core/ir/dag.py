@@ -234,13 +234,3 @@ class PrecisionDag:
     def adjustable(self) -> tuple[Operator, ...]:
         """Operators whose variant a plan may pick, in order of execution."""
         return tuple(operator for operator in self.operators if operator.is_adjustable)
-
-    def with_variants(self, variants: Mapping[OpId, Variant]) -> PrecisionDag:
-        """The same graph with other variants at the named operators."""
-        return attrs.evolve(
-            self,
-            operators=tuple(
-                attrs.evolve(operator, variant=variants[operator.op_id]) if operator.op_id in variants else operator
-                for operator in self.operators
-            ),
-        )

@@ -251,11 +251,6 @@ def steps_of(variant: Variant) -> OperatorSteps:
     )
 
 
-def gradient_precisions(variant: Variant, input_gradient: bool = True) -> tuple[Precision, ...]:
-    """Formats of the copies of the incoming gradient, the float one first, with or without a gradient of the activation."""
-    return tuple(copy.precision for copy in steps_of(variant).gradient_copies(input_gradient))
-
-
 @attrs.frozen(cache_hash=True)
 class ChainResult:
     """What a fused chain writes for its readers.

@@ -139,7 +139,7 @@ def resident_blocks(config: Config, problem: Problem, arch: Architecture) -> int
     threads = validity.threads(config)
     registers = min(255, config.tile[0] * config.tile[1] // threads + 64)
     return min(
-        arch.shared_bytes_per_sm // (validity.shared_bytes(config, arch, problem) + 1024),
+        arch.shared_bytes_per_sm // (validity.shared_bytes(config, problem) + 1024),
         arch.threads_per_sm // threads,
         arch.registers_per_sm // (registers * threads),
         arch.blocks_per_sm,

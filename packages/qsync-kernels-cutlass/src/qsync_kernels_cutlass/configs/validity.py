@@ -90,7 +90,7 @@ def instructions(arch: Architecture, operand_format: str) -> tuple[Shape3, ...]:
     return _INSTRUCTIONS[arch.name].get(BYTES[operand_format], ())
 
 
-def shared_bytes(config: Config, arch: Architecture, problem: Problem) -> int:
+def shared_bytes(config: Config, problem: Problem) -> int:
     """Shared memory of a thread block, in bytes: never less than what the compiled template lays out, and on the TMA path at most
     two alignments more.  Where the number of stages is left open, that of two."""
     stages = config.stages or 2
@@ -118,7 +118,7 @@ def tma_epilogue_bytes(config: Config, problem: Problem) -> int:
 def max_stages(config: Config, arch: Architecture, problem: Problem) -> int:
     """Stages that fit into the chip's shared memory (0: not even one)."""
     stages = arch.shared_bytes_per_block // _stage_bytes(config, problem)
-    while stages and shared_bytes(attrs.evolve(config, stages=stages), arch, problem) > arch.shared_bytes_per_block:
+    while stages and shared_bytes(attrs.evolve(config, stages=stages), problem) > arch.shared_bytes_per_block:
         stages -= 1
     return stages
 
@@ -281,7 +281,7 @@ def _stages(config: Config, arch: Architecture, problem: Problem) -> list[str]:
         return [f"{arch.name} has no asynchronous copies, so that a kernel has 2 stages, not {config.stages}"]
     if arch.async_copies and not 2 <= config.stages <= 8:
         return [f"a kernel with asynchronous copies has 2 to 8 stages, not {config.stages}"]
-    if shared_bytes(config, arch, problem) > arch.shared_bytes_per_block:
+    if shared_bytes(config, problem) > arch.shared_bytes_per_block:
         return [_too_little_memory(config, arch, max_stages(config, arch, problem))]
     return []
 

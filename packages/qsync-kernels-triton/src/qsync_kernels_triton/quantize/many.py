@@ -28,7 +28,6 @@ from qsync_kernels_triton.quantize.rows import quantize_row_block
 from qsync_kernels_triton.quantize.single import FORMAT_CODE, build_quantize, operand_problems, scale_count, stream_problems
 from qsync_kernels_triton.quantize.split import absmax_of_chunks, round_chunks
 
-FIELDS = 8
 # Addresses; the seed; length and number of rows; the first program of a tensor in the first and in the second pass.
 X: tl.constexpr = tl.constexpr(0)
 Q: tl.constexpr = tl.constexpr(1)

@@ -114,23 +114,18 @@ def _constant(value: int, device: torch.device) -> torch.Tensor | int:
     return torch.tensor(value, dtype=torch.int32) if device.type == "cpu" else value
 
 
-def random_bytes(numel: int, seed: int, offset: Offset, start: int = 0, *, device: torch.device | str = "cpu") -> torch.Tensor:
+def random_bytes(numel: int, seed: int, offset: Offset, start: int, where: torch.device) -> torch.Tensor:
     """``numel`` uniform int8 draws: elements ``start ...`` of the stream.
 
     Args:
         numel: how many.
         seed: of the run; offset: which stream of it (see :func:`stream_key`).
         start: index of the first element.
-        device: where to make them.
+        where: the device to make them on.
 
     Returns:
-        An int8 tensor of shape ``(numel,)``, uniform over -128..127.
+        An int8 tensor of shape ``(numel,)``, uniform over -128..127; on a CPU in memory that this thread's next call overwrites.
     """
-    return _drawn(numel, seed, offset, start, torch.device(device)).clone()
-
-
-def _drawn(numel: int, seed: int, offset: Offset, start: int, where: torch.device) -> torch.Tensor:
-    """:func:`random_bytes`, on a CPU in memory that this thread's next call overwrites."""
     first_word, skip = divmod(start, _BYTES)
     low: int | torch.Tensor
     high: int | torch.Tensor
@@ -172,7 +167,7 @@ def random_thresholds(
         numel, seed, offset, start, device: as in :func:`random_bytes`.
         buffers: float32 scratch of shape (2, at least ``numel + 1``); its second row then holds the result.
     """
-    drawn = _drawn(numel + 1, seed, offset, start, torch.device(device))
+    drawn = random_bytes(numel + 1, seed, offset, start, torch.device(device))
     if buffers is None:
         high = drawn.to(torch.float32)
         return torch.add(high[:-1], high[1:], alpha=1.0 / 256.0)

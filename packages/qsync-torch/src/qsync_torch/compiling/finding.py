@@ -146,8 +146,7 @@ def last_parts(last: Node, graph: Graph) -> Parts | None:
 
 def readers_of(last: Node, producer: Producer) -> tuple[Node, ...]:
     """The operators of a plan that would read the copy of a producer whose result a node is."""
-    ndim = 4 if producer is Producer.BATCH_NORM else None
-    return tuple(reader for reader in last.users if _reads(reader, last) and _wanted(reader, producer, ndim) is not None)
+    return tuple(reader for reader in last.users if _reads(reader, last) and _wanted(reader, producer) is not None)
 
 
 def _reads(node: Node, source: Node) -> bool:
@@ -250,9 +249,8 @@ def _same(node: Node, *summands: Node) -> bool:
 def _with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     """The chain with the operators that take its copy: all that want the one that the first of them wants."""
     last = shape.members[-1]
-    ndim = 4 if shape.producer is Producer.BATCH_NORM else None
     readers = sorted(last.users, key=order.__getitem__)
-    wanted = {reader: _wanted(reader, shape.producer, ndim) for reader in readers if _reads(reader, last)}
+    wanted = {reader: _wanted(reader, shape.producer) for reader in readers if _reads(reader, last)}
     copy = next((quantization for quantization in wanted.values() if quantization is not None), None)
     kind = None if copy is None else copy.kind
     consumers = tuple(reader for reader in readers if (found := wanted.get(reader)) is not None and found.kind == kind)
@@ -262,7 +260,7 @@ def _with_readers(shape: Parts, order: dict[Node, int]) -> FoundChain:
     )  # fmt: skip
 
 
-def _wanted(consumer: Node, producer: Producer, ndim: int | None) -> Quantization | None:
+def _wanted(consumer: Node, producer: Producer) -> Quantization | None:
     """The copy that an operator reads, if a producer can write it."""
     binding = BOUND[str(consumer.args[3])]
     assert isinstance(binding, OperatorBinding)

@@ -125,7 +125,7 @@ class BasicBlock(nn.Module):
 class DigitsResNet(nn.Module):
     """A ResNet for small grey images; ``stages`` are (width, blocks, stride of the first block, channels inside a block)."""
 
-    def __init__(self, stages: Iterable[tuple[int, int, int, int]], classes: int = 10) -> None:
+    def __init__(self, stages: Iterable[tuple[int, int, int, int]]) -> None:
         super().__init__()
         stages = list(stages)
         width_in = stages[0][0]
@@ -139,10 +139,10 @@ class DigitsResNet(nn.Module):
                 width_in = width
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(width_in, classes)
+        self.fc = nn.Linear(width_in, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 1, H, W) to logits (N, classes)."""
+        """(N, 1, H, W) to logits (N, 10)."""
         x = self.blocks(self.relu(self.bn1(self.conv1(x))))
         logits: Tensor = self.fc(self.pool(x).flatten(1))
         return logits

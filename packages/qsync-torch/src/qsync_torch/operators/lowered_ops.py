@@ -7,6 +7,7 @@ graph runs :class:`~.linear.QuantizedLinear` and :class:`~.conv2d.QuantizedConv2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from qsync_torch.kernels.binding import BOUND, OperatorBinding
 from qsync_torch.kernels.library_ops import is_plain
 from qsync_torch.operators.casts import Operand, Seeds, apply_of
 from qsync_torch.operators.conv2d import QuantizedConv2d, run_conv2d
-from qsync_torch.operators.linear import QuantizedLinear
+from qsync_torch.operators.linear import QuantizedLinear, run_linear
 
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor? bias, str binding, SymInt x_seed, SymInt w_seed, SymInt grad_seed, Tensor offset, "
@@ -29,52 +30,38 @@ def offset_of(offset: torch.Tensor, x: torch.Tensor) -> Offset:
     return as_kernels_take(offset) if is_plain(x) else offset
 
 
-def _copy(q: torch.Tensor | None, scale: torch.Tensor | None) -> Operand | None:
-    return None if q is None or scale is None else Operand(q, scale)
+_Run = Callable[..., torch.Tensor]
 
 
-def _lowered_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    key: str,
-    x_seed: int,
-    w_seed: int,
-    grad_seed: int,
-    offset: torch.Tensor,
-    q: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    binding = cast(OperatorBinding, BOUND[key])
-    seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
-    copy = _copy(q, scale)
-    return apply_of(QuantizedLinear, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
+def _lowered(function: type[torch.autograd.Function], run: _Run) -> _Run:
+    """What an operator runs: ``run``, or where it is given the activation's copy, its autograd function alone."""
 
+    def lowered(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        key: str,
+        x_seed: int,
+        w_seed: int,
+        grad_seed: int,
+        offset: torch.Tensor,
+        q: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        binding = cast(OperatorBinding, BOUND[key])
+        seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
+        if q is None or scale is None:
+            return run(x, weight, bias, binding, seeds)
+        x_copy = Operand(q, scale)
+        return apply_of(function, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, x_copy)
 
-def _lowered_conv2d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    key: str,
-    x_seed: int,
-    w_seed: int,
-    grad_seed: int,
-    offset: torch.Tensor,
-    q: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    binding = cast(OperatorBinding, BOUND[key])
-    seeds = Seeds(x_seed, w_seed, offset_of(offset, x), grad_seed)
-    copy = _copy(q, scale)
-    if copy is None:
-        return run_conv2d(x, weight, bias, binding, seeds)
-    return apply_of(QuantizedConv2d, binding, seeds)(x, weight, bias, binding, seeds, torch.is_grad_enabled(), None, None, copy)
+    return lowered
 
 
 _LIBRARY = torch.library.Library("qsync", "FRAGMENT")
-for _name, _run in (("lowered_linear", _lowered_linear), ("lowered_conv2d", _lowered_conv2d)):
+for _name, _function, _run in (("lowered_linear", QuantizedLinear, run_linear), ("lowered_conv2d", QuantizedConv2d, run_conv2d)):
     _LIBRARY.define(_name + _ARGUMENTS)
-    _LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")
+    _LIBRARY.impl(_name, _lowered(_function, _run), "CompositeImplicitAutograd")
 
 
 def lowered_linear(

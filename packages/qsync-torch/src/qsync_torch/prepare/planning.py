@@ -48,7 +48,8 @@ def part_of(cluster: Cluster, names: Iterable[str], profiles: Mapping[str, Profi
     wanted = set(names)
     groups = tuple(group for group in cluster.groups if group.name in wanted)
     if not any(group.role is Role.TRAIN for group in groups):
-        fastest = min(groups, key=lambda group: _base_step_ns(group, profiles[group.name]))
+        # Of the whole steps that were measured, the first has the highest precision.
+        fastest = min(groups, key=lambda group: profiles[group.name].steps[0].iteration_ns)
         groups = tuple(_training(group) if group is fastest else group for group in groups)
     links = tuple(link for link in cluster.links if wanted.issuperset(link.between))
     return attrs.evolve(cluster, groups=groups, links=links)
@@ -56,11 +57,6 @@ def part_of(cluster: Cluster, names: Iterable[str], profiles: Mapping[str, Profi
 
 def _training(group: DeviceGroup) -> DeviceGroup:
     return attrs.evolve(group, role=Role.TRAIN, ladder=(Variant.plain(group.base),))
-
-
-def _base_step_ns(group: DeviceGroup, profile: Profile) -> int:
-    """Of the whole steps that were measured, the one of the highest precision."""
-    return profile.steps[0].iteration_ns
 
 
 @attrs.frozen(eq=False)

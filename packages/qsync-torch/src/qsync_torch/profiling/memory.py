@@ -12,11 +12,6 @@ import attrs
 import torch
 
 
-def peak_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Bytes allocated at the highest point during ``run``, above what was allocated when it began; see :func:`memory_rise`."""
-    return memory_rise(run, device)[0]
-
-
 def memory_rise(run: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, int]:
     """Highest point during ``run`` and what it leaves allocated, in bytes above what was allocated when it began.
 
