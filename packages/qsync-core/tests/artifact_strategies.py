@@ -182,7 +182,7 @@ def observations(draw: st.DrawFn) -> Observations:
 
 
 omegas = st.dictionaries(op_ids, st.dictionaries(variants, st.floats(0, 1e300), max_size=3), max_size=4)
-sensitivities = st.builds(Sensitivity, texts, digests, digests, texts, omegas, tuples(texts))
+sensitivities = st.builds(Sensitivity, texts, digests, digests, texts, omegas, tuples(texts), st.just({}), omegas)
 
 
 @st.composite

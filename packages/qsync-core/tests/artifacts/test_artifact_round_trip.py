@@ -108,7 +108,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monke
 def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version 1 file, in which a field had another name, is read by a version 3 qsync-core in two steps."""
     monkeypatch.delitem(schema._MIGRATIONS, ("Sensitivity", 1))
-    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={})
+    sensitivity = attrs.evolve(examples(layers=1)[Sensitivity], flips={}, copies={})
     data = artifact.to_bytes(sensitivity)
     plain = msgpack.unpackb(data[artifact.HEADER_BYTES :])
     old_plain = {
@@ -120,7 +120,8 @@ def test_older_schema_versions_are_migrated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ArtifactError, match="schema version 1 can no longer be read; make the file again"):
         artifact.from_bytes(old)
     monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 1), lambda fields: {"model": fields.pop("model_name"), **fields})
-    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, "notes": ["geometric mean"], "flips": {}})
+    added = {"notes": ["geometric mean"], "flips": {}, "copies": {}}
+    monkeypatch.setitem(schema._MIGRATIONS, ("Sensitivity", 2), lambda fields: {**fields, **added})
     assert artifact.from_bytes(old, Sensitivity) == sensitivity
     with pytest.raises(ArtifactError, match="the content does not fit schema version 1"):
         artifact.from_bytes(_with_header(msgpack.packb({}), version=1))
@@ -244,6 +245,21 @@ def test_a_profile_of_version_1_is_read_and_keeps_its_bytes() -> None:
         data = artifact.to_bytes(newer)
         assert int.from_bytes(data[24:28], "big") == 2
         assert artifact.from_bytes(data, Profile) == newer
+
+
+def test_a_sensitivity_without_noise_of_copies_keeps_its_bytes() -> None:
+    newer = examples(layers=1)[Sensitivity]
+    data = artifact.to_bytes(newer)
+    assert int.from_bytes(data[24:28], "big") == 3
+    assert artifact.from_bytes(data, Sensitivity) == newer
+    older = attrs.evolve(newer, copies={})
+    data = artifact.to_bytes(older)
+    assert int.from_bytes(data[24:28], "big") == 2
+    assert "copies" not in msgpack.unpackb(data[artifact.HEADER_BYTES :])
+    assert artifact.from_bytes(data, Sensitivity) == older
+    [(op_id, by_variant)] = newer.copies.items()
+    with pytest.raises(ValueError, match="must be a finite number"):
+        attrs.evolve(newer, copies={op_id: dict.fromkeys(by_variant, -0.5)})
 
 
 def _with_header(content: bytes, *, version: int, kind: str = "Sensitivity") -> bytes:

@@ -15,7 +15,7 @@ from qsync_core.ir.precision import Precision
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant, ladder_under
 from qsync_planner.indicators import Indicator, get_indicator
-from qsync_planner.indicators.interface import Omega, RatesFlips, RatesKeptInputs
+from qsync_planner.indicators.interface import Omega, RatesCopies, RatesFlips, RatesKeptInputs
 from qsync_planner.indicators.registry import AUTO, automatic, guarded
 from qsync_planner.indicators.series import check_values
 from qsync_planner.matching import check_observations
@@ -72,6 +72,8 @@ def indicate(
         flips = {op_id: {v: part for v, part in by_variant.items() if part > 0} for op_id, by_variant in flips.items()}
         kept = chosen.kept_inputs(observations) if isinstance(chosen, RatesKeptInputs) and observations is not None else {}
         _check_kept(chosen.name, kept, dag)
+        copies = chosen.copies(dag, rated, observations) if isinstance(chosen, RatesCopies) and observations is not None else {}
+        copies = {op_id: {v: gain for v, gain in by_variant.items() if gain != 0} for op_id, by_variant in copies.items()}
         notes = tuple(chosen.notes(dag, observations))
         blind = unreached(observations, dag, chosen.collectors)
     return Sensitivity(
@@ -82,6 +84,7 @@ def indicate(
         omega={**lowered_last(omega, blind), **kept},
         notes=(*because, *notes, *unreached_note(blind)),
         flips=flips,
+        copies=copies,
     )
 
 

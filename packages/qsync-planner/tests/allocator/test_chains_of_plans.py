@@ -21,6 +21,7 @@ from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact.tradeoff import tradeoff
+from qsync_planner.allocator.problem import build_problem
 from qsync_planner.allocator.verdict import error_notes
 from qsync_planner.replayer.replay import Replayer, plan_variants
 
@@ -104,6 +105,30 @@ def test_time_that_fusing_saves_goes_into_precision() -> None:
     assert unfused.time_limit_ns == plan().time_limit_ns
     assert plan().objective < unfused.objective
     assert plan().predicted_iteration_ns <= plan().time_limit_ns
+
+
+@pytest.mark.parametrize("with_chains", [True, False])
+def test_noise_of_copies_behind_shortcuts_counts_where_chains_may_be_fused(with_chains: bool) -> None:
+    dag, cluster = model(), single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    sensitivity = attrs.evolve(rated(dag), copies={OpId("b3.conv"): {I8: 3.0}})  # which reads b2's result: it has a residual
+    problem = build_problem(dag, cluster, {"g": measured(dag)}, sensitivity, with_chains=with_chains)
+    omega = {unit.name: unit.omega for unit in problem.groups[0].units if not unit.is_chain}
+    assert omega.pop("b3.conv") == (7.0 if with_chains else 4.0, 1.0, 0.0)
+    assert set(omega.values()) == {(4.0, 1.0, 0.0)}
+
+
+def test_a_plan_and_its_note_count_the_noise_of_copies() -> None:
+    dag, cluster = model(), single_group()
+    cluster = attrs.evolve(cluster, groups=(attrs.evolve(cluster.groups[0], ladder=LADDER),))
+    copies, flips = ({o.op_id: {BF16: value} for o in dag.adjustable} for value in (3.0, 0.5))
+    sensitivity = attrs.evolve(rated(dag), copies=copies, flips=flips)
+    found = allocate(dag, cluster, {"g": measured(dag)}, sensitivity, solver="greedy")
+    lowered = sum(entry.variant == BF16 for entry in found.groups[0].assignments.values())
+    assert lowered > 1
+    assert found.objective == pytest.approx(4.0 * lowered)
+    [note] = error_notes(sensitivity, found.groups)
+    assert f"Σ Ω {found.objective:.3g}:" in note
 
 
 def test_with_memory_short_inputs_are_kept_in_8_bit_and_their_noise_counts() -> None:

@@ -60,6 +60,32 @@ def test_hutchinson_rates_a_kept_input_by_the_geometric_mean() -> None:
     assert SAVED.rated_as.label == "int8 saved"
 
 
+def test_hutchinson_rates_what_a_copy_behind_a_shortcut_adds() -> None:
+    """By hand: geometric means of A + B/√noise over two iterations, with the copy's terms and with the operand's own."""
+    dag, reader = model(), OpId("head")
+    rows = {(reader, I8, terms.HUTCHINSON, term): values for term, values in COPIED.items()}
+    plain = {(o.op_id, I8, terms.HUTCHINSON, t): (1.0, 1.0) for o in dag.adjustable for t in PLAIN}
+    flips = {(o.op_id, I8, terms.HUTCHINSON, t): v for o in dag.adjustable for t, v in OWN_FLIPS.items()}
+    found = indicate(observe(dag, plain | flips | rows), dag, [I8, WIDE, F32])
+    # output and gradient 1 each: A is 3 with the own copy and 4, 6 with the chain's; B/√noise is 2/√4 = 1, and 3/√9 = 1.
+    own, chain = 4.0, math.sqrt(5.0 * 7.0)
+    assert found.omega[reader][I8] == pytest.approx(own)
+    assert found.copies == {reader: {I8: pytest.approx(chain - own), WIDE: pytest.approx(math.sqrt(4.0 * 6.0) - 3.0)}}
+    assert indicate(observed(dag), dag, [I8]).copies == {}
+
+
+PLAIN = (terms.OPERANDS, terms.OUTPUT, terms.GRADIENT)
+OWN_FLIPS = {
+    terms.OPERANDS_FLIPS: (2.0, 2.0),
+    terms.OPERANDS_NOISE: (4.0, 4.0),
+    terms.OUTPUT_FLIPS: (0.0, 0.0),
+    terms.OUTPUT_NOISE: (0.0, 0.0),
+}
+COPIED = {terms.COPY: (2.0, 4.0), terms.COPY_FLIPS: (3.0, 3.0), terms.COPY_NOISE: (9.0, 9.0)}
+WIDE = Variant.of(Precision.INT8, output=Precision.FLOAT32)
+"""Reads the same copy, and its output is not rounded."""
+
+
 def test_an_indicator_that_knows_nothing_of_it_rates_none() -> None:
     dag = model()
     assert NORM not in indicate(observed(dag), dag, [I8, F32], "random").omega

@@ -35,7 +35,7 @@ KINDS: dict[str, type] = {
 """Every kind of artifact by the name that its header holds (at most 16 ASCII characters)."""
 
 _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
-    "Sensitivity": 2,
+    "Sensitivity": 3,
     "PrecisionDag": 2,
     "PrecisionPlan": 3,
     "Profile": 5,
@@ -59,6 +59,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},
     ("Profile", 5): {"handed_on": []},
+    ("Sensitivity", 3): {"copies": {}},
     ("Timeline", 2): {"software": {}},
 }
 """Fields that a version of a kind adds at its end, with what they hold in plain content of the version before.

@@ -55,6 +55,15 @@ Calls of one module read one rounded weight; each is written an equal part of wh
 ``output_noise``      the same for rounding the output
 ====================  ================================================================================================
 
+Of operators that read the result of a batch norm with a residual, and variants that read its int8 copy, rounded stochastically:
+
+====================  ================================================================================================
+``copy``              ``operands`` with the activation's scale that a fused chain writes, a bound
+                      (docs/design/indicator.md#copies-behind-a-shortcut); absent where the chain's calls were not found
+``copy_flips``        likewise ``operands_flips``
+``copy_noise``        likewise ``operands_noise``
+====================  ================================================================================================
+
 A mask flips with a probability that goes with noise, not its square: flips count ``flips / √noise``
 (docs/design/indicator.md#flips).
 
@@ -128,6 +137,9 @@ OPERANDS_FLIPS = "operands_flips"
 OUTPUT_FLIPS = "output_flips"
 OPERANDS_NOISE = "operands_noise"
 OUTPUT_NOISE = "output_noise"
+COPY = "copy"
+COPY_FLIPS = "copy_flips"
+COPY_NOISE = "copy_noise"
 KEPT_INPUT = "kept_input"
 
 MONTECARLO = "montecarlo"

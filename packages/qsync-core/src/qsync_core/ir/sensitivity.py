@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -25,6 +26,8 @@ class Sensitivity:
         notes: what a reader must know (a fallback taken, how values were averaged).
         flips: the part of Ω that comes from masks that flip (ReLU, max pooling), likewise; absent is 0.  Operators share those
             masks, so that together these parts are less than their sum (docs/design/indicator.md#whole-plans).
+        copies: what Ω gains where an operator reads the copy that a fused chain with a residual writes, likewise; absent is 0
+            (docs/design/indicator.md#copies-behind-a-shortcut).
     """
 
     model: str
@@ -34,9 +37,10 @@ class Sensitivity:
     omega: Mapping[OpId, Mapping[Variant, float]]
     notes: tuple[str, ...] = ()
     flips: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
+    copies: Mapping[OpId, Mapping[Variant, float]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        for op_id, by_variant in self.omega.items():
+        for op_id, by_variant in itertools.chain(self.omega.items(), self.copies.items()):
             for variant, value in by_variant.items():
                 if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                     raise ValueError(

@@ -178,9 +178,17 @@ def _units(
         omega = tuple(sum(_omega(sensitivity, op_id, rung, group) for op_id in op_ids) for rung in rungs)
         units.append(Unit(name, tuple(op_ids), rungs, omega))
     _check_rungs_measured(group, profile, units)
-    if with_chains and profile.chains:
-        units += _chains(dag, profile, sensitivity, {op_id: unit.variants for unit in units for op_id in unit.operators})
-    return tuple(units)
+    rungs_of = {op_id: unit.variants for unit in units for op_id in unit.operators}
+    chains = [*_chains(dag, profile, sensitivity, rungs_of)] if with_chains and profile.chains else []
+    if chains and sensitivity is not None:
+        # Chains that may be fused mostly are where 8-bit operators read them: these read a copy of the chain's scale.
+        units = [attrs.evolve(unit, omega=_with_copies(unit, sensitivity)) for unit in units]
+    return (*units, *chains)
+
+
+def _with_copies(unit: Unit, sensitivity: Sensitivity) -> tuple[float, ...]:
+    gains = [sensitivity.copies[op_id] for op_id in unit.operators if op_id in sensitivity.copies]
+    return tuple(own + sum(gain.get(rung, 0.0) for gain in gains) for rung, own in zip(unit.variants, unit.omega, strict=True))
 
 
 def _chains(

@@ -245,6 +245,9 @@ def error_notes(sensitivity: Sensitivity | None, groups: Iterable[GroupPlan]) ->
         variants |= {name: assignment.variant.rated_as for name, assignment in group.chains.items()}
         total = sum(sensitivity.omega.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
         together = plan_error(sensitivity, variants)
+        if group.chains:  # as the objective counts them
+            copies = sum(sensitivity.copies.get(op_id, {}).get(variant, 0.0) for op_id, variant in variants.items())
+            total, together = total + copies, together + copies
         if together < total * (1 - 1e-9):
             notes.append(
                 f"Ω of group {group.group} as a whole is about {together:.3g} a device, {together / total:.0%} of its Σ Ω "

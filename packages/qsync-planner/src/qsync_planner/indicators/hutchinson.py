@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from qsync_core.ir import observations as terms
+from qsync_core.ir.chain import Producer
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.noise import VariantNoise
 from qsync_core.ir.observations import Observations
 from qsync_core.ir.op_id import OpId
+from qsync_core.ir.semantics import readable_copy
 from qsync_core.ir.variant import Variant
 from qsync_planner.indicators.interface import Omega
 from qsync_planner.indicators.series import Noise, geometric_mean, non_negative, observed_sources, require
@@ -41,7 +43,7 @@ class Hutchinson:
         """Ω of every adjustable operator; see :meth:`Indicator.omega`."""
         assert observations is not None
         return {
-            op_id: {variant: geometric_mean([a + b for a, b in parts]) for variant, parts in by_variant.items()}
+            op_id: {variant: _mean(parts) for variant, parts in by_variant.items()}
             for op_id, by_variant in _parts(dag, variants, observations).items()
         }
 
@@ -52,10 +54,26 @@ class Hutchinson:
             return {}
         return {
             op_id: {
-                variant: max(0.0, geometric_mean([a + b for a, b in parts]) - geometric_mean([a for a, _ in parts]))
-                for variant, parts in by_variant.items()
+                variant: max(0.0, _mean(parts) - geometric_mean([a for a, _ in parts])) for variant, parts in by_variant.items()
             }
             for op_id, by_variant in _parts(dag, variants, observations).items()
+        }
+
+    def copies(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Omega:
+        """What Ω gains where a fused chain's copy is read; see :class:`RatesCopies`."""
+        written: _Sources = {
+            (series.op_id, VariantNoise.of(series.variant, dag.base).operands): series.variant
+            for series in observations.series
+            if series.term == terms.COPY and series.collector == terms.HUTCHINSON and series.op_id and series.variant
+        }
+        readers = [operator.op_id for operator in dag.adjustable if operator.op_id in {op_id for op_id, _ in written}]
+        readable = [variant for variant in variants if readable_copy(Producer.BATCH_NORM, variant)]
+        if not readers or not readable:
+            return {}
+        plain, copied = _parts(dag, readable, observations), _parts(dag, readable, observations, written)
+        return {
+            op_id: {variant: max(0.0, _mean(copied[op_id][variant]) - _mean(plain[op_id][variant])) for variant in readable}
+            for op_id in readers
         }
 
     def kept_inputs(self, observations: Observations) -> Omega:
@@ -84,12 +102,21 @@ _Parts = list[tuple[float, float]]
 """A, and B over the root of the noise, of every iteration."""
 
 
-def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> dict[OpId, dict[Variant, _Parts]]:
+def _mean(parts: _Parts) -> float:
+    return geometric_mean([a + b for a, b in parts])
+
+
+def _parts(
+    dag: PrecisionDag, variants: Sequence[Variant], observations: Observations, copies: _Sources | None = None
+) -> dict[OpId, dict[Variant, _Parts]]:
+    """Of every adjustable operator; with the operands' terms of a chain's copy where these say under which variant they stand."""
     sources = observed_sources(observations, terms.HUTCHINSON, _NOISE_OF_TERM, dag.base)
     flips = _has_flips(observations)
     return {
         operator.op_id: {
-            variant: _per_iteration(operator.op_id, VariantNoise.of(variant, dag.base), variant, observations, sources, flips)
+            variant: _per_iteration(
+                operator.op_id, VariantNoise.of(variant, dag.base), variant, observations, sources, copies or {}, flips
+            )
             for variant in variants
         }
         for operator in dag.adjustable
@@ -97,19 +124,28 @@ def _parts(dag: PrecisionDag, variants: Sequence[Variant], observations: Observa
 
 
 def _per_iteration(
-    op_id: OpId, made: VariantNoise, variant: Variant, observations: Observations, sources: _Sources, flips: bool
+    op_id: OpId,
+    made: VariantNoise,
+    variant: Variant,
+    observations: Observations,
+    sources: _Sources,
+    copies: _Sources,
+    flips: bool,
 ) -> _Parts:
     count = len(observations.iterations)
     smooth, flipping, noise = [0.0] * count, [0.0] * count, [0.0] * count
+    of_operands = (terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE)
+    if (op_id, made.operands) in copies:
+        of_operands = (terms.COPY, terms.COPY_FLIPS, terms.COPY_NOISE)
     parts = (
-        (made.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
+        (made.operands, *of_operands),
         (made.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
         (made.gradients, terms.GRADIENT, "", ""),
     )
     for part, term, flip_term, noise_term in parts:
         if part is None:
             continue
-        observed = sources.get((op_id, part), variant)
+        observed = (copies if term == terms.COPY else sources).get((op_id, part), variant)
 
         def read(name: str, observed: Variant = observed) -> Sequence[float]:
             return require(observations, terms.HUTCHINSON, name, op_id, observed)

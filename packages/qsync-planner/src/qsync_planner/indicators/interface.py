@@ -59,6 +59,15 @@ class RatesFlips(Protocol):
 
 
 @runtime_checkable
+class RatesCopies(Protocol):
+    """What an indicator may offer beside :class:`Indicator`."""
+
+    def copies(self, dag: PrecisionDag, variants: Sequence[Variant], observations: Observations) -> Omega:
+        """What Ω of an operator gains where it reads the copy that a fused chain with a residual writes; absent is 0."""
+        ...
+
+
+@runtime_checkable
 class RatesKeptInputs(Protocol):
     """What an indicator may offer beside :class:`Indicator`; without it, no plan keeps the input of a fused chain in 8 bit."""
 

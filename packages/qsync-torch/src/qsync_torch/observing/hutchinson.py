@@ -16,17 +16,17 @@ from torch.utils import _pytree as pytree
 
 from qsync_core.errors import ObservationError
 from qsync_core.ir import observations as terms
-from qsync_core.ir.chain import ChainVariant
+from qsync_core.ir.chain import ChainVariant, Producer
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.noise import EXACT, GradientCopies, OperandCasts, VariantNoise, kept_formats, kept_input
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.precision import Precision
-from qsync_core.ir.semantics import CastTarget
+from qsync_core.ir.precision import Precision, Rounding
+from qsync_core.ir.semantics import CastTarget, readable_copy
 from qsync_core.ir.variant import Variant
 from qsync_torch.job import Batch
 from qsync_torch.observing.call_hooks import hooked_calls
 from qsync_torch.observing.collector import CollectorUnavailable, ObservedStep, StepTerm, low_precision, parameter_of
-from qsync_torch.observing.kept_inputs import KeptInputs
+from qsync_torch.observing.kept_inputs import CopyScales, KeptInputs
 from qsync_torch.observing.mask_flips import FLIP_FACTOR, Masks
 from qsync_torch.observing.noise_response import NoiseResponse, Phase, Place, Site, lowered_copies
 from qsync_torch.observing.normalization import LeanNorms
@@ -45,7 +45,23 @@ _DIRECTION_SEED, _MASK_SEED = 0x5EED, 0xF11B
 """Keep the signs apart from what the model itself draws."""
 _PASSES, _PASSES_WITH_MASKS = 7.0, 21.0
 """BERT-base with 12 and ResNet50 with 128 samples."""
-Source = OperandCasts | GradientCopies | CastTarget
+
+
+@attrs.frozen(cache_hash=True)
+class ChainCopy:
+    """The casts of operands of which the activation's is what a fused chain with a residual writes."""
+
+    operands: OperandCasts
+
+    @classmethod
+    def read_in(cls, variant: Variant, noise: VariantNoise) -> ChainCopy | None:
+        """What an operator in a variant reads if a chain writes it; None where that has no scale of its own."""
+        copy = readable_copy(Producer.BATCH_NORM, variant)
+        wanted = copy is not None and copy.precision is Precision.INT8 and copy.rounding is Rounding.STOCHASTIC
+        return cls(noise.operands) if wanted and noise.operands else None
+
+
+Source = OperandCasts | ChainCopy | GradientCopies | CastTarget
 """What makes noise: the casts of the operands, those of the incoming gradient's copies, or that of a result."""
 Key = tuple[OpId, Place, Source]
 """An operator, where the noise is (``X`` stands for both operands) and what makes it."""
@@ -126,6 +142,8 @@ class _Pass:
         self._noise = {variant: VariantNoise.of(variant, step.dag.base) for variant in low_precision(variants)}
         # Variants share casts: the response to each is computed once.
         self._operands = {noise.operands for noise in self._noise.values() if noise.operands}
+        self._chain_copies = {copy for v, noise in self._noise.items() if (copy := ChainCopy.read_in(v, noise))}
+        self._copy_scales: dict[OpId, torch.Tensor] = {}
         self._outputs = {noise.output for noise in self._noise.values() if noise.output}
         gradients = [noise.gradients for noise in self._noise.values() if noise.gradients]
         self._copies = {casts.copies for casts in gradients if casts.copies}
@@ -174,7 +192,9 @@ class _Pass:
         step, masks = self._step, Masks()
         response = NoiseResponse(self._respond, masks)
         kept = KeptInputs(step.dag, response, self._direction, self._add_kept)
-        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, kept if self._kept else nullcontext())
+        copies = CopyScales(step.dag)
+        watching = (copies if self._chain_copies else nullcontext(), kept if self._kept else nullcontext())
+        lean = (PairedDropout(), LeanAttention(), LeanNorms(), masks, *watching)
         try:
             with step.undisturbed():
                 _forget_gradients(parameters)
@@ -183,6 +203,7 @@ class _Pass:
                         active.enter_context(mode)
                     active.enter_context(hooked_calls(step.model, step.dag.adjustable, response))
                     loss = share * step.job.compute_loss(part, step.model)
+                self._copy_scales |= copies.by_reader()
                 self._has_masks = bool(masks.seen)
                 self._masks_behind = {site.operator.op_id: len(masks.seen) - site.masks_before for site in response.sites}
                 if masks.seen:
@@ -271,12 +292,16 @@ class _Pass:
         scales: Scales,
         share: float = 1.0,
     ) -> None:
-        for operands in self._operands:
+        written = self._copy_scales.get(op_id)
+        for source in (*self._operands, *(() if written is None else self._chain_copies)):
+            operands = source.operands if isinstance(source, ChainCopy) else source
             cast = {Place.X: operands.x, Place.WEIGHT: operands.weight, Place.BIAS: operands.bias}[place]
             if cast == EXACT:
                 continue
-            sums = self._sums[phase][op_id, Place.X, operands]
-            add_response(cast, tensor, h, sums.squares, scales)
+            sums, known = self._sums[phase][op_id, Place.X, source], scales
+            if written is not None and isinstance(source, ChainCopy) and place is Place.X:
+                known = {(cast.granularity, cast.symmetric): written}
+            add_response(cast, tensor, h, sums.squares, known)
             if (mean := mean_error(cast, tensor)) is not None:
                 sums.bias.add(_dot(mean, h), constant=share)
 
@@ -295,6 +320,9 @@ class _Pass:
                 add_response(cast, copied, response, into.squares)
                 if (mean := mean_error(cast, copied)) is not None:
                     into.bias.add(_dot(mean, response))
+
+    def _chain_copy(self, op_id: OpId, variant: Variant) -> ChainCopy | None:
+        return ChainCopy.read_in(variant, self._noise[variant]) if op_id in self._copy_scales else None
 
     def _add_kept(self, chain: OpId, tensor: torch.Tensor, h: torch.Tensor) -> None:
         scales: Scales = {}
@@ -325,6 +353,7 @@ class _Pass:
                 sources: tuple[tuple[Place, Source | None, str, str, str], ...] = (
                     (Place.X, rounded.operands, terms.OPERANDS, terms.OPERANDS_FLIPS, terms.OPERANDS_NOISE),
                     (Place.OUTPUT, rounded.output, terms.OUTPUT, terms.OUTPUT_FLIPS, terms.OUTPUT_NOISE),
+                    (Place.X, self._chain_copy(op_id, v), terms.COPY, terms.COPY_FLIPS, terms.COPY_NOISE),
                 )
                 for place, source, smooth, flips, noise in sources:
                     if source is None:

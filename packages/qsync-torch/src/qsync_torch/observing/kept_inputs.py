@@ -1,4 +1,5 @@
 """What fused chains keep of their inputs in 8 bit: how all weight gradients respond to its noise, and training with it for real.
+And the scales of the copies that they write behind a shortcut.
 
 A kept input is read by the backward of the chain alone, so that its noise leaves the forward as it is
 (docs/design/indicator.md#kept-inputs).  Rounding is that of a matrix with a scale for each entry of dimension 0: the channels of a
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from qsync_core.ir.chain import ALONE, Chain, ChainForm, Producer, chains_of
+from qsync_core.ir.chain import ALONE, Activation, Chain, ChainForm, Producer, chains_of
 from qsync_core.ir.dag import Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.variant import Variant
@@ -27,6 +29,7 @@ from qsync_torch.aten.batch_norm import build_batch_norm_grad_input, build_batch
 from qsync_torch.aten.layer_norm import build_layer_norm_output, layer_norm_grad_input
 from qsync_torch.dtypes import TORCH_DTYPE
 from qsync_torch.observing.noise_response import NoiseResponse, Phase
+from qsync_torch.observing.rounding_noise import int8_scale
 
 _KINDS: Mapping[Any, str] = {F.batch_norm: "batch_norm", F.layer_norm: "layer_norm", F.gelu: "gelu", F.silu: "silu"}
 _NORMS = {kind: inspect.signature(function) for function, kind in _KINDS.items() if kind.endswith("norm")}
@@ -127,6 +130,7 @@ class _Site:
     """Of its result, from the pass of the gradient to that of the response."""
 
 
+_ADDITIONS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
 Respond = Callable[[OpId, torch.Tensor, torch.Tensor], None]
 
 
@@ -220,6 +224,49 @@ def _by_input(call: ProducerCall, g: torch.Tensor, v: torch.Tensor | None) -> tu
         (first,) = torch.autograd.grad(call.run(x).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
     return x.detach(), second.mul_(g).mul_(v)
+
+
+class CopyScales(ProducerCalls):
+    """While active in a forward pass, finds the scales of the int8 copies that fused batch norms with a residual write.
+
+    Such a scale is a bound: the residual's largest magnitude beside that of the normalized
+    (docs/design/fused-chains.md#the-scale-is-this-steps-and-exact).
+    """
+
+    def __init__(self, dag: PrecisionDag) -> None:
+        super().__init__(dag)
+        self._waiting: dict[Chain, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._found: dict[Chain, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at additions before they run, since they may be in place."""
+        if self._waiting and getattr(func, "__name__", "") in _ADDITIONS and len(args) > 1:
+            self._add(*args[:2])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def call(self, call: ProducerCall) -> torch.Tensor:
+        """Note the range of what a residual is going to be added to."""
+        out = call.run(call.x)
+        if call.chain.producer is Producer.BATCH_NORM and call.chain.residual is not None and call.chain.product_readers:
+            z = out.detach()
+            most = z.amax() if call.chain.activation is Activation.RELU else torch.linalg.vector_norm(z, torch.inf)
+            self._waiting[call.chain] = weakref.ref(out), most
+        return out
+
+    def _add(self, first: object, second: object) -> None:
+        for chain, (normalized, most) in list(self._waiting.items()):
+            z = normalized()
+            other = second if first is z else first if second is z else None
+            if z is not None and isinstance(other, torch.Tensor):
+                del self._waiting[chain]
+                bound = most.float() + torch.linalg.vector_norm(other.detach(), torch.inf)
+                self._found[chain] = int8_scale(bound.clamp(min=0.0))
+
+    def by_reader(self) -> dict[OpId, torch.Tensor]:
+        """0-d, by the operators of the forward that has passed that would read such a copy."""
+        return {reader: scale for chain, scale in self._found.items() if self.has(chain.name) for reader in chain.product_readers}
 
 
 class RoundedInput(ProducerCalls):

@@ -181,6 +181,11 @@ def add_response(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: 
         into.add(torch.sum(variance.mul_(h).mul_(h), dtype=torch.float64))
 
 
+def int8_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Of symmetric int8, given the largest magnitudes, which it replaces."""
+    return largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
+
+
 def _add_response_of_integers(cast: CastTarget, tensor: torch.Tensor, h: torch.Tensor, into: DeferredSum, scales: Scales) -> None:
     """With the residual f, f(1-f)·h² = (f·h)·h - (f·h)²."""
     values, h = _by_channel_in_memory_order(tensor, h)
@@ -188,8 +193,7 @@ def _add_response_of_integers(cast: CastTarget, tensor: torch.Tensor, h: torch.T
     if scale is None:
         dim = None if cast.granularity is Granularity.PER_TENSOR else 1
         if cast.symmetric:
-            largest = torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None)
-            scale = largest.clamp_(min=_SMALLEST).div_(_INT8_LEVELS)
+            scale = int8_scale(torch.linalg.vector_norm(values, torch.inf, dim=dim, keepdim=dim is not None))
         else:
             scale = cast_scale(values, cast.precision, cast.granularity, symmetric=False)
         scales[cast.granularity, cast.symmetric] = scale
