@@ -382,6 +382,15 @@ class Unbuildable(torch.optim.SGD):
             {"loader": [{"input": X}]},
             r"a dictionary \(input\) of which the model takes everything, and nothing is left for the loss",
         ),
+        (
+            {"loader": [{"image": X, "mask": Y}]},
+            r"a dictionary \(image, mask\), of which the model's forward gets .* \(missing a required argument: 'input'\); "
+            r"where .* pass that as the loader, here \(\(input, target\) for ",
+        ),
+        (
+            {"loader": [(X, Y.repeat_interleave(3))]},
+            rf"yields {len(X)} samples with a target of length {3 * len(Y)}, .* cut .* reshape it in the loss",
+        ),
         ({"loader": [(X, Y)], "optimizer": 0.1}, r"the optimizer of Sequential is a float; pass the torch\.optim\.Optimizer"),
         (
             {"loader": [(X, Y)], "optimizer": sgd(net())},
@@ -436,6 +445,8 @@ def test_a_loss_of_two_outputs_of_one_model_is_refused_with_the_way_to_write_it(
     )
     with pytest.raises(JobError, match=said):
         trace(job)
+    with pytest.raises(JobError, match=r"missing a required argument: 'scale'\); .* here \(\(x, scale, target\) for "):
+        captured([((X, X), Y)], TwoInputs())
     with pytest.raises(JobError, match=r"does not take the other 2 \(too many positional arguments\); .* in one module's forward"):
         captured([(X, X, Y)], net(), loss_fn=lambda z, same: z.sum())
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from qsync_core.errors import JobError
-from qsync_torch.capturing.losses import SEVERAL_CALLS, Loss, Signature, batch_of_mapping, needed_of
+from qsync_torch.capturing.losses import SEVERAL_CALLS, Loss, Signature, batch_of_mapping, needed_of, otherwise
 from qsync_torch.capturing.random_state import as_without
 from qsync_torch.job import Batch
 
@@ -91,7 +91,7 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
         if len(parts) <= wanted:
             raise JobError(
                 f"the loader of {name} yields {len(parts)} parts, and the loss takes {wanted} of them beside the output, which "
-                f"leaves none for the model; {_OTHERWISE}"
+                f"leaves none for the model; {otherwise(model, wanted)}"
             )
         inputs, targets = parts[: len(parts) - wanted], parts[len(parts) - wanted :]
         try:
@@ -99,19 +99,32 @@ def as_batch(name: str, model: nn.Module, loss_fn: Loss | None, given: Any) -> B
         except TypeError as error:
             raise JobError(
                 f"the loader of {name} yields {len(parts)} parts; the loss takes the last {wanted} beside the output, and the "
-                f"model's forward does not take the other {len(inputs)} ({error}); {_OTHERWISE}; {SEVERAL_CALLS}"
+                f"model's forward does not take the other {len(inputs)} ({error}); {otherwise(model, wanted)}; {SEVERAL_CALLS}"
             ) from None
         return Batch(inputs, target=None if not targets else targets[0] if wanted == 1 else targets)
     raise JobError(
         f"the loader of {name} yields a {type(given).__name__}, which says neither what the model is called with nor what the loss "
-        f"takes; {_OTHERWISE}"
+        f"takes; {otherwise(model, 1)}"
     )
 
 
-_OTHERWISE = (
-    "where the training loop makes something else of a batch, pass that as the loader: ((images, labels) for images, labels, _ in "
-    "loader), or qsync_torch.job.Batch objects"
-)
+def check_samples_first(name: str, batch: Batch) -> None:
+    """Refuse targets that are flattened or repeated, which cannot be cut along dimension 0 with their samples.
+
+    Of targets of which one has the samples there, the others may be anything, such as weights of classes.
+
+    Raises:
+        JobError: naming the shape.
+    """
+    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch.target) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    wrong = [size for size in sizes if size > 1 and batch.size > 1 and (size % batch.size == 0 or batch.size % size == 0)]
+    if batch.size in sizes or not wrong:
+        return
+    raise JobError(
+        f"the loader of {name} yields {batch.size} samples with a target of length {wrong[0]}, and measurements cut batches to "
+        "other sizes along dimension 0: yield it with the samples there and reshape it in the loss, as in lambda output, target: "
+        "loss_fn(output.flatten(0, 1), target.flatten())"
+    )
 
 
 @attrs.frozen(eq=False)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.first_step import autocast_now, device_of
-from qsync_torch.capturing.batches import KeptBatches, as_batch, first_batches
+from qsync_torch.capturing.batches import KeptBatches, as_batch, check_samples_first, first_batches
 from qsync_torch.capturing.losses import Loss, loss_of
 from qsync_torch.capturing.optimizer import MakeOptimizer, maker_of
 from qsync_torch.job import Job, check_shapes
@@ -79,6 +79,7 @@ def job_of(
         )
     make_optimizer = maker_of(name, model, optimizer)
     batches = [as_batch(name, model, loss_fn, given) for given in first_batches(name, loader)]
+    check_samples_first(name, batches[0])
     if amp is None:
         active = autocast_now(device_of(model).type)
         amp = None if active is Precision.FLOAT32 else str(active)

@@ -95,14 +95,22 @@ def batch_of_mapping(name: str, model: nn.Module, loss_fn: Loss | None, given: d
     ==============================  ==============================================  =============================
 
     Raises:
-        JobError: when nothing is left for the loss, or another number of keys than it takes.
+        JobError: when the model needs more than that, nothing is left for the loss, or another number of keys than it takes.
     """
     if loss_fn is None:
         return Batch(kwargs=given)
     signature = Signature.of(loss_fn)
-    parameters = inspect.signature(model.forward).parameters.values()
+    forward = inspect.signature(model.forward)
+    parameters = forward.parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     taken = [key for key in given if takes_all or any(key == it.name and it.kind is not it.POSITIONAL_ONLY for it in parameters)]
+    try:
+        forward.bind(**{key: given[key] for key in taken})
+    except TypeError as error:
+        raise JobError(
+            f"the loader of {name} yields a dictionary ({', '.join(given)}), of which the model's forward gets the keys that its "
+            f"parameters are called after ({error}); {otherwise(model, 1)}"
+        ) from None
     if signature.takes_whole_batch:
         return Batch(kwargs={key: given[key] for key in taken}, target=given)
     if not signature.takes_more and len(signature.names) < 2:
@@ -140,6 +148,16 @@ CONVENTIONS = (
     "of a dictionary, loss_fn(output, batch) gets all, loss_fn(output, labels) the keys that its parameters are called after, and "
     "loss_fn(output) nothing; call them so, or pass qsync_torch.job.Batch objects as the loader (docs/your-script.md)"
 )
+
+
+def otherwise(model: nn.Module, targets: int) -> str:
+    """What to do about batches that are not what the model's forward and the loss take."""
+    needed = [it for it in inspect.signature(model.forward).parameters.values() if needed_of([it])]
+    parts = [*(it.name for it in needed), *(["target"] if targets == 1 else (f"target{n}" for n in range(targets)))]
+    return (
+        f"where the training loop makes something else of a batch, pass that as the loader, here (({', '.join(parts)}) for ... in "
+        "loader), or qsync_torch.job.Batch objects"
+    )
 
 
 SEVERAL_CALLS = (
