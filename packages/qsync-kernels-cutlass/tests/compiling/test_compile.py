@@ -274,6 +274,15 @@ def test_progress_is_a_line_each_and_one_line_on_a_terminal(monkeypatch):
         assert stream.getvalue() == expected
 
 
+def test_kernels_that_are_compiled_one_by_one_are_counted_together(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    tally = compiling.Tally()
+    for done, what in [(0, "compiling"), (0, "compiling"), (0, "compiling"), (1, "compiled a"), (1, "failed b"), (1, "compiled c")]:
+        tally.update(done, 1, what)
+    assert stream.getvalue() == "compiling (0 of 1)\nfailed b (2 of 3)\ncompiled c (3 of 3)\n"
+
+
 def test_progress_comes_from_one_thread_at_a_time(stand_in_nvcc, own_cache):
     stand_in_nvcc(COPY)
     inside, most, counts = [], [], []

@@ -144,7 +144,7 @@ def test_ranks_that_a_script_starts_by_itself_are_refused(tmp_path):
 
 def test_a_wrapped_model_is_taken_out_or_refused(tmp_path):
     text = PLAIN.replace("qsync.hybrid(model,", "qsync.hybrid(torch.compile(model),").replace("except Exception", "except KeyError")
-    with pytest.raises(JobError, match=r"call qsync\.hybrid before the model is wrapped in OptimizedModule"):
+    with pytest.raises(JobError, match=r"qsync\.hybrid is wrapped in torch\.compile; call it on the model itself"):
         job_of_script(write(tmp_path, text))
 
 

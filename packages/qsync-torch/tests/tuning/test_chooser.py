@@ -1,5 +1,7 @@
 """Which kernels an operator gets: named ones in their order, tuned ones by latency, PyTorch's own for float formats."""
 
+import threading
+
 import attrs
 import pytest
 import torch
@@ -14,9 +16,10 @@ from qsync_core.kernels.choice import KernelChoice, OpChoice
 from qsync_core.kernels.requests import CallShapes, operator_requests
 from qsync_core.tuning.record import TuningRecord
 from qsync_torch.kernels.installed import open_store
+from qsync_torch.tuning import compiling
 from qsync_torch.tuning.chooser import KernelChooser
 
-from .installed_backends import NamedBackend
+from .installed_backends import CompilingNamedBackend, NamedBackend
 
 CPU = torch.device("cpu")
 INT8, BFLOAT16 = Variant.of(Precision.INT8), Variant.of(Precision.BFLOAT16)
@@ -136,3 +139,26 @@ def test_casts_are_chosen_by_their_shape(install):
     assert chooser.for_cast(key, (4, 16)) == KernelChoice.parse("one", "quantize=one/b")
     assert chooser.for_cast(key, (4096, 16)) == KernelChoice.parse()
     assert chooser.for_cast(CastKey(Precision.FLOAT32, Precision.BFLOAT16), (4, 16)) == KernelChoice.parse()
+
+
+def test_what_was_chosen_is_compiled_side_by_side_and_each_kernel_once(install, monkeypatch):
+    both = threading.Barrier(2)
+
+    class Waiting(CompilingNamedBackend):
+        def unsupported_reasons(self, request):
+            return [] if request.op in (Op.LINEAR_OUTPUT, Op.LINEAR_GRAD_INPUT) else ["it has two products"]
+
+        def build(self, request, config):
+            both.wait(30)  # for the other kernel's compiler
+            return super().build(request, config)
+
+    one = Waiting("one", configs=("t1;swizzle=4", "t2"))
+    install(one)
+    chooser = KernelChooser(CPU, "one+aten")
+    chooser.for_operator(CALL, INT8)
+    chooser.for_operator(attrs.evolve(CALL, x=(6, 16), y=(6, 8)), INT8)  # other rows, which the same kernels take
+    monkeypatch.setattr(compiling, "_cores", lambda: 2)
+    waited = []
+    compiling.build_all(chooser.to_compile, lambda built, every: waited.append((built, every)))
+    assert sorted(one.built) == [(Op.LINEAR_GRAD_INPUT, "t1;swizzle=4"), (Op.LINEAR_OUTPUT, "t1;swizzle=4")]
+    assert waited == [(0, 2), (1, 2)]

@@ -55,6 +55,7 @@ ends, no compiler outlives it.  Its own session keeps Ctrl-C from it, so that er
 _ERROR_CHARACTERS = 2000
 _AWAKE_S = 0.05
 """How long a signal may wait."""
+_LINE_EVERY_S = 10.0
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -67,6 +68,32 @@ def print_progress(done: int, total: int, what: str, /) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+class Tally:
+    """Progress of kernels that are compiled one by one, by several threads: one count of all that this process has asked for.
+
+    Where standard error is no terminal it is a line at the first kernel, at one that fails, at the last, and every ten seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done, self._total, self._printed = 0, 0, float("-inf")
+
+    def update(self, done: int, total: int, what: str, /) -> None:
+        """A :data:`ProgressCallback` for one kernel, which begins with nothing done."""
+        with self._lock:
+            if done:
+                self._done += 1
+            else:
+                self._total += 1
+            now, is_last = time.monotonic(), self._done == self._total
+            if sys.stderr.isatty() or is_last or what.startswith("failed") or now - self._printed >= _LINE_EVERY_S:
+                self._printed = now
+                print_progress(self._done, self._total, what)
+
+
+_tally = Tally()
+
+
 def compiled(source: KernelSource) -> Library:
     """The loaded library of a source, from the user's cache or compiled now.
 
@@ -74,7 +101,7 @@ def compiled(source: KernelSource) -> Library:
         BackendError: when there is no compiler or no CUTLASS, the compiler fails, the cache cannot be used, or the library cannot
             be loaded.
     """
-    (path,) = compile_files([source])
+    (path,) = compile_files([source], progress=_tally.update)
     return Library(path, source)
 
 

@@ -188,7 +188,10 @@ def _check_model(model: nn.Module, caller: Caller) -> None:
     for name, module in model.named_modules():
         if module.__dict__.get(MARK) is not None or is_replaced(module):
             which = f"module {name!r} of this model" if name else "this model"
-            raise PlanError(f"{which} has a plan already; call remove() on what {caller.call} returned before applying another")
+            raise PlanError(
+                f"{which} has a plan already: call {caller.call} once, before the loop, or remove() on what it returned before "
+                "another plan is applied"
+            )
 
 
 def _read(entries: Any) -> dict[OpId, Variant | Assignment]:

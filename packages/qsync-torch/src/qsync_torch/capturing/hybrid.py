@@ -58,7 +58,8 @@ def hybrid(
     if isinstance(model, nn.parallel.DistributedDataParallel):  # which calls the module inside, whatever its forward is by then
         model = model.module
     if isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"):
-        raise JobError(f"call qsync.hybrid before the model is wrapped in {type(model).__name__}")
+        wrapped = "DataParallel" if isinstance(model, nn.DataParallel) else "torch.compile"
+        raise JobError(f"the model of qsync.hybrid is wrapped in {wrapped}; call it on the model itself, before that")
     if is_wanted():
         hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp), HYBRID)
     return apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)

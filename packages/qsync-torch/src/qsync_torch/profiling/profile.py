@@ -60,6 +60,7 @@ from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning.chooser import KernelChooser
+from qsync_torch.tuning.compiling import build_all
 
 _LONGEST_VALUE = 200
 """Characters of a setting that a sentence shows."""
@@ -195,6 +196,7 @@ def profile(
         progress(done, total, what)
         done += 1
 
+    build_all(chooser.to_compile, lambda built, every: progress(0, total, f"compiling, {built} of {every} kernels"))
     with ExitStack() as ending:
         if with_collectives:  # which start when all ranks are ready: none waits in one for a rank that failed
             ending.enter_context(together("profile", {"graph": dag_digest[:16]}, slow=True))

@@ -10,7 +10,7 @@ from qsync_core.errors import BackendError
 from qsync_core.ir.precision import Precision, Rounding
 from qsync_core.ir.profile import CastKey
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.backend import KernelRequest, Op
+from qsync_core.kernels.backend import CompilingBackend, KernelBackend, KernelRequest, Op
 from qsync_core.kernels.choice import AUTO_BACKEND, FLOAT_BACKEND, QUANTIZE_WEIGHT, KernelChoice, OpChoice, split_chain
 from qsync_core.kernels.requests import CallShapes, operator_requests, quantization_variant
 from qsync_core.plugins.backends import Answer
@@ -18,6 +18,7 @@ from qsync_core.tuning.store import TuningStore
 from qsync_torch.devices import device_facts
 from qsync_torch.kernels.installed import installed
 from qsync_torch.kernels.selection import AUTO, DEFAULT_BACKEND, default_backend, find_backends, reasons_against
+from qsync_torch.tuning.compiling import Group, group_of, kernel_of
 
 
 class KernelChooser:
@@ -27,6 +28,7 @@ class KernelChooser:
         device: where the kernels run.
         chain: backends of which the first that takes a request runs it; ``("auto",)``: the fastest.
         untuned: requests that were answered without a measurement, by operator.
+        to_compile: backend, request and configuration of the answers that some backend compiles, each kernel once.
     """
 
     def __init__(self, device: torch.device, backend: str | None = None, store: TuningStore | None = None) -> None:
@@ -45,6 +47,7 @@ class KernelChooser:
         find_backends(self.chain)
         self._store = store
         self.untuned: set[KernelRequest] = set()
+        self.to_compile: dict[Group, tuple[KernelBackend, KernelRequest, str]] = {}
 
     @property
     def _is_trivial(self) -> bool:
@@ -147,6 +150,10 @@ class KernelChooser:
         answer = registry.choose(request, answers)
         if answer.latency_ns is None and request.op not in Op.PRODUCERS:  # which 'qsync tune' does not tune
             self.untuned.add(request)
+        (backend,) = find_backends((answer.backend,))
+        if isinstance(backend, CompilingBackend):
+            kernel = (answer.backend, group_of(request), kernel_of(answer.config))
+            self.to_compile.setdefault(kernel, (backend, request, answer.config))
         return answer
 
 

@@ -84,6 +84,23 @@ class BackgroundCompiler:
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
 
+def build_all(wanted: Mapping[Group, tuple[KernelBackend, KernelRequest, str]], waiting: Callable[[int, int], None]) -> None:
+    """Build kernels on all cores, so that none waits alone for its compiler where it is run first; one that fails says so there.
+
+    Args:
+        wanted: backend, request and configuration of each, by what they are the same kernel.
+        waiting: receives how many are built, and how many there are, before each wait.
+    """
+    pool = ThreadPoolExecutor(_cores())
+    try:
+        needs = [pool.submit(_build, *each) for each in wanted.values()]
+        for done, need in enumerate(needs):
+            waiting(done, len(needs))
+            need.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def _build(backend: KernelBackend, request: KernelRequest, text: str) -> None:
     # The search builds it again, from the cache, and records why it does not compile.
     with contextlib.suppress(Exception):
