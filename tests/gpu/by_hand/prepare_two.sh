@@ -1,35 +1,43 @@
 #!/bin/bash
-# qsync prepare on two GPUs over NCCL, group b under MPS at 50%, of a user's script; then training; then prepare again.
-# cwd: repository root; writes $OUT/prepare; about five minutes.  TRY_CPU=1: two CPU workers and a tiny model, no MPS.
-# Variables: TUNE (seconds of tuning, 15), LIMIT (seconds in all, 390), SLOWER (each command's time, times this).
-OUT=${OUT:?}/prepare; W=$(mktemp -d /tmp/two.XXXXXX); mkdir -p "$OUT" "$W/pipe" "$W/log"
+# qsync prepare on two GPUs over NCCL, group b under MPS at 50%, of a user's script; then training under the plan; then prepare again.
+# cwd: repository root; writes $OUT/prepare_two.tar.gz, at most 16 MiB, and the essentials to standard output (under 12,000 characters).
+# TRY_CPU=1: two CPU workers and a tiny model, no MPS.
+# Variables: TUNE (seconds of tuning, 15), LIMIT (seconds in all, 385), FIRST (of them for prepare at most, 285).
+W=$(mktemp -d /tmp/two.XXXXXX); LOGS=$W/prepare_two; mkdir -p "${OUT:?}" "$LOGS" "$W/pipe" "$W/log" "$W/bin"
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd); SCRIPT=$HERE/prepare_two_train.py
-T0=$(date +%s); LIMIT=${LIMIT:-390}; TUNE=${TUNE:-15}
-export PYTHONFAULTHANDLER=1
-export QSYNC_TRY=two.$$.$T0 RUN=$W/run QSYNC_RANK_TIMEOUT_S=30 PYTHONUNBUFFERED=1
+T0=$(date +%s); LIMIT=${LIMIT:-385}; FIRST=${FIRST:-285}; TUNE=${TUNE:-15}; MOST=$(( 16 * 1024 * 1024 ))
+export QSYNC_TRY=two.$$.$T0 RUN=$W/run QSYNC_RANK_TIMEOUT_S=30 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export PYTHONPATH=$PWD:$PYTHONPATH HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-now() { date +%s.%N; }
-since() { python3 -c "print(f'{$(now) - $1:.1f} s')"; }
-left() { local l=$(( LIMIT - 8 - $(date +%s) + T0 )); [ "$l" -gt "$1" ] && l=$1; [ "$l" -lt 1 ] && l=1; echo "$l"; }   # at most $1
+ENDING_S=20   # kept for ending MPS and packing
+since() { echo $(( $(date +%s) - T0 )); }
+left() { local l=$(( LIMIT - ENDING_S - $(since) )); [ "$l" -gt "$1" ] && l=$1; [ "$l" -lt 1 ] && l=1; echo "$l"; }   # at most $1
 ours() {   # processes with our mark, but this shell and its parents
   for p in /proc/[0-9]*; do
     [ "${p#/proc/}" = $$ ] || [ "${p#/proc/}" = "$BASHPID" ] && continue
     tr '\0' '\n' 2>/dev/null < "$p/environ" | grep -qx "QSYNC_TRY=$QSYNC_TRY" && echo "${p#/proc/}"
   done
 }
+signal() {   # $1: a signal, to every rank of the script that still runs
+  for p in $(ours); do case " $(tr '\0' ' ' 2>/dev/null < /proc/$p/cmdline)" in *python*prepare_two_train*) kill "-$1" "$p" 2>/dev/null;; esac; done
+}
+stamped() {   # every line with the seconds since the start
+  exec python3 -uc 'import sys, time
+for line in sys.stdin: print(f"{time.time() - float(sys.argv[1]):5.0f}  {line}", end="", flush=True)' "$T0"
+}
 finish() {
   trap - EXIT INT TERM
   for p in $(ours); do case "$(cat /proc/$p/comm 2>/dev/null)" in nvidia-cuda-mps*) ;; *) kill -KILL "$p" 2>/dev/null;; esac; done
   [ "$TRY_CPU" = 1 ] || echo quit | timeout 8 nvidia-cuda-mps-control > /dev/null 2>&1
   for p in $(ours); do kill -KILL "$p" 2>/dev/null; done
-  cp "$W"/log/control.log "$OUT/mps.log" 2>/dev/null; tail -c 20000 "$OUT/mps.log" > "$W/m" 2>/dev/null && cp "$W/m" "$OUT/mps.log"
-  cp "$RUN/report.html" "$RUN/start.txt" "$RUN/cluster.toml" "$OUT/" 2>/dev/null
-  mkdir -p "$OUT/run" && cp -r "$RUN"/plans "$RUN"/profiles "$OUT/run/" 2>/dev/null
-  rm -rf "$W"; echo "## in all $(( $(date +%s) - T0 )) s"
+  tail -c 200000 "$W/log/control.log" > "$LOGS/mps.control.log" 2>/dev/null; tail -c 200000 "$W/log/server.log" > "$LOGS/mps.server.log" 2>/dev/null
+  tar -C "$W" -czf "$OUT/prepare_two.tar.gz" prepare_two $(cd "$W" && [ -d run ] && echo run)
+  [ "$(stat -c %s "$OUT/prepare_two.tar.gz")" -le $MOST ] || tar -C "$W" -czf "$OUT/prepare_two.tar.gz" prepare_two
+  [ "$(stat -c %s "$OUT/prepare_two.tar.gz")" -le $MOST ] || { for f in "$LOGS"/*; do tail -c 400000 "$f" > "$W/cut" && cp "$W/cut" "$f"; done; tar -C "$W" -czf "$OUT/prepare_two.tar.gz" prepare_two; }
+  rm -rf "$W"; echo "## in all $(since) s"
 }
-trap finish EXIT INT TERM
+trap finish EXIT; trap 'exit 1' INT TERM
 
-mkdir -p "$W/bin"; printf '#!/bin/bash\nexec python3 -m torch.distributed.run "$@"\n' > "$W/bin/torchrun"; chmod +x "$W/bin/torchrun"
+printf '#!/bin/bash\nexec python3 -m torch.distributed.run "$@"\n' > "$W/bin/torchrun"; chmod +x "$W/bin/torchrun"
 export PATH=$W/bin:$PATH
 A="QSYNC_GROUP=a" B="QSYNC_GROUP=b" MORE=(--tune "$TUNE" --group b=share:0.5)
 if [ "$TRY_CPU" = 1 ]; then
@@ -38,51 +46,64 @@ else
   nvidia-smi -L
   A="$A CUDA_VISIBLE_DEVICES=0" B="$B CUDA_VISIBLE_DEVICES=1 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"
   export CUDA_MPS_PIPE_DIRECTORY=$W/pipe CUDA_MPS_LOG_DIRECTORY=$W/log
-  timeout 20 nvidia-cuda-mps-control -d || echo "## MPS did not start"
+  timeout 20 nvidia-cuda-mps-control -d > /dev/null || echo "## MPS did not start"
   for i in 1 2 3 4 5 6; do echo get_server_list | timeout 5 nvidia-cuda-mps-control > "$W/mps" 2>&1; grep -qi "cannot find" "$W/mps" || break; sleep 1; done
 fi
 PORT=$(( 20000 + RANDOM % 20000 ))
 
 both() {   # $1: name of the logs; $2: seconds at most; the rest: what torchrun starts on both nodes
-  local name=$1 limit; limit=$(left $(( $2 * ${SLOWER:-1} ))); shift 2; PORT=$(( PORT + 1 )); local began; began=$(now); local ra rb
+  local name=$1 limit; limit=$(left "$2"); shift 2; PORT=$(( PORT + 1 )); local began; began=$(since); local ra rb watch
   local t=(torchrun --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port $PORT)
-  env $A timeout -k 4 "$limit" "${t[@]}" --node-rank 0 "$@" > "$OUT/$name.a.log" 2>&1 & local pa=$!
-  env $B timeout -k 4 "$limit" "${t[@]}" --node-rank 1 "$@" > "$OUT/$name.b.log" 2>&1 & local pb=$!
+  env $A timeout -k 4 "$limit" "${t[@]}" --node-rank 0 "$@" > >(stamped > "$LOGS/$name.a.log") 2>&1 & local pa=$!
+  env $B timeout -k 4 "$limit" "${t[@]}" --node-rank 1 "$@" > >(stamped > "$LOGS/$name.b.log") 2>&1 & local pb=$!
+  if [ "$limit" -gt 20 ]; then ( sleep $(( limit - 6 )); signal ABRT ) & watch=$!; fi   # each rank says where it is
   wait $pa; ra=$?; wait $pb; rb=$?
-  echo "## $name: $(since "$began"), exit status a $ra, b $rb (124: stopped after $limit s)"
-  if [ $ra -ne 0 ] || [ $rb -ne 0 ]; then for f in "$OUT/$name.a.log" "$OUT/$name.b.log"; do echo "$f:"; grep -vE "^ |^Traceback" "$f" | tail -n 40 | cut -c1-300; done; fi
-  for p in $(ours); do case " $(tr '\0' ' ' 2>/dev/null < /proc/$p/cmdline)" in *prepare_two_train*) kill -KILL "$p" 2>/dev/null;; esac; done
+  [ -z "$watch" ] || kill $watch 2>/dev/null
+  signal KILL
+  echo "## $name: $(( $(since) - began )) s (from $began s on), exit status a $ra, b $rb, limit $limit s"
+  [ $ra = 0 ] && [ $rb = 0 ] && return 0
+  for f in "$LOGS/$name.a.log" "$LOGS/$name.b.log"; do
+    echo "$(basename "$f"):"; grep -E "error|Error|note:|\[ *[0-9]+ s\]|prepare|File \"" "$f" | grep -v "site-packages" | tail -n 12 | cut -c1-260
+  done
+  return 1
 }
 
 prepare=(-m qsync prepare "$SCRIPT" -o "$RUN" "${MORE[@]}")
-( sleep 262; for p in $(pgrep -f "qsync prepare.*prepare_two_train"); do kill -ABRT $p; done ) & WATCH=$!
-both prepare1 270 "${prepare[@]}"
-grep -v "^$" "$OUT/prepare1.a.log" | grep -v "^  File\|^    \|^Traceback\|\^\^\^" | tail -n 45 | cut -c1-260
-if [ -f "$RUN/start.txt" ]; then echo "## start.txt"; cat "$RUN/start.txt"; fi
+both prepare1 "$FIRST" "${prepare[@]}"
+# What was finished is kept: where there is time left, the same command continues.
+[ -f "$RUN/start.txt" ] || { [ "$(left 999)" -gt 45 ] && both continued "$(( $(left 999) - 30 ))" "${prepare[@]}"; }
+grep -hE "\[ *[0-9]+ s\]|note:|compil" "$LOGS/prepare1.a.log" | tail -n 22 | cut -c1-150
+grep -h "compil" "$LOGS/prepare1.b.log" | tail -n 3 | cut -c1-150
+echo "## $RUN"; (cd "$RUN" && find . -type f -printf '%9s %P\n' | sort -k2 | head -n 40)
+[ -f "$RUN/report.html" ] && python3 - "$RUN/report.html" <<'PY'
+import html, re, sys
+text = re.sub(r"<(script|style).*?</\1>", "", open(sys.argv[1], encoding="utf-8").read(), flags=re.S)
+lines = [line.strip() for line in html.unescape(re.sub(r"<[^>]+>", "\n", text)).splitlines() if line.strip()]
+print("## report.html:", *lines[1:18], sep="\n  ")
+PY
+if [ -f "$RUN/start.txt" ]; then echo "## start.txt"; cut -c1-300 "$RUN/start.txt"; fi
 
-# both groups under the plan, whatever the verdict is
-kill $WATCH 2>/dev/null
-both train 30 "$SCRIPT"
-grep -h "^STEP" "$OUT"/train.?.log
+# Both groups under the plan, whatever the verdict is: predicted beside measured.
+both train 60 "$SCRIPT"
+grep -h "STEP" "$LOGS"/train.?.log | cut -c1-700
 
-both prepare2 30 "${prepare[@]}"
-tail -n 12 "$OUT/prepare2.a.log" | cut -c1-300
+both again 40 "${prepare[@]}"
+grep -hE "nothing had changed|made|note:" "$LOGS/again.a.log" | tail -n 4 | cut -c1-200
 
-# the lines that prepare said to type, as they stand, where time is left
-if [ -f "$RUN/start.txt" ] && [ "$(left 99)" -gt 12 ]; then
-  began=$(now); limit=$(left $(( 25 * ${SLOWER:-1} ))); pids=()
+# The lines that prepare said to type, as they stand, where time is left.
+if [ -f "$RUN/start.txt" ] && [ "$(left 99)" -gt 15 ]; then
+  began=$(since); limit=$(left 45); pids=()
   while IFS= read -r line; do
-    timeout -k 4 "$limit" bash -c "${line#  }" > "$OUT/typed.$(( ${#pids[@]} )).log" 2>&1 & pids+=($!)
+    timeout -k 4 "$limit" bash -c "${line#  }" > >(stamped > "$LOGS/typed.${#pids[@]}.log") 2>&1 & pids+=($!)
   done < <(grep '^  .*torchrun' "$RUN/start.txt")
   status=(); for p in "${pids[@]}"; do wait "$p"; status+=($?); done
-  echo "## lines of start.txt: $(since "$began"), exit statuses ${status[*]}"
-  grep -h "^STEP" "$OUT"/typed.*.log || tail -n 8 "$OUT"/typed.*.log | cut -c1-400
+  echo "## lines of start.txt: $(( $(since) - began )) s, exit statuses ${status[*]}"
+  grep -h "STEP" "$LOGS"/typed.*.log | cut -c1-700 || tail -qn 4 "$LOGS"/typed.*.log | cut -c1-300
 fi
 
-# what the plan predicts, in words
-plan=$(ls -S "$RUN"/plans/*+* 2>/dev/null | head -1); [ -n "$plan" ] || plan=$(ls -S "$RUN"/plans/* 2>/dev/null | head -1)
-if [ -n "$plan" ]; then
-  timeout "$(left 10)" python3 -m qsync show "$plan" > "$OUT/show.txt" 2>&1; head -c 3000 "$OUT/show.txt"
-  [ "$(left 99)" -gt 4 ] && timeout "$(left 10)" python3 -m qsync explain "$plan" > "$OUT/explain.txt" 2>&1
-  [ -f "$OUT/explain.txt" ] && head -n 30 "$OUT/explain.txt" | cut -c1-200
+# What the plan says, in words.
+plan=$RUN/plans/a+b.qsync
+if [ -f "$plan" ] && [ "$(left 99)" -gt 5 ]; then
+  timeout "$(left 10)" python3 -m qsync show "$plan" > "$LOGS/show.txt" 2>&1; head -c 2500 "$LOGS/show.txt"
+  timeout "$(left 10)" python3 -m qsync explain "$plan" > "$LOGS/explain.txt" 2>&1
 fi

@@ -40,6 +40,8 @@ def main() -> None:
 
     applied = qsync.hybrid(model, optimizer, criterion, loader, run=os.environ.get("RUN", "run"))  # the added line
 
+    scalars: dict[str, float] = {}
+    applied.log_scalars(lambda name, value, step: scalars.update({name: round(value, 2)}), every=1)
     ddp = DistributedDataParallel(model, **applied.ddp_options())
     started = time.perf_counter()
     model.train()
@@ -64,8 +66,10 @@ def main() -> None:
         "group": os.environ.get("QSYNC_GROUP"),
         "share": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
         "sms": torch.cuda.get_device_properties(device).multi_processor_count if cuda else None,
+        "predicted_ms": scalars.get("qsync/predicted_step_ms"),
         "step_ms": round(statistics.median(late), 2),
         "quartiles_ms": [round(late[len(late) // 4], 2), round(late[3 * len(late) // 4], 2)],
+        "last_step": scalars,
         "first_steps_ms": [round(t, 1) for t in took[:3]],
         "loss": [round(losses[0], 4), round(losses[-1], 4)],
         "peak_mib": round(torch.cuda.max_memory_reserved() / 2**20) if cuda else None,

@@ -377,7 +377,7 @@ def test_lazy_modules_that_have_seen_a_batch_run_as_others():
 def test_two_plans_on_one_model_are_refused():
     model = ConvNet()
     apply_(model, named(fc=INT8))
-    with pytest.raises(PlanError, match="this model has a plan already: .* remove"):
+    with pytest.raises(PlanError, match=r"this model has a plan already: .* remove"):
         apply_(model, named(fc=INT8))
 
 
