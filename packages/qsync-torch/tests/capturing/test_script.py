@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync_core.errors import JobError
-from qsync_torch.capturing.script import job_of_script, unsaid_autocast
+from qsync_torch.capturing.script import LINE, job_of_script, unsaid_autocast
 from qsync_torch.tracing.trace import trace
 
 from .scripts import PLAIN, write
@@ -161,3 +161,11 @@ def test_a_script_that_calls_autocast_and_does_not_say_so_is_told(tmp_path, loop
     path = write(tmp_path, text)
     note = unsaid_autocast(path, job_of_script(path)[0])
     assert ("write qsync.hybrid(..., amp='bfloat16')" in note) == said
+
+
+def test_a_script_whose_other_rank_has_left_says_that_all_come_to_the_line(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch.distributed as dist\nraise dist.DistNetworkError('Connection reset. More')\n{LINE}\n")
+    said = r"train\.py waited in line 2 of train\.py for a rank that has left, .* come to qsync\.hybrid\(.*Connection reset\)$"
+    with pytest.raises(JobError, match=said):
+        job_of_script(path)

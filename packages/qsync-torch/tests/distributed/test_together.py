@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
+from qsync_core.errors import RankError
+from qsync_torch.distributed import exchange
 from qsync_torch.distributed.exchange import Members
 from qsync_torch.distributed.ranks import together
 
@@ -34,3 +39,33 @@ def test_no_sentence_ends_with_a_colon(error, heard):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
     assert (str(first), second) == (heard, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "rank 1 did not reach the line of train.py within 0.2 s of rank 0: .* call it on every rank"),
+        (ValueError("no data"), "rank 0 fails with ValueError in the line of train.py: no data"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_sentence(error, said, monkeypatch, capsys):
+    monkeypatch.setattr(exchange, "_GRACE_S", 0.0)
+    store, ended = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+
+    def run(rank: int) -> None:
+        with together(
+            "the line of train.py", group=Members(rank, range(2), store, 10.0), timeout_s=0.2 if rank == 0 else 30.0, may_hang=True
+        ):
+            if rank:
+                assert ended.wait(30)  # as in a collective
+            elif error:
+                raise error
+
+    with ThreadPoolExecutor(2) as pool:
+        left = pool.submit(run, 0)
+        hung = pool.submit(run, 1)
+        for future in (left, hung):
+            with pytest.raises((RankError, ValueError)):
+                future.result()
+    assert re.match(f"error: {said}", capsys.readouterr().err)

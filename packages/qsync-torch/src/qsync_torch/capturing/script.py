@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from qsync_core.errors import JobError, QSyncError
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
-from qsync_torch.distributed.ranks import store_of_environment
+from qsync_torch.distributed.ranks import is_of_lost_rank, store_of_environment
 from qsync_torch.job import Job
 
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
@@ -152,6 +152,11 @@ def _run(path: Path, handover: _Handover) -> None:
         if handover.job is None:
             raise
     except Exception as error:
+        if handover.job is None and is_of_lost_rank(error):
+            raise JobError(
+                f"{path} waited{_place(path, error)} for a rank that has left, at its line or by an error of its own; every rank "
+                f"is to come to {LINE} ({_sentence(error).partition('. ')[0]})"
+            ) from error
         if handover.job is None:
             raise JobError(f"{path} failed{_place(path, error)}, before it reached {LINE}: {_sentence(error)}") from error
 

@@ -24,6 +24,7 @@ _GRACE_S = 5.0
 """How long a rank that gives up stays, at least, so that the others hear why: rank 0 may hold the store."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _BEATS_PER_TIMEOUT = 10
+_WATCH_EVERY_S = 0.5
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -130,6 +131,23 @@ class Exchange:
         finally:
             done.set()
             thread.join()
+
+    def given_up(self, until: threading.Event) -> tuple[str, dict[int, Report]] | None:
+        """Wait in another thread until the others end the round without this rank, and some seconds more.
+
+        Returns:
+            Who did not come in time, as a sentence that may be empty, and what the others have said; None where ``until`` is set
+            before that.
+
+        Raises:
+            DistError: the process that holds the store has ended.
+        """
+        while not self._store.check(["over"]):
+            if until.wait(_WATCH_EVERY_S):
+                return None
+        found = self._missing(), self._reports()
+        self._store.set(f"heard/{self.rank}", "")
+        return None if until.wait(_GRACE_S) else found
 
     def say(self, mine: Report) -> None:
         """Publish this rank's report, and where it refuses end the round for all."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 
 import torch
@@ -25,6 +27,8 @@ GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 VERSIONS, PLAN = "versions", "plan"
 """Names of the facts that have a sentence of their own where ranks differ."""
+_GRACE_S = 5.0
+"""How long a rank that the store has left may take to end by itself."""
 
 
 @contextmanager
@@ -188,6 +192,7 @@ def together(
     *,
     slow: bool = False,
     group: dist.ProcessGroup | Members | None = None,
+    may_hang: bool = False,
 ) -> Iterator[dict[str, str]]:
     """Run a block on every rank so that a refusal on one is a refusal on all (docs/training.md#when-a-rank-refuses).
 
@@ -201,6 +206,8 @@ def together(
         slow: the block may take minutes on some ranks, as building kernels does: then the others wait for as long as its process
             lives, at most for the group's own timeout, and ``timeout_s`` is how long a process may give no sign of life.
         group: the ranks that take part, all by default; before there is a process group, those that will be its members.
+        may_hang: the block may wait without end for a rank that has left it, as in a collective: then this process ends, with the
+            sentence, once the others have given up.
 
     Yields:
         The facts.
@@ -221,7 +228,7 @@ def together(
     wrong: Exception | None = None
     try:
         exchange = Exchange(members, what, timeout_s, slow=slow)
-        with exchange.alive():
+        with exchange.alive(), _ended_where_it_hangs(exchange, members, what) if may_hang else nullcontext():
             try:
                 yield agreed
             except Exception as error:
@@ -240,6 +247,33 @@ def together(
         raise _with_more(mine, str(wrong)) if wrong else mine
     if wrong is not None:
         raise wrong
+
+
+@contextmanager
+def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> Iterator[None]:
+    """A block whose process ends some seconds after the other ranks have ended the round without it.
+
+    Nothing in Python interrupts a collective that the main thread is in, so that another thread ends the process.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        try:
+            found = exchange.given_up(done)
+        except dist.DistError as error:
+            found = None if done.wait(_GRACE_S) else (_store_has_gone(what, error), {})
+        if found is not None:
+            missing, reports = found
+            print(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="qsync-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def told_by_all(
@@ -282,12 +316,17 @@ def naming_lost_ranks(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not is_of_lost_rank(error):
             raise
         raise RankError(
             f"another rank of this job has failed, or cannot be reached any more, while this one was in {what}: see what was "
             f"printed there last ({_first_line(error).partition('. ')[0]})"
         ) from error
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Whether a collective, or the store, failed because another rank has gone."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def rank_timeout_s() -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from qsync_core.artifacts.files import digest, from_bytes, to_bytes
 from qsync_core.cluster_file import parse_cluster
-from qsync_core.errors import ClusterError, PlanError, QSyncError
+from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.communication import CollectiveCosts
 from qsync_core.ir.dag import PrecisionDag
@@ -25,7 +25,15 @@ from qsync_core.run_folder import RunFolder
 from qsync_torch.caller import Caller
 from qsync_torch.devices import any_chips_ladder, job_software
 from qsync_torch.distributed.exchange import Members
-from qsync_torch.distributed.ranks import VERSIONS, naming_lost_ranks, process_group_from_environment, versions_text
+from qsync_torch.distributed.ranks import (
+    VERSIONS,
+    naming_lost_ranks,
+    process_group_from_environment,
+    rank_timeout_s,
+    store_of_environment,
+    together,
+    versions_text,
+)
 from qsync_torch.job import Job, check_same_model, describe_optimizer
 from qsync_torch.load_job import job_code, load_job
 from qsync_torch.prepare.board import Board
@@ -144,24 +152,20 @@ def prepare(request: Request) -> Prepared:
 
 
 def _of_script(request: Request) -> Load:
-    """Runs the script now; what it gives, or the error, is there when it is asked for."""
+    """Runs the script now, on every rank or on none; what it said is there when it is asked for.
+
+    Raises:
+        QSyncError: on every rank, also where one does not come to its line while another has.
+    """
     from qsync_torch.capturing.script import job_of_script
 
-    failed: QSyncError | None = None
-    said: tuple[Job, Caller] | None = None
-    try:
-        said = job_of_script(request.job, request.arguments)
-    except QSyncError as error:
-        failed = error
-
-    def load() -> tuple[Job, Caller | None]:
-        if failed is not None:
-            raise failed
-        assert said is not None
-        job, caller = said
-        return job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size), caller
-
-    return load
+    place, members = store_of_environment(), None
+    if place is not None:
+        store, rank, world_size = place
+        members = Members(rank, range(world_size), dist.PrefixStore("qsync/script", store), rank_timeout_s())
+    with together(f"the line of {Path(request.job).name}", group=members, may_hang=True):
+        job, caller = job_of_script(request.job, request.arguments)
+    return lambda: (job if request.batch_size is None else attrs.evolve(job, batch_size=request.batch_size), caller)
 
 
 @attrs.define(eq=False)
