@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from qsync_kernels_triton.producers.functions import activated, slope
-from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW, common_scale
-from qsync_kernels_triton.quantize.rounding import infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
-from qsync_kernels_triton.quantize.rows import bits_of_rows
+from qsync_kernels_triton.producers.layer_norm import ONE_SCALE, PER_ROW
+from qsync_kernels_triton.quantize.rounding import common_scale, infinite_if_nan, larger, stream_words
+from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
 
 @triton.jit
@@ -51,17 +51,12 @@ def activate_rows(
             for begin in range(0, length, BLOCK):
                 x, inside = _loaded(x_ptr, first, begin + columns, row, rows, length)
                 largest, x_largest = larger(largest, activated(x, ACTIVATION)), larger(x_largest, x)
-        absmax, x_absmax = tl.max(infinite_if_nan(largest), 1), tl.max(infinite_if_nan(x_largest), 1)
         if SCALES == PER_ROW:
-            scale = scale_of(absmax, FORMAT)
-            inverse = inverse_of(absmax, scale, FORMAT)
-            tl.store(scale_ptr + row, scale, mask=row < rows)
+            scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
         if SCALES == ONE_SCALE:
-            greatest = tl.maximum(greatest, absmax)
+            greatest = tl.maximum(greatest, tl.max(infinite_if_nan(largest), 1))
         if WRITE_X:
-            x_scale = scale_of(x_absmax, X_FORMAT)
-            x_inverse = inverse_of(x_absmax, x_scale, X_FORMAT)
-            tl.store(x_scale_ptr + row, x_scale, mask=row < rows)
+            x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
         for begin in range(0, 1 if SINGLE else length, BLOCK):
             column = begin + columns
             if not SINGLE:
@@ -71,14 +66,16 @@ def activate_rows(
             if WRITE_OUT:
                 tl.store(out_ptr + where, r.to(out_ptr.dtype.element_ty), mask=inside)
             if WRITE_X:
-                bits = bits_of_rows(
-                    first, begin, x_seed_low, x_seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED
+                x_q = rounded_rows(
+                    x, x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
+                    X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
                 )  # fmt: skip
-                x_q = rounded(x, x_scale[:, None], x_inverse[:, None], bits, X_FORMAT, ROUNDING)
                 tl.store(x_q_ptr + where, x_q, mask=inside)
             if SCALES == PER_ROW:
-                bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-                q = rounded(r, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
+                q = rounded_rows(
+                    r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+                    FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+                )  # fmt: skip
                 tl.store(q_ptr + where, q, mask=inside)
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
@@ -105,8 +102,11 @@ def round_activated(
         first = row.to(tl.int64) * length
         x, inside = _loaded(x_ptr, first, column, row, rows, length)
         r = tl.minimum(tl.maximum(activated(x, ACTIVATION), -absmax), absmax)
-        bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-        tl.store(q_ptr + first[:, None] + column[None, :], rounded(r, scale, inverse, bits, FORMAT, ROUNDING), mask=inside)
+        q = rounded_rows(
+            r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+            FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        )  # fmt: skip
+        tl.store(q_ptr + first[:, None] + column[None, :], q, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "units"])

@@ -26,8 +26,15 @@ import triton
 import triton.language as tl
 
 from qsync_kernels_triton.producers.functions import activated, packed_bits
-from qsync_kernels_triton.quantize.rounding import infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
-from qsync_kernels_triton.quantize.rows import bits_of_rows
+from qsync_kernels_triton.quantize.rounding import (
+    infinite_if_nan,
+    inverse_of,
+    larger,
+    merged_scale,
+    scale_of,
+    stream_words,
+)
+from qsync_kernels_triton.quantize.rows import rounded_rows
 
 
 @triton.jit
@@ -227,15 +234,12 @@ def normalize_positions(
         x_scale = tl.load(x_scale_ptr + column, mask=wanted, other=1.0)[None, :]
         x_inverse = tl.load(x_inverse_ptr + column, mask=wanted, other=1.0)[None, :]
     if WRITE_Q or WRITE_ABSMAX:
-        index = tl.arange(0, BOUNDS)
-        absmax = tl.max(tl.load(bound_ptr + index, mask=index < bounds, other=0.0), axis=0)
+        absmax, scale, inverse = merged_scale(bound_ptr, bounds, BOUNDS, FORMAT)
         leader = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if WRITE_ABSMAX and not RESIDUAL:  # noqa: SIM102
             if leader:
                 tl.store(absmax_ptr, absmax.to(out_ptr.dtype.element_ty).to(tl.float32))
-        if WRITE_Q:
-            scale = scale_of(absmax, FORMAT)
-            inverse = inverse_of(absmax, scale, FORMAT)
+        if WRITE_Q:  # noqa: SIM102
             if leader:
                 tl.store(scale_ptr, scale)
     tiles = tl.cdiv(positions, ROWS)
@@ -248,10 +252,11 @@ def normalize_positions(
         if RESIDUAL:  # on its way before anything is stored
             residual = tl.load(residual_ptr + where, mask=inside, other=0.0)
         if WRITE_X:
-            bits = bits_of_rows(
-                first, begin, x_seed_low, x_seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED
+            x_q = rounded_rows(
+                centred * rstd[None, :], x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
+                X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
             )  # fmt: skip
-            tl.store(x_q_ptr + where, rounded(centred * rstd[None, :], x_scale, x_inverse, bits, X_FORMAT, ROUNDING), mask=inside)
+            tl.store(x_q_ptr + where, x_q, mask=inside)
         z = affine(centred, factor, shift)
         if RESIDUAL:
             z += residual.to(tl.float32)
@@ -268,8 +273,11 @@ def normalize_positions(
             if RESIDUAL:
                 # Were a residual larger than its caller says, int8 would wrap around.
                 r = tl.minimum(tl.maximum(r, -absmax), absmax)
-            bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-            tl.store(q_ptr + where, rounded(r, scale, inverse, bits, FORMAT, ROUNDING), mask=inside)
+            q = rounded_rows(
+                r, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+                FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+            )  # fmt: skip
+            tl.store(q_ptr + where, q, mask=inside)
     if WRITE_ABSMAX and RESIDUAL:
         # A maximum is the same in any order.  Rounding is monotone: the largest r is the largest of what was written.
         most = tl.max(tl.max(infinite_if_nan(largest), axis=1), axis=0).to(out_ptr.dtype.element_ty).to(tl.float32)

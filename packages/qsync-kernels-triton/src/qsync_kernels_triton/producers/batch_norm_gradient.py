@@ -17,8 +17,8 @@ import triton.language as tl
 
 from qsync_kernels_triton.producers.batch_norm import affine, channel_of, inverse_deviation
 from qsync_kernels_triton.producers.functions import unpacked_bits
-from qsync_kernels_triton.quantize.rounding import INT8, infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
-from qsync_kernels_triton.quantize.rows import bits_of_rows
+from qsync_kernels_triton.quantize.rounding import INT8, common_scale, infinite_if_nan, larger, stream_words
+from qsync_kernels_triton.quantize.rows import rounded_rows
 
 BITS: tl.constexpr = tl.constexpr(1)
 AGAIN: tl.constexpr = tl.constexpr(2)
@@ -150,13 +150,8 @@ def apply_gradient(
     mean_h = (tl.load(total_ptr + column, mask=wanted, other=0.0) / n)[None, :]
     mean_product = (tl.load(product_ptr + column, mask=wanted, other=0.0) / n)[None, :]
     if WRITE_Q:
-        index = tl.arange(0, REACHES)
-        reach = tl.max(tl.load(reach_ptr + index, mask=index < reaches, other=0.0), axis=0)
-        scale = scale_of(reach, INT8)
-        inverse = inverse_of(reach, scale, INT8)
+        _, scale, inverse = common_scale(reach_ptr, scale_ptr, reaches, REACHES, INT8)
         multiplier = channel_of(multiplier_ptr, column, wanted, 1.0, MULTIPLIER)[None, :]
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale_ptr, scale)
     tiles = tl.cdiv(positions, ROWS)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = (tiles - 1 - number) * ROWS + tl.arange(0, ROWS)
@@ -173,5 +168,8 @@ def apply_gradient(
         if WRITE_INPUT:
             tl.store(grad_input_ptr + where, gradient.to(grad_input_ptr.dtype.element_ty), mask=inside)
         if WRITE_Q:
-            bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-            tl.store(q_ptr + where, rounded(gradient * multiplier, scale, inverse, bits, INT8, ROUNDING), mask=inside)
+            q = rounded_rows(
+                gradient * multiplier, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+                INT8, ROUNDING, ROWS, BLOCK, ALIGNED,
+            )  # fmt: skip
+            tl.store(q_ptr + where, q, mask=inside)

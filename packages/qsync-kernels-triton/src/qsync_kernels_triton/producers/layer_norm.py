@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from qsync_kernels_triton.producers.batch_norm import inverse_deviation
-from qsync_kernels_triton.quantize.rounding import infinite_if_nan, inverse_of, larger, rounded, scale_of, stream_words
-from qsync_kernels_triton.quantize.rows import bits_of_rows
+from qsync_kernels_triton.quantize.rounding import common_scale, infinite_if_nan, larger, stream_words
+from qsync_kernels_triton.quantize.rows import rounded_rows, scales_of_rows
 
 PER_ROW: tl.constexpr = tl.constexpr(1)
 ONE_SCALE: tl.constexpr = tl.constexpr(2)
@@ -129,17 +129,12 @@ def normalize_rows(
                 s = summed(x_ptr, residual_ptr, sum_ptr, first[:, None] + column[None, :], inside, RESIDUAL, WRITE_SUM)
                 x, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
                 largest, x_largest = larger(largest, tl.where(inside, z, 0.0)), larger(x_largest, tl.where(inside, x, 0.0))
-        absmax, x_absmax = tl.max(infinite_if_nan(largest), 1), tl.max(infinite_if_nan(x_largest), 1)
         if SCALES == PER_ROW:
-            scale = scale_of(absmax, FORMAT)
-            inverse = inverse_of(absmax, scale, FORMAT)
-            tl.store(scale_ptr + row, scale, mask=row < rows)
+            scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
         if SCALES == ONE_SCALE:
-            greatest = tl.maximum(greatest, absmax)
+            greatest = tl.maximum(greatest, tl.max(infinite_if_nan(largest), 1))
         if WRITE_X:
-            x_scale = scale_of(x_absmax, X_FORMAT)
-            x_inverse = inverse_of(x_absmax, x_scale, X_FORMAT)
-            tl.store(x_scale_ptr + row, x_scale, mask=row < rows)
+            x_scale, x_inverse = scales_of_rows(x_scale_ptr, x_largest, row, rows, X_FORMAT)
 
         for begin in range(0, 1 if SINGLE else length, BLOCK):
             column = begin + columns
@@ -153,28 +148,19 @@ def normalize_rows(
             if WRITE_OUT:
                 tl.store(out_ptr + where, z.to(out_ptr.dtype.element_ty), mask=inside)
             if WRITE_X:
-                bits = bits_of_rows(
-                    first, begin, x_seed_low, x_seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED
+                x_q = rounded_rows(
+                    x, x_scale, x_inverse, first, begin, x_seed_low, x_seed_high, stream_low, stream_high,
+                    X_FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
                 )  # fmt: skip
-                x_q = rounded(x, x_scale[:, None], x_inverse[:, None], bits, X_FORMAT, ROUNDING)
                 tl.store(x_q_ptr + where, x_q, mask=inside)
             if SCALES == PER_ROW:
-                bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-                q = rounded(z, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
+                q = rounded_rows(
+                    z, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+                    FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+                )  # fmt: skip
                 tl.store(q_ptr + where, q, mask=inside)
     if SCALES == ONE_SCALE:
         tl.store(scale_ptr + tl.program_id(0), tl.max(greatest, 0))
-
-
-@triton.jit
-def common_scale(partial_ptr, scale_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr):
-    """Largest magnitude, scale and inverse of partial maxima; the first program writes the scale."""
-    index = tl.arange(0, PARTIALS)
-    absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
-    scale = scale_of(absmax, FORMAT)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr, scale)
-    return absmax, scale, inverse_of(absmax, scale, FORMAT)
 
 
 @triton.jit(do_not_specialize=["rows", "units", "partials", "seed_low", "seed_high", "stream_low", "stream_high"])
@@ -207,5 +193,8 @@ def round_normalized(
         _, z = _normalized(s, mean, rstd, column, length, weight_ptr, bias_ptr, WEIGHT, BIAS)
         # What two kernels work out is the same number; if a compiler thought otherwise, int8 would wrap around.
         z = tl.minimum(tl.maximum(z, -absmax), absmax)
-        bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-        tl.store(q_ptr + first[:, None] + column[None, :], rounded(z, scale, inverse, bits, FORMAT, ROUNDING), mask=inside)
+        q = rounded_rows(
+            z, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+            FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+        )  # fmt: skip
+        tl.store(q_ptr + first[:, None] + column[None, :], q, mask=inside)

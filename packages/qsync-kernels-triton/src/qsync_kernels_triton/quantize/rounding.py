@@ -62,6 +62,24 @@ def inverse_of(absmax, scale, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def merged_scale(partial_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr):
+    """Largest magnitude, scale and inverse of partial maxima."""
+    index = tl.arange(0, PARTIALS)
+    absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
+    scale = scale_of(absmax, FORMAT)
+    return absmax, scale, inverse_of(absmax, scale, FORMAT)
+
+
+@triton.jit
+def common_scale(partial_ptr, scale_ptr, partials, PARTIALS: tl.constexpr, FORMAT: tl.constexpr):
+    """The same, and the first program writes the scale."""
+    absmax, scale, inverse = merged_scale(partial_ptr, partials, PARTIALS, FORMAT)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_ptr, scale)
+    return absmax, scale, inverse
+
+
+@triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
     """The four output words of Philox 4x32-10; all arguments uint32."""
     for _ in tl.static_range(10):

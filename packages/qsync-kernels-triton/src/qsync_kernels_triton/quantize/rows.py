@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from qsync_kernels_triton.quantize.rounding import (
     NO_MULTIPLIER,
     STOCHASTIC,
+    common_scale,
     infinite_if_nan,
     inverse_of,
     larger,
@@ -43,15 +44,16 @@ def loaded_rows(
 
 
 @triton.jit
-def bits_of_rows(
-    first, begin, seed_low, seed_high, stream_low, stream_high,
-    ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+def rounded_rows(
+    x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Random bits of a (ROWS, BLOCK) tile: rows that begin at ``first``, columns from ``begin`` on; unused where none are drawn.
+    """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on.
 
-    ALIGNED: rows and tiles begin at multiples of 8, so that eight neighbours share a call of the generator.
+    ``scale`` and ``inverse`` are one number each, or a column or row of the tile.  ALIGNED: rows and tiles begin at multiples of 8,
+    so that eight neighbours share a call of the random generator.
     """
-    bits = tl.arange(0, BLOCK)[None, :]
+    bits = tl.arange(0, BLOCK)[None, :]  # unused where none are drawn
     if ROUNDING == STOCHASTIC:
         if ALIGNED:
             call = ((first + begin) // 8)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
@@ -60,17 +62,16 @@ def bits_of_rows(
             bits = random_bits_of(
                 (first + begin)[:, None] + tl.arange(0, BLOCK)[None, :], seed_low, seed_high, stream_low, stream_high
             )
-    return bits
+    return rounded(x, scale, inverse, bits, FORMAT, ROUNDING)
 
 
 @triton.jit
-def rounded_rows(
-    x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
-    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """A (ROWS, BLOCK) tile in an 8-bit format: rows that begin at ``first``, columns from ``begin`` on, a scale for each row."""
-    bits = bits_of_rows(first, begin, seed_low, seed_high, stream_low, stream_high, ROUNDING, ROWS, BLOCK, ALIGNED)
-    return rounded(x, scale[:, None], inverse[:, None], bits, FORMAT, ROUNDING)
+def scales_of_rows(scale_ptr, largest, row, rows, FORMAT: tl.constexpr):
+    """Scale and inverse of rows as columns of a tile, from magnitudes whose largest counts; the scales are written."""
+    absmax = tl.max(infinite_if_nan(largest), axis=1)
+    scale = scale_of(absmax, FORMAT)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    return scale[:, None], inverse_of(absmax, scale, FORMAT)[:, None]
 
 
 @triton.jit
@@ -101,10 +102,7 @@ def quantize_row_block(
         for begin in range(0, row_length, BLOCK):
             x = loaded_rows(x_ptr, multiplier_ptr, first, begin + columns, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
             largest = larger(largest, x)
-    absmax = tl.max(infinite_if_nan(largest), axis=1)
-    scale = scale_of(absmax, FORMAT)
-    inverse = inverse_of(absmax, scale, FORMAT)
-    tl.store(scale_ptr + row, scale, mask=row < rows)
+    scale, inverse = scales_of_rows(scale_ptr, largest, row, rows, FORMAT)
     if SINGLE:
         q = rounded_rows(
             x, scale, inverse, first, 0, seed_low, seed_high, stream_low, stream_high,
@@ -116,21 +114,9 @@ def quantize_row_block(
             column = begin + columns
             x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, inner, channels, FULL, MULTIPLIER)
             q = rounded_rows(
-                x,
-                scale,
-                inverse,
-                first,
-                begin,
-                seed_low,
-                seed_high,
-                stream_low,
-                stream_high,
-                FORMAT,
-                ROUNDING,
-                ROWS,
-                BLOCK,
-                ALIGNED,
-            )
+                x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
+                FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
+            )  # fmt: skip
             _store(q_ptr, q, first, column, row, rows, row_length, FULL)
 
 
@@ -169,13 +155,7 @@ def quantize_twice_from_partials(
     stream_low, stream_high = stream_words(stream_ptr, stream_low, stream_high, LIVE)
     if OVERLAP:
         gdc_wait()
-    index = tl.arange(0, PARTIALS)
-    absmax = tl.max(tl.load(partial_ptr + index, mask=index < partials, other=0.0), axis=0)
-    scale = scale_of(absmax, FORMAT)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr, scale)
-    scales = tl.zeros((ROWS,), dtype=tl.float32) + scale
-    inverses = tl.zeros((ROWS,), dtype=tl.float32) + inverse_of(absmax, scale, FORMAT)
+    _, scale, inverse = common_scale(partial_ptr, scale_ptr, partials, PARTIALS, FORMAT)
     across = tl.cdiv(row_length, BLOCK)
     tiles = tl.cdiv(rows, ROWS) * across
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -186,7 +166,7 @@ def quantize_twice_from_partials(
         first = row.to(tl.int64) * row_length
         x = loaded_rows(x_ptr, multiplier_ptr, first, column, row, rows, row_length, 1, channels, FULL, MULTIPLIER)
         q = rounded_rows(
-            x, scales, inverses, first, begin, seed_low, seed_high, stream_low, stream_high,
+            x, scale, inverse, first, begin, seed_low, seed_high, stream_low, stream_high,
             FORMAT, ROUNDING, ROWS, BLOCK, ALIGNED,
         )  # fmt: skip
         across_position = column.to(tl.int64)[:, None] * rows + row[None, :]

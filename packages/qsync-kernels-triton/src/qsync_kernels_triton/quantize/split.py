@@ -19,11 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qsync_kernels_triton.quantize.rounding import (
     eights,
     infinite_if_nan,
-    inverse_of,
     larger,
+    merged_scale,
     multiplied,
     round_tile,
-    scale_of,
     stream_words,
 )
 
@@ -108,10 +107,7 @@ def round_chunks(
     x = tl.load(x_ptr + start + offsets, mask=offsets < tl.where(chunk >= 0, BLOCK, 0), other=0.0, eviction_policy="evict_first")
     if OVERLAP:
         gdc_wait()
-    column = tl.arange(0, PARTIALS)
-    absmax = tl.max(tl.load(partial_ptr + column, mask=column < partials, other=0.0), axis=0)
-    scale = scale_of(absmax, FORMAT)
-    inverse = inverse_of(absmax, scale, FORMAT)
+    _, scale, inverse = merged_scale(partial_ptr, partials, PARTIALS, FORMAT)
     for _ in range((tl.maximum(full_chunks - program, 0) + programs - 1) // programs):
         chunk -= programs
         following = tl.load(
