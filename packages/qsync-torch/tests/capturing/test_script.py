@@ -169,3 +169,13 @@ def test_a_script_whose_other_rank_has_left_says_that_all_come_to_the_line(tmp_p
     said = r"train\.py waited in line 2 of train\.py for a rank that has left, .* come to qsync\.hybrid\(.*Connection reset\)$"
     with pytest.raises(JobError, match=said):
         job_of_script(path)
+
+
+def test_a_script_that_needs_torchrun_says_so(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch.distributed as dist\ndist.init_process_group('gloo')\n{LINE}\n")
+    said = r"failed in line 2 of train\.py, .* RANK expected, but not set; start its ranks with torchrun, as in 'torchrun "
+    with pytest.raises(JobError, match=said):
+        job_of_script(path)

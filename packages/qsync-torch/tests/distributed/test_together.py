@@ -69,3 +69,28 @@ def test_a_rank_that_hangs_in_a_block_that_the_others_have_left_ends_with_the_se
             with pytest.raises((RankError, ValueError)):
                 future.result()
     assert re.match(f"error: {said}", capsys.readouterr().err)
+
+
+def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(monkeypatch):
+    store, waits = dist.HashStore(), threading.Event()
+    hear = exchange.Exchange.hear
+
+    def interrupted(self):
+        if self.rank == 0:
+            return hear(self)
+        waits.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exchange.Exchange, "hear", interrupted)
+
+    def run(rank: int) -> None:
+        with together("preparing", group=Members(rank, range(2), store, 60.0), timeout_s=60.0, slow=True):
+            if rank == 0:
+                assert waits.wait(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(run, rank) for rank in range(2))
+        with pytest.raises(KeyboardInterrupt):
+            second.result()
+        with pytest.raises(RankError, match=r"^rank 1 fails with an interruption \(Ctrl-C\) in preparing$"):
+            first.result(timeout=30)

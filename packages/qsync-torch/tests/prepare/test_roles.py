@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -15,7 +16,7 @@ from qsync_core.ir.profile import DeviceKind, DeviceType
 from qsync_core.ir.variant import Variant
 from qsync_torch.prepare.measuring import Probe
 from qsync_torch.prepare.participants import Group, Participant, Wish
-from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
+from qsync_torch.prepare.roles import contradiction, described_groups, otherwise, renamed
 
 FLOAT32, BFLOAT16 = Variant.of(Precision.FLOAT32), Variant.of(Precision.BFLOAT16)
 GIB = 1 << 30
@@ -116,3 +117,10 @@ def test_a_cpu_with_a_budget_has_a_rung_that_saves_memory_though_none_saves_time
 def test_one_group_trains_without_being_measured():
     (only,) = described_groups([GPUS[0]], {}, {}, {})
     assert (only.role, only.ladder) == (Role.TRAIN, (FLOAT32,))
+
+
+def test_a_group_that_the_folder_does_not_know_in_the_place_of_another_may_be_mistyped():
+    assert re.match(
+        r"this folder was made with b, not here now, and does not know bb; where QSYNC_GROUP", renamed("ab", ["a", "bb"])
+    )
+    assert [renamed(*groups) for groups in [("ab", "ab"), ("ab", "a"), ("a", "ab"), ("", "ab")]] == [""] * 4

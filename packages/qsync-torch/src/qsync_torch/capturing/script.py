@@ -25,6 +25,7 @@ from qsync_torch.job import Job
 
 LINE = "qsync.hybrid(model, optimizer, loss_fn, loader)"
 """The line, as messages show it."""
+_TORCHRUN = "torchrun, as in 'torchrun --nproc-per-node 2 -m qsync prepare train.py'"
 _AUTOCAST = re.compile(r"\bautocast\(")
 _VARIABLE = "QSYNC_PREPARING"
 """Set to the process's number while a script runs, so that processes which the script starts know."""
@@ -60,8 +61,8 @@ def is_wanted() -> bool:
     if starter is None or (_running is not None and starter == str(os.getpid())):
         return _running is not None
     raise JobError(
-        f"{LINE} was reached in a process that the script started by itself; start the script's ranks with torchrun, as in "
-        "'torchrun --nproc-per-node 2 -m qsync prepare train.py', instead of torch.multiprocessing.spawn"
+        f"{LINE} was reached in a process that the script started by itself; start its ranks with {_TORCHRUN}, instead of "
+        "torch.multiprocessing.spawn"
     )
 
 
@@ -158,7 +159,10 @@ def _run(path: Path, handover: _Handover) -> None:
                 f"is to come to {LINE} ({_sentence(error).partition('. ')[0]})"
             ) from error
         if handover.job is None:
-            raise JobError(f"{path} failed{_place(path, error)}, before it reached {LINE}: {_sentence(error)}") from error
+            alone = "rendezvous" in str(error) and "RANK" not in os.environ
+            advice = f"; start its ranks with {_TORCHRUN}" if alone else ""
+            failed = f"{path} failed{_place(path, error)}, before it reached {LINE}"
+            raise JobError(f"{failed}: {_sentence(error)}{advice}") from error
 
 
 @contextlib.contextmanager

@@ -155,6 +155,12 @@ class Exchange:
         if mine.refusal:
             self._store.set("over", "")
 
+    def leave(self, mine: Report) -> None:
+        """:meth:`say` in a rank that ends now, and will not hear the others: none waits for that."""
+        with suppress(dist.DistError):
+            self.say(mine)
+            self._store.set(f"heard/{self.rank}", "")
+
     def hear(self) -> dict[int, Report]:
         """The reports of all ranks, or where one refuses those of the ranks that came in time; call it after :meth:`say`.
 

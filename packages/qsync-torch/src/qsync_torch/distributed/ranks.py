@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 
 import torch
@@ -234,11 +234,10 @@ def together(
             except Exception as error:
                 mine = error
             except BaseException as error:
-                with suppress(dist.DistError):
-                    exchange.say(_report(what, agreed, error))
+                exchange.leave(_report(what, agreed, error))
                 raise
         exchange.say(_report(what, agreed, mine))
-        wrong = _disagreement(exchange.hear(), members.rank, as_well=mine is not None)
+        wrong = _disagreement(_heard(exchange, what), members.rank, as_well=mine is not None)
     except RankError as error:
         wrong = error
     except dist.DistError as error:
@@ -291,12 +290,21 @@ def told_by_all(
     try:
         exchange = Exchange(members, what, rank_timeout_s())
         exchange.say(Report(what, mine))
-        reports = exchange.hear()
+        reports = _heard(exchange, what)
     except dist.DistError as error:
         raise RankError(_store_has_gone(what, error)) from None
     if elsewhere := _different_calls(reports):
         raise elsewhere
     return {rank: report.facts for rank, report in reports.items()}
+
+
+def _heard(exchange: Exchange, what: str) -> dict[int, Report]:
+    """What all say; who is interrupted while it waits for them says so, because it will not come to the next call either."""
+    try:
+        return exchange.hear()
+    except KeyboardInterrupt as error:
+        exchange.leave(_report(what, {}, error))
+        raise
 
 
 def _members(group: dist.ProcessGroup | Members | None) -> Members | None:

@@ -42,7 +42,7 @@ from qsync_torch.prepare.folder import CLUSTER, GRAPH, WHAT, Folder, Made, merge
 from qsync_torch.prepare.ledger import Parts
 from qsync_torch.prepare.measuring import SAME_ON_ALL_RANKS, Bench, Probe, collective_inputs
 from qsync_torch.prepare.participants import Group, Participant, Wish, find_groups, form_groups, gather, waves
-from qsync_torch.prepare.roles import contradiction, described_groups, otherwise
+from qsync_torch.prepare.roles import contradiction, described_groups, otherwise, renamed
 from qsync_torch.prepare.starting import Start, how_to_start
 from qsync_torch.profiling.communication import measure_communication
 from qsync_torch.tracing.trace import trace
@@ -207,6 +207,9 @@ class _Flow:
         described = self._described()
         groups = find_groups(participants, described) if described else form_groups(participants, request.wishes)
         self._groups = groups
+        known = [name.removeprefix("profile ") for name in folder.parts if name.startswith("profile ")]
+        if folder.rank == 0 and (warning := renamed(known, [group.name for group in groups])):
+            self.board.note(warning, of_job=True)
         own = next(group for group in groups if me.rank in group.ranks)
         if len(participants) > 1:
             self.board.label = f"{own.name}, " if len(own.ranks) == 1 else f"{own.name} (rank {me.rank}), "

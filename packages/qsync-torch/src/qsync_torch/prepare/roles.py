@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.plan import Role
@@ -86,4 +86,15 @@ def contradiction(cluster: Cluster, profiled: StepsNs) -> str:
     return (
         f"{slow} trains and {fast} infers, as was said, but by the profiles {slow} is the slower one: its step in full precision "
         f"takes {format_ns(profiled[slow])}, that of {fast} {format_ns(profiled[fast])}; exchange the roles, unless it is meant so"
+    )
+
+
+def renamed(before: Collection[str], now: Collection[str]) -> str:
+    """A sentence on groups that a folder does not know, where some that it knows are absent: a name may be mistyped."""
+    new, gone = sorted({*now} - {*before}), sorted({*before} - {*now})
+    if not new or not gone:
+        return ""
+    return (
+        f"this folder was made with {', '.join(gone)}, not here now, and does not know {', '.join(new)}; where QSYNC_GROUP is "
+        "mistyped, set it right and start this again"
     )
