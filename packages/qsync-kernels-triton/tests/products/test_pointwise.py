@@ -11,6 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from qsync_core.geometry import Geometry  # noqa: E402
+from qsync_core.ir.precision import Precision  # noqa: E402
+from qsync_core.ir.variant import Variant  # noqa: E402
+from qsync_core.kernels.backend import KernelRequest, Op  # noqa: E402
+from qsync_kernels_triton.backend import TritonBackend  # noqa: E402
 from qsync_kernels_triton.config import ProductConfig  # noqa: E402
 from qsync_kernels_triton.products import conv2d, pointwise  # noqa: E402
 from qsync_kernels_triton.products.conv2d import build_conv2d_grad_weight  # noqa: E402
@@ -57,6 +61,20 @@ def test_the_copy_is_multiplied_where_it_lies(sizes, outputs, stride, dtype, no_
     grad, x, expected = case(sizes, outputs, stride, dtype)
     out = torch.full(expected.shape, float("nan"))
     build_conv2d_grad_weight(Geometry(stride), CUT)(grad, x, SCALE, out)
+    assert (out - expected).abs().max() <= 2.0**-19 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("sizes", "outputs", "stride"), [((2, 24, 3, 5), 300, (1, 1)), ((1, 8, 8, 6), 1030, (2, 2))])
+def test_with_many_output_channels_tuning_may_choose_it_too(sizes, outputs, stride, no_copy):
+    """By default such a copy is dequantized, for the time it takes."""
+    grad, x, expected = case(sizes, outputs, stride)
+    variant = Variant.of(Precision.INT8, sixteen_bit=Precision.FLOAT16)
+    shapes = (tuple(grad.shape), tuple(x.shape))
+    request = KernelRequest(Op.CONV2D_GRAD_WEIGHT, variant, shapes, Geometry(stride), "cuda", "9.0")
+    default, direct, *_ = TritonBackend().candidate_configs(request)
+    assert default.text == "dequantize"
+    out = torch.full(expected.shape, float("nan"))
+    TritonBackend().build(request, direct)(grad, x, SCALE, out)
     assert (out - expected).abs().max() <= 2.0**-19 * expected.abs().max()
 
 
