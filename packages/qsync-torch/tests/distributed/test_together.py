@@ -94,3 +94,16 @@ def test_who_is_interrupted_while_it_waits_says_so_to_the_one_that_it_waits_for(
             second.result()
         with pytest.raises(RankError, match=r"^rank 1 fails with an interruption \(Ctrl-C\) in preparing$"):
             first.result(timeout=30)
+
+
+def test_who_ends_after_its_report_is_named_by_those_that_wait_for_it_to_hear_theirs(monkeypatch):
+    monkeypatch.setattr(exchange, "_GRACE_S", 0.0)
+    store = dist.HashStore()
+    exchange.Exchange(Members(1, range(2), store, 10.0), "preparing", 10.0).say(exchange.Report("preparing"))
+    with (
+        pytest.raises(
+            RankError, match="^rank 1 gave no sign of life for 0.2 s while rank 0 waited for it in preparing: its process"
+        ),
+        together("preparing", group=Members(0, range(2), store, 10.0), timeout_s=0.2),
+    ):
+        pass

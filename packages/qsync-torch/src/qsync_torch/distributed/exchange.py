@@ -169,16 +169,17 @@ class Exchange:
         Raises:
             RankError: a rank has not come in time, or its process has ended; on every rank that came.
         """
-        came = time.monotonic()
-        self._await_reports(came)
+        self._await_reports(time.monotonic())
         missing, reports = self._missing(), self._reports()
         self._store.set(f"heard/{self.rank}", "")
-        until = max(came + self._timeout_s, time.monotonic() + _GRACE_S)
+        until = time.monotonic() + max(self._timeout_s, _GRACE_S)
         with suppress(dist.DistError):  # all that matters is read: the rank that holds the store may have left
-            self._poll([f"heard/{rank}" for rank in (reports if missing else self.ranks)], until)
+            all_heard = self._poll([f"heard/{rank}" for rank in (reports if missing else self.ranks)], until)
             if self._store.check(["over"]):  # now that all have heard, all see the same
                 missing, reports = self._missing(), self._reports()
-            elif len(reports) == len(self.ranks):  # so all have left the round before
+            elif not all_heard:  # one that has reported looks every tenth of a second
+                missing = self._dead(next(rank for rank in self.ranks if not self._store.check([f"heard/{rank}"])))
+            else:  # so all have left the round before
                 for key in (f"report/{self.rank}", f"heard/{self.rank}", f"alive/{self.rank}", "over"):
                     self._previous.delete_key(key)
         if missing:
