@@ -1,5 +1,6 @@
 """Tuning a graph's kernels: each distinct one once, for every backend that takes it; interrupted runs continue."""
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from qsync_torch.kernels.installed import open_store, store_of_request
 from qsync_torch.plugin import qsync_describe_device
 from qsync_torch.tracing.trace import trace
 from qsync_torch.tuning import job_tuning
-from qsync_torch.tuning.compiling import _greedy
+from qsync_torch.tuning.compiling import BackgroundCompiler, _greedy
 from qsync_torch.tuning.job_tuning import (
     CompiledAhead,
     JobTuning,
@@ -241,6 +242,16 @@ def test_requests_are_measured_as_their_kernels_become_ready(dag, install):
     waited = next(i for i, what in enumerate(measured) if what.startswith("compiling, 0 of "))
     assert waited == sum(2 for asked in requests if asked.request.op != Op.LINEAR_OUTPUT)
     assert not any("linear.output" in what for what in measured[:waited])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_kernel_is_begun_when_the_time_is_over(dag, install, late):
+    one = CompilingNamedBackend("one", configs=("a",))
+    install(one)
+    requests = distinct_requests(dag, (INT8,), "cpu", "")
+    with BackgroundCompiler([one], requests, 1, -math.inf if late else math.inf) as compiler:
+        assert compiler.ready(range(len(requests)), lambda built, every: None) in range(len(requests))
+    assert bool(one.built) != late
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_the_others(dag, install):

@@ -6,7 +6,9 @@ Compiling a kernel takes tens of seconds, so a job gets a library of few that se
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -28,14 +30,18 @@ class BackgroundCompiler:
         backends: the given ones; those that compile are limited to the kernels that are being built.
     """
 
-    def __init__(self, backends: Sequence[KernelBackend], requests: Sequence[OperatorRequest], kernels: int) -> None:
+    def __init__(
+        self, backends: Sequence[KernelBackend], requests: Sequence[OperatorRequest], kernels: int, until: float = math.inf
+    ) -> None:
         """Start compiling.
 
         Args:
             backends: who is asked.
             requests: what is going to run.
             kernels: how many kernels a group of requests that can share them compiles.
+            until: when no further kernel is begun, by ``time.monotonic``; those that are being compiled are finished.
         """
+        self._until = until
         self._pool = ThreadPoolExecutor(_cores())
         self._needs: list[list[Need]] = [[] for _ in requests]
         self.backends: list[KernelBackend] = []
@@ -58,9 +64,13 @@ class BackgroundCompiler:
                 if text not in offered:
                     continue
                 if (group, text) not in started:
-                    started[group, text] = self._pool.submit(_build, backend, request, text)
+                    started[group, text] = self._pool.submit(self._build_in_time, backend, request, text)
                 self._needs[index].append(started[group, text])
         return limited
+
+    def _build_in_time(self, backend: KernelBackend, request: KernelRequest, text: str) -> None:
+        if time.monotonic() < self._until:
+            _build(backend, request, text)
 
     def ready(self, left: Sequence[int], waiting: Callable[[int, int], None]) -> int:
         """The next request, of those that are left, whose kernels are all built; waits for one.

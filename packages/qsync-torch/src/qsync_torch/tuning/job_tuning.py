@@ -153,7 +153,7 @@ def tune_requests(
     tuned: dict[int, TunedRequest] = {}
     left = list(range(len(requests)))
     total = len(requests) * len(backends)
-    with BackgroundCompiler(backends, requests, effort.kernels) as compiler:
+    with BackgroundCompiler(backends, requests, effort.kernels, start + seconds) as compiler:
         while left and time.monotonic() - start < seconds:
             index = compiler.ready(left, partial(_report_compiling, progress, done, total))
             left.remove(index)
