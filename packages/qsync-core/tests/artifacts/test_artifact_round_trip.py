@@ -24,7 +24,7 @@ from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import ChainAssignment, PrecisionPlan
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import ChainCost, OpCost, Profile
+from qsync_core.ir.profile import AlternatingDispatch, ChainCost, OpCost, Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_core.ir.timeline import Timeline
 from qsync_core.ir.variant import Variant
@@ -182,6 +182,13 @@ def test_profiles_in_which_nothing_is_handed_on_are_stored_as_before() -> None:
         attrs.evolve(profile, handed_on=(first, first))
     with pytest.raises(ValueError, match=r"Profile\.handed_on has stray#0, which it has no cost of"):
         attrs.evolve(profile, handed_on=(OpId("stray"),))
+
+
+def test_profiles_without_alternating_steps_are_stored_as_before() -> None:
+    profile = attrs.evolve(examples(layers=1)[Profile], synchronises=True)
+    saying = attrs.evolve(profile, alternating=AlternatingDispatch(Variant.of(Precision.BFLOAT16), 1_000_000, 0))
+    assert [version_of(p) for p in (profile, saying)] == [2, 6]
+    assert artifact.from_bytes(artifact.to_bytes(saying), Profile) == saying
 
 
 NEW_IN_2: dict[str, Any] = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from synthetic import GraphBuilder
 
 from qsync_core.ir.dag import PrecisionDag
-from qsync_core.ir.profile import DeviceKind, OpCost, Profile, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, DeviceKind, OpCost, Profile, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.calibration import spread_integer
 from qsync_planner.replayer.cost_model import Scale
@@ -171,3 +171,47 @@ def test_a_rung_that_was_not_measured_everywhere_is_left_uncorrected() -> None:
     alone = Replayer(dag, single_group(), {"g": attrs.evolve(partial, steps=STEPS[:1])})
     variants = {"g": {op("small"): FP32, op("large"): BF16}}
     assert replayer.replay(variants).iteration_ns == alone.replay(variants).iteration_ns
+
+
+BASE_DISPATCH = StepMeasurement(FP32, 100_000, 30_000, 6_000, 50_000, 9_000, 7_000, 2_000, 0)
+LOWERED_DISPATCH = StepMeasurement(BF16, 130_000, 44_000, 3_000, 66_000, 4_000, 7_000, 2_000, 0)
+
+
+def test_operators_that_stay_beside_lowered_ones_take_the_cpu_longer() -> None:
+    dag, found = measured(BASE_DISPATCH, LOWERED_DISPATCH, kind=DeviceKind.CUDA)
+    told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 5_000, 1_000))
+
+    def dispatch(from_: Profile, small: Variant, large: Variant) -> int:
+        replayer = Replayer(dag, single_group(), {"g": from_})
+        return replayer.replay({"g": {op("small"): small, op("large"): large}}).groups["g"].dispatch_ns
+
+    uniform_ns = [(30_000 + 50_000 + 7_000), (44_000 + 66_000 + 7_000)]
+    for variant, ns in zip((FP32, BF16), uniform_ns, strict=True):  # these are measured themselves
+        assert abs(dispatch(told, variant, variant) - ns) <= 8
+    # Both operators take alike to issue, so that half of what is between the ends belongs to each.
+    assert abs(dispatch(told, FP32, BF16) - (sum(uniform_ns) // 2 + 6_000)) <= 16
+    assert abs(dispatch(told, BF16, FP32) - (sum(uniform_ns) // 2 + 6_000)) <= 16
+    assert dispatch(found, FP32, BF16) < dispatch(told, FP32, BF16)
+
+
+def test_trials_go_on_with_the_costs_of_a_plan_and_end_at_the_replay_of_it() -> None:
+    dag, found = measured(BASE_DISPATCH, LOWERED_DISPATCH, kind=DeviceKind.CUDA)
+    told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 5_000, 1_000))
+    replayer = Replayer(dag, single_group(), {"g": told})
+    replayer.start({})
+    trial = replayer.trial("g", {op("small"): BF16})
+    replayer.commit()
+    mixed = {"g": {op("small"): BF16, op("large"): FP32}}
+    assert trial.groups["g"].dispatch_ns == replayer.replay(mixed).groups["g"].dispatch_ns
+    # A group that nothing can be lowered in trains without a plan.
+    alone = attrs.evolve(single_group(), groups=(attrs.evolve(single_group().groups[0], ladder=(FP32,)),))
+    assert Replayer(dag, alone, {"g": told}).start({}).iteration_ns == Replayer(dag, alone, {"g": found}).start({}).iteration_ns
+
+
+def test_a_cpu_computes_that_time() -> None:
+    dag, found = measured(*STEPS)
+    told = attrs.evolve(found, alternating=AlternatingDispatch(BF16, 2_000, 500))
+    mixed = {"g": {op("small"): FP32, op("large"): BF16}}
+    plain, longer = (Replayer(dag, single_group(), {"g": each}).replay(mixed).iteration_ns for each in (found, told))
+    assert longer > plain
+    assert longer <= max(STEPS[0].iteration_ns, STEPS[1].iteration_ns) + 2_500

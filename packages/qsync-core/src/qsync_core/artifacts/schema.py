@@ -38,7 +38,7 @@ _VERSIONS: dict[str, int] = dict.fromkeys(KINDS, 1) | {
     "Sensitivity": 3,
     "PrecisionDag": 2,
     "PrecisionPlan": 3,
-    "Profile": 5,
+    "Profile": 6,
     "Timeline": 2,
 }
 
@@ -59,6 +59,7 @@ _ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("Profile", 3): {"chains": []},
     ("Profile", 4): {},
     ("Profile", 5): {"handed_on": []},
+    ("Profile", 6): {"alternating": None},
     ("Sensitivity", 3): {"copies": {}},
     ("Timeline", 2): {"software": {}},
 }

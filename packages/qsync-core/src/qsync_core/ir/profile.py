@@ -179,6 +179,21 @@ class StepMeasurement:
 
 
 @attrs.frozen
+class AlternatingDispatch:
+    """How much longer the CPU takes to issue a step with every other adjustable operator at one rung than the mean of steps with
+    none and with all of them there: operators that a plan leaves as they are take longer beside lowered ones.
+
+    Attributes:
+        variant: of the rung.
+        forward_ns, backward_ns: by phase; 0 where it takes no longer.
+    """
+
+    variant: Variant
+    forward_ns: int = attrs.field(validator=checks.measured_int)
+    backward_ns: int = attrs.field(validator=checks.measured_int)
+
+
+@attrs.frozen
 class RungMemory:
     """What PyTorch's allocator held at the peak of steps measured with every adjustable operator at one rung.
 
@@ -229,6 +244,7 @@ class Profile:
         chains: fused chains, in every way to run that was measured; none where no kernel backend offers producers.
         handed_on: operators whose output is their input itself on this device, although the graph, traced on another one, has them
             copy it (``contiguous`` of what lies in order already).
+        alternating: what steps with every other adjustable operator lowered say of the CPU; absent where it cannot be the step.
     """
 
     device: DeviceType
@@ -249,6 +265,7 @@ class Profile:
     estimated_from: str = ""
     chains: tuple[ChainCost, ...] = ()
     handed_on: tuple[OpId, ...] = ()
+    alternating: AlternatingDispatch | None = None
 
     def __attrs_post_init__(self) -> None:
         for op_id, by_variant in self.cost_index.items():

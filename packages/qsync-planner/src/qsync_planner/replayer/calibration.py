@@ -7,7 +7,8 @@ corrections:
 1. at the base precision every operator's kernels are scaled by measured over modelled, per phase and resource, in all its variants;
 2. at each rung the rest (measured minus what step 1 gives) goes to the adjustable operators in that rung, in proportion to their
    kernels' time there, so that none becomes negative (to their flops where no time was measured).  In proportion to flops
-   throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold.
+   throughout would be wrong by far for single operators: a ResNet's convolutions have equal flops and differ in time tenfold;
+3. beside lowered operators, those that stay at the base precision take the CPU longer than without a plan, equally much each.
 
 Memory likewise: what is missing at the base is added to every plan, the rest at a rung to its operators by their elements.
 
@@ -49,11 +50,14 @@ def spread_integer(total: int, weights: Sequence[int]) -> list[int]:
     return [sign * part for part in parts]
 
 
-def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant, without: Ablation = NOTHING) -> CostModel:
+def calibrated_model(
+    dag: PrecisionDag, profile: Profile, base: Variant, without: Ablation = NOTHING, *, lowers: bool = False
+) -> CostModel:
     """A cost model of this device that reproduces the profile's whole steps.
 
     Without a measured step at the base precision, the plain sum of parts.  What ``without`` leaves out, is left out of the model
-    that the whole one is calibrated to.
+    that the whole one is calibrated to.  ``lowers``: of plans that lower some operator; the step at the base precision is one
+    without a plan.
     """
     plain = CostModel(dag, profile)
     base_step = next((step for step in profile.steps if step.variant == base), None)
@@ -68,7 +72,38 @@ def calibrated_model(dag: PrecisionDag, profile: Profile, base: Variant, without
     for step in profile.steps:
         if step.variant != base:
             rungs.update(_fit_rung(dag, profile, calibration, step))
+    if lowers:
+        rungs.update(_fit_alternating(dag, profile, attrs.evolve(calibration, corrections=rungs), base))
     return CostModel(dag, profile, attrs.evolve(calibration, corrections=rungs), without)
+
+
+def _fit_alternating(
+    dag: PrecisionDag, profile: Profile, calibration: Calibration, base: Variant
+) -> dict[tuple[int, Variant], Correction]:
+    """What operators at the base precision take beside lowered ones: what was measured where those alternate, less what the casts
+    between them account for, for as many operators as stayed.
+    """
+    measured = profile.alternating
+    if measured is None:
+        return {}
+    model, adjustable = CostModel(dag, profile, calibration), dag.adjustable
+    lowered = {operator.op_id: measured.variant if number % 2 else base for number, operator in enumerate(adjustable)}
+    staying = len(adjustable) - len(adjustable) // 2
+    try:
+        ends = [uniform_times(dag, model, variant) for variant in (base, measured.variant)]
+    except PlanError:  # as in _fit_rung
+        return {}
+    column = 1 if model.synchronous else 0  # there all of it is compute
+    parts = []
+    for phase, wanted in ((column, measured.forward_ns), (column + 2, measured.backward_ns)):
+        have = _modelled(CostMapper(dag, model, lowered))[phase] - (ends[0][phase] + ends[1][phase]) // 2
+        total = max(0, wanted - have) * len(adjustable) // staying
+        parts.append(spread_integer(total, [1] * len(adjustable)))
+    found = {}
+    for operator, forward, backward in zip(adjustable, *parts, strict=True):
+        times = PhaseTimes(0, forward, 0, backward) if model.synchronous else PhaseTimes(forward, 0, backward, 0)
+        found[dag.index[operator.op_id], base] = Correction(times, 0)
+    return found
 
 
 def _target(step: StepMeasurement, synchronous: bool, optimizer_ns: int, modelled: PhaseTimes) -> PhaseTimes:

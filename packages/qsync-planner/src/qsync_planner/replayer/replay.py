@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from qsync_core.errors import PlanError
+from qsync_core.ir.chain import UNFUSED
 from qsync_core.ir.cluster import Cluster, DeviceGroup
 from qsync_core.ir.communication import PYTORCH_DEFAULTS, CollectiveCosts, CommunicationSettings
 from qsync_core.ir.dag import Bucket, PrecisionDag
@@ -63,10 +64,16 @@ def group_variants(group: GroupPlan) -> dict[OpId, Chosen]:
 
 
 class GroupState:
-    """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given."""
+    """One group's mapper, times and memory, changed together; its step has the replayer's shape unless another one is given.
 
-    def __init__(self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None) -> None:
-        self.mapper = CostMapper(replayer.dag, replayer.model(group.name), variants)
+    ``stays``: it is read and not changed, so that one with nothing lowered is a step without a plan.
+    """
+
+    def __init__(
+        self, replayer: Replayer, group: DeviceGroup, variants: Variants, shape: StepShape | None = None, *, stays: bool = False
+    ) -> None:
+        model = replayer.model_of(group.name, variants) if stays else replayer.model(group.name)
+        self.mapper = CostMapper(replayer.dag, model, variants)
         self.timing = StepTiming(self.mapper, shape or replayer.shape(group.name), synchronises=group.sync_per_step)
         self.memory = replayer.ledger(self.mapper)
         self.times: StepTimes = self.timing.times()
@@ -138,7 +145,7 @@ class Replayer:
         self.settings = settings
         self.without = without
         self.ranks: int = sum(group.count for group in cluster.groups)
-        self._models: dict[tuple[int, Variant, Ablation], CostModel] = {} if like is None else like._models
+        self._models: dict[tuple[int, Variant, Ablation, bool], CostModel] = {} if like is None else like._models
         self._like = like  # keeps its profiles alive, by whose identity the models are known
         self._exchange = GradientExchange.of(dag, cluster, profiles, communication, settings)
         if Ablation.CONTENTION in without:
@@ -194,13 +201,23 @@ class Replayer:
         """c, what a rank of a group loses of its compute while a collective is open, in parts of ``contention.PARTS``."""
         return self._exchange.slowdown[group]
 
-    def model(self, group: str) -> CostModel:
-        """The calibrated cost model of a group; groups of one profile and base share it."""
-        base = base_rung(self.cluster.group(group))
-        key = (id(self.profiles[group]), base, self.without)
+    def model(self, group: str, *, lowers: bool = True) -> CostModel:
+        """The calibrated cost model of a group's plans; groups of one profile and base share it.
+
+        ``lowers``: of plans that lower some operator, for a group whose ladder has lower rungs.
+        """
+        described, profile = self.cluster.group(group), self.profiles[group]
+        base = base_rung(described)
+        lowers = lowers and profile.alternating is not None and len(described.ladder) > 1
+        key = (id(profile), base, self.without, lowers)
         if key not in self._models:
-            self._models[key] = calibrated_model(self.dag, self.profiles[group], base, self.without)
+            self._models[key] = calibrated_model(self.dag, profile, base, self.without, lowers=lowers)
         return self._models[key]
+
+    def model_of(self, group: str, variants: Variants) -> CostModel:
+        """The calibrated cost model of a group under these variants."""
+        base = base_rung(self.cluster.group(group))
+        return self.model(group, lowers=any(variant not in (base, UNFUSED) for variant in variants.values()))
 
     def shape(self, group: str) -> StepShape:
         """The part of a group's step that no plan changes."""
@@ -229,13 +246,13 @@ class Replayer:
         known: list[tuple[CostModel, StepShape, bool, Variants, GroupState]] = []
         for group in self.cluster.groups:
             wanted = variants.get(group.name) or self.base_variants(group.name)
-            model, shape = self.model(group.name), self.shape(group.name)
+            model, shape = self.model_of(group.name, wanted), self.shape(group.name)
             for other, its_shape, synchronises, theirs, state in known:
                 if other is model and its_shape is shape and synchronises == group.sync_per_step and theirs == wanted:
                     found[group.name] = state
                     break
             else:
-                found[group.name] = GroupState(self, group, wanted)
+                found[group.name] = GroupState(self, group, wanted, stays=True)
                 known.append((model, shape, group.sync_per_step, wanted, found[group.name]))
         return found
 
@@ -257,7 +274,7 @@ class Replayer:
 
     def mapper(self, group: str, variants: Variants) -> CostMapper:
         """What the operators of a group cost under some variants; does not depend on the other groups."""
-        return CostMapper(self.dag, self.model(group), variants)
+        return CostMapper(self.dag, self.model_of(group, variants), variants)
 
     def group_state(self, group: str, variants: Variants, shape: StepShape | None = None) -> GroupState:
         """One group under some variants, to be changed without any of the others, perhaps with another shape of its step."""
@@ -269,7 +286,7 @@ class Replayer:
 
     def alone(self, group: str, variants: Variants) -> GroupPrediction:
         """One group as if no other group were slower."""
-        state = self.group_state(group, variants)
+        state = GroupState(self, self.cluster.group(group), variants, stays=True)
         entries = {group: (state.times, state.peak_bytes)}
         return GroupPredictions(entries, state.times.period_ns, self._joint({group: state.times}))[group]
 
@@ -358,7 +375,7 @@ class Replayer:
         # Imported here: trials never need the node-level graph.
         from qsync_planner.replayer.simulator import build_local_dfg
 
-        states = self._states_of(variants)
+        states = self._states_to_read(variants)
         joint = self._joint({name: state.times for name, state in states.items()})
         lost: Mapping[str, Sequence[int]] = {} if joint is None else dict(zip(states, joint.lost_ns, strict=True))
         locals_: list[LocalDfg] = [

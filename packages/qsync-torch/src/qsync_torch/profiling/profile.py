@@ -55,7 +55,7 @@ from qsync_torch.profiling.collective import measure_collective
 from qsync_torch.profiling.device_memory import outside_bytes
 from qsync_torch.profiling.handing_on import handed_on
 from qsync_torch.profiling.operator_cost import measure_case, measure_operator
-from qsync_torch.profiling.whole_step import StepRunner, measure_step
+from qsync_torch.profiling.whole_step import StepRunner, may_bind, measure_alternating, measure_step
 from qsync_torch.timing import Effort, Stopwatch, make_stopwatch
 from qsync_torch.tracing.aten_call import AtenCall
 from qsync_torch.tracing.trace import trace
@@ -226,6 +226,11 @@ def profile(
             advance(f"whole step {variant.label}")
             chosen = {op_id: choices[item] for item in items if item.variant == variant for op_id in item.holders}
             steps.append(bench.step(runner, variant, chosen, steps[0] if steps else None))
+        alternating = None
+        rung = next((v for v in variants if v != base and not v.compute.needs_scale), variants[0])
+        if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps):
+            chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
+            alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
         if not runner.optimizer.state:
             runner.train_step(0)
         # A graph is traced on a CPU.
@@ -261,6 +266,7 @@ def profile(
         memory=memory,
         chains=tuple(chains),
         handed_on=tuple(op_id for op_id in handing_on if op_id in index),
+        alternating=alternating,
     )
 
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_core.ir.dag import PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment
-from qsync_core.ir.profile import RungMemory, StepMeasurement
+from qsync_core.ir.profile import AlternatingDispatch, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.job import Batch, Job
@@ -37,6 +37,8 @@ _FILLS = 0.97
 """Share of the period from which the device's work fills it: it is measured to about 1%."""
 _FAR_LESS = 0.8
 """Dispatch below this share of compute cannot be what lengthens the period."""
+_MAY_BIND = 0.6
+"""Share of the period from which dispatch, measured to an idle device, may bind a plan between the rungs."""
 _PERIOD_STEPS = 10
 """Steps run back to back on a CUDA device to measure the steady-state period."""
 
@@ -120,14 +122,7 @@ def measure_step(
     ``chosen`` are the kernels of each operator, PyTorch's own where it says nothing.  ``base`` is an earlier measurement of the
     same model: where its step is long, the optimizer's time, which no variant changes, is not measured again.
     """
-    applied = None
-    if variant != Variant.plain(dag.base):
-        from qsync_torch.apply.apply import apply_
-
-        kernels = {operator.op_id: (chosen or {}).get(operator.op_id, KernelChoice()) for operator in dag.adjustable}
-        entries = {op_id: Assignment(variant, kernel.backend, kernel.config, "") for op_id, kernel in kernels.items()}
-        applied = apply_(runner.model, entries, base=dag.base)
-    try:
+    with _lowered(runner, dag.index, variant, dag, chosen or {}):
         runner.watch_synchronising(stopwatch.device)
         # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)
@@ -137,9 +132,55 @@ def measure_step(
         with _group_of_one() as group:
             # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.
             return _measure(_wrapped(runner, group), variant, stopwatch, effort, known, peak_bytes)
+
+
+def may_bind(steps: Sequence[StepMeasurement]) -> bool:
+    """Whether the CPU's dispatch is so much of some rung's step that it may be the whole of a mixed one."""
+    return any(
+        step.forward_dispatch_ns + step.backward_dispatch_ns + step.optimizer_dispatch_ns > _MAY_BIND * step.iteration_ns
+        for step in steps
+    )
+
+
+def measure_alternating(
+    runner: StepRunner, variant: Variant, dag: PrecisionDag, stopwatch: Stopwatch, chosen: Mapping[OpId, KernelChoice]
+) -> AlternatingDispatch:
+    """Time how the CPU issues steps with none, every other and all adjustable operators at one rung.
+
+    All in a row, to and back, because a CPU is not as fast at all times: what changes evenly meanwhile cancels out.
+    """
+    ids = [operator.op_id for operator in dag.adjustable]
+    steps = itertools.count()
+
+    def issued(lowered: Sequence[OpId]) -> tuple[int, ...]:
+        with _lowered(runner, lowered, variant, dag, chosen):
+            return repeat(lambda: _issue_times(runner, next(steps), stopwatch), _ISSUE_EFFORT).median_ns
+
+    none, half, every, half2, none2 = (issued(lowered) for lowered in ((), ids[1::2], ids, ids[1::2], ()))
+    more = [(half[i] + half2[i] - every[i] - (none[i] + none2[i]) // 2) // 2 for i in range(2)]
+    return AlternatingDispatch(variant, max(0, more[0]), max(0, more[1]))
+
+
+@contextmanager
+def _lowered(
+    runner: StepRunner, lowered: Collection[OpId], variant: Variant, dag: PrecisionDag, chosen: Mapping[OpId, KernelChoice]
+) -> Iterator[None]:
+    """A plan with some operators in a variant and the others at the base precision; none at all where it lowers none."""
+    if not lowered or variant == Variant.plain(dag.base):
+        yield
+        return
+    from qsync_torch.apply.apply import apply_
+
+    plain, entries = KernelChoice(), {}
+    for op_id in (operator.op_id for operator in dag.adjustable):
+        kernel = chosen.get(op_id, plain) if op_id in lowered else plain
+        run = variant if op_id in lowered else Variant.plain(dag.base)
+        entries[op_id] = Assignment(run, kernel.backend, kernel.config, "")
+    applied = apply_(runner.model, entries, base=dag.base)
+    try:
+        yield
     finally:
-        if applied is not None:
-            applied.remove()
+        applied.remove()
 
 
 @contextmanager
