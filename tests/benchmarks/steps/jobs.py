@@ -111,10 +111,21 @@ class Steps:
         chosen = None if setting.variant is None else self.kernels.assignments(setting.variant, backend, setting.config)
         return WholeModel(text, batch, setting, self.bench.device, mode=contender.mode, assignments=chosen, **options)
 
+    def stepped(self, contender: Contender, **options: object) -> WholeModel | None:
+        """The model after its first step; None for one that cannot run, with the reason on stderr: the others still count."""
+        try:
+            model = self.open(contender, **options)
+            model.step()
+        except Exception as error:
+            print(f"{self.job.title}, {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
+            traceback.print_exc()
+            release()
+            return None
+        self.bench.say(f"{self.job.title}, {contender.name}: first step done")
+        return model
+
     def races(self, contenders: Sequence[Contender], **options: object) -> Iterator[dict[Contender, StepTimes]]:
         """Steps in turns, as soon as an 8-bit contender is ready: with those in 16 bit and the fastest in 8 bit so far.
-
-        One that cannot run is left out, with the reason on stderr.
 
         Raises:
             RuntimeError: when none in 8 bit ran.
@@ -123,18 +134,11 @@ class Steps:
         times: dict[Contender, StepTimes] = {}
         blocks, each = (2, 1) if self.bench.quick else (7, 8)
         for contender in contenders:
-            try:
-                model = self.open(contender, **options)
-                model.step()
-            except Exception as error:  # the others still count
-                print(f"{self.job.title}, {contender.name}: {type(error).__name__}: {error}", file=sys.stderr)
-                traceback.print_exc()
-                release()
-                continue
-            steps[contender] = model.step
+            model = self.stepped(contender, **options)
+            if model is not None:
+                steps[contender] = model.step
             del model  # the fastest alone stay in memory
-            self.bench.say(f"{self.job.title}, {contender.name}: first step done")
-            if contender.family not in LOW:
+            if contender not in steps or contender.family not in LOW:
                 continue
             times = time_in_turns(steps, self.bench.device, blocks=blocks, steps=each)
             self.bench.say(f"{self.job.title}, {contender.name}: {times[contender].median_ms:.2f} ms a step")

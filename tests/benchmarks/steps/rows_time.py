@@ -70,10 +70,7 @@ def prepare_rows(bench: Bench, row: str, *, tuned: bool, words: str) -> Iterator
         steps.prepare(contenders)
         for contender in contenders:
             if contender.mode is COMPILED:
-                model = steps.open(contender)
-                model.step()
-                bench.say(f"{job.title}, {contender.name}: compiled")
-                del model
+                steps.stepped(contender)
                 release()
     yield from ()
 

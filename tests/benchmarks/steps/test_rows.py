@@ -117,6 +117,17 @@ def test_a_row_without_an_8_bit_contender_names_those_that_ran(opened):
         list(rows_time.step_rows(Bench(CPU, quick=True), "L2", tuned=False, words="int4"))
 
 
+def test_a_contender_that_cannot_run_does_not_keep_others_from_being_prepared(opened, monkeypatch, capsys):
+    def open_(self, contender, **options):
+        opened.append(contender.setting.name)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Steps, "open", open_)
+    assert list(rows_time.prepare_rows(Bench(CPU, quick=True), "L2", tuned=False, words="")) == []
+    assert [name for name in opened if name.startswith("float8")] == ["float8→float16", "float8→float16 int8 saved"]
+    assert capsys.readouterr().err.count("RuntimeError: out of memory\n") >= len(opened) == 8
+
+
 def test_memory_is_written_after_each_contender(opened):
     rows = rows_memory.memory_rows(Bench(CPU, quick=True), "L4-bert", tuned=False, words="")
     assert next(rows)["value"] == 1.25
