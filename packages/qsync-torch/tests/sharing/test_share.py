@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import sys
+import weakref
 from types import SimpleNamespace
 
 import attrs
@@ -181,6 +185,22 @@ def test_under_torchrun_apply_refuses_it_when_the_ranks_know_each_other(monkeypa
     refuse_deferred()
 
 
+def test_a_gpu_that_no_group_has_waits_for_apply_too(monkeypatch, tmp_path):
+    """Or one rank would end before the others know of it, and they would wait for it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = plan_of(name="Tesla V100")
+    for context in (use_share, lambda plan: green_share(plan).__enter__()):
+        with pytest.warns(UserWarning, match=r"^(use|green)_share: no group matches this device \(NVIDIA H200, cuda\)"):
+            assert not context(other).on_gpu
+        with pytest.raises(PlanError, match=r"^no group matches this device \(NVIDIA H200, cuda\); the plan's groups are"):
+            refuse_deferred()
+    with pytest.warns(UserWarning, match="use_share: .*none.qsync"):
+        use_share(tmp_path / "none.qsync")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(PlanError, match="no group matches this device"):
+        use_share(other)
+
+
 def test_memory_that_the_device_does_not_have_is_refused(machine):
     with pytest.raises(
         PlanError, match="group 'infer' has memory 150 GiB, but this device has 140 GiB: correct the group's memory"
@@ -204,3 +224,30 @@ def test_green_contexts_that_torch_does_not_have_are_refused(monkeypatch):
     with green_share(plan_of(), "train") as whole:
         assert whole.fraction == 1
         assert share_in_force() == (1.0, "")
+
+
+def test_a_green_context_lives_as_long_as_its_stream_may_be_used(monkeypatch):
+    """PyTorch destroys a green context, and with it what its stream runs in, when nothing refers to its object any more."""
+    alive = weakref.WeakSet()
+
+    class Context:
+        @classmethod
+        def create(cls, num_sms, device_id):
+            assert (num_sms, device_id) == (66, 0)
+            alive.add(found := cls())
+            return found
+
+        def Stream(self):
+            return SimpleNamespace(wait_stream=lambda other: None)
+
+    monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", SimpleNamespace(GreenContext=Context))
+    monkeypatch.setattr(module, "_green_contexts", [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with green_share(plan_of(), "infer"):
+        gc.collect()
+        assert len(alive) == 1
+        assert share_in_force() == (0.5, "")
+    gc.collect()
+    assert len(alive) == 1  # tensors of its stream may be there yet

@@ -15,7 +15,7 @@ import torch
 from qsync_core.artifacts.files import load
 from qsync_core.cluster_file import read_cluster
 from qsync_core.devices import same_device
-from qsync_core.errors import PlanError
+from qsync_core.errors import PlanError, QSyncError
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import OUTSIDE, PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
@@ -32,8 +32,10 @@ from qsync_torch.sharing.mps import START, cuda_has_started, find_daemon, gpu_na
 
 _green_shares: list[float] = []
 """Of the green contexts that this process is in, innermost last."""
-_deferred: list[PlanError] = []
-"""What :func:`use_share` has left for ``apply_`` to refuse."""
+_green_contexts: list[Any] = []
+"""Kept to the end of the process: PyTorch destroys a green context with its object, and tensors of its stream outlive the block."""
+_deferred: list[QSyncError] = []
+"""What :func:`use_share` and :func:`green_share` have left for ``apply_`` to refuse."""
 
 
 @attrs.frozen
@@ -60,6 +62,10 @@ class Share:
         return self.device != "cpu"
 
 
+_NOTHING = Share("", "cpu")
+"""Of a process whose group is not known."""
+
+
 def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: str | None = None) -> Share:
     """Put this process under its group's share and memory cap: one line at the top of a script, before anything starts CUDA.
 
@@ -75,36 +81,44 @@ def use_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group: s
             only one, or the only one of this machine's GPUs.
 
     Returns:
-        What the group gets.
+        What the group gets; nothing of a GPU where that is wrong.
 
-    Raises:
-        PlanError: the group is not known; outside torchrun also where no MPS daemon answers, CUDA has started already,
+    Raises, outside torchrun:
+        PlanError: the group is not known, no MPS daemon answers, CUDA has started already,
             ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` says otherwise, or the device has less memory than the cap.
         ArtifactError, ClusterError: the file cannot be read.
     """
-    share = find_share(source, group)
-    os.environ[GROUP_VARIABLE] = share.group
     _deferred.clear()
-    try:
+    with _left_to_apply("use_share"):
+        share = find_share(source, group)
+        os.environ[GROUP_VARIABLE] = share.group
         if share.on_gpu:
             take_sms(share.fraction, f"group {share.group!r}")
             cap_memory(share)
-    except PlanError as error:
+        return share
+    return _NOTHING
+
+
+@contextmanager
+def _left_to_apply(what: str) -> Iterator[None]:
+    """What one of several ranks finds wrong before they know each other is for ``apply_`` to refuse."""
+    try:
+        yield
+    except QSyncError as error:
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise
         _deferred.append(error)
-        warnings.warn(f"use_share: {error}", stacklevel=2)
-    return share
+        warnings.warn(f"{what}: {error}", stacklevel=4)
 
 
 def refuse_deferred() -> None:
-    """What :func:`use_share` found wrong in this process before the ranks knew each other.
+    """What :func:`use_share` or :func:`green_share` found wrong in this process before the ranks knew each other.
 
     Raises:
-        PlanError: that.
+        QSyncError: that.
     """
     if _deferred:
-        raise PlanError(str(_deferred[0]))
+        raise type(_deferred[0])(str(_deferred[0]))
 
 
 @contextmanager
@@ -118,20 +132,24 @@ def green_share(source: PrecisionPlan | Cluster | str | os.PathLike[str], group:
         source, group: as in :func:`use_share`.
 
     Yields:
-        What the group gets.
+        What the group gets; nothing of a GPU where that is wrong.
 
-    Raises:
+    Raises, outside torchrun:
         PlanError: this PyTorch or driver has no green contexts, or as :func:`use_share`.
         ArtifactError, ClusterError: the file cannot be read.
     """
-    share = find_share(source, group)
-    os.environ[GROUP_VARIABLE] = share.group
-    if share.on_gpu:
-        cap_memory(share)
-    if not share.on_gpu or share.fraction == 1:
+    share, stream = _NOTHING, None
+    _deferred.clear()
+    with _left_to_apply("green_share"):
+        share = find_share(source, group)
+        os.environ[GROUP_VARIABLE] = share.group
+        if share.on_gpu:
+            cap_memory(share)
+            stream = _green_stream(share) if share.fraction < 1 else None
+    if stream is None:
         yield share
         return
-    stream, before = _green_stream(share), torch.cuda.current_stream()
+    before = torch.cuda.current_stream()
     stream.wait_stream(before)
     _green_shares.append(share.fraction)
     try:
@@ -149,6 +167,7 @@ def _green_stream(share: Share) -> torch.cuda.Stream:
         index = torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         context: Any = GreenContext.create(num_sms=max(1, round(share.fraction * sms)), device_id=index)
+        _green_contexts.append(context)
         stream: torch.cuda.Stream = context.Stream()
     except (ImportError, AttributeError, RuntimeError, AssertionError) as error:
         raise PlanError(
