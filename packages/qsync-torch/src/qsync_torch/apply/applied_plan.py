@@ -22,6 +22,7 @@ from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes,
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.buffers import buffers_of, share_buffers
 from qsync_torch.distributed.communication import ddp_options
+from qsync_torch.distributed.process_group import in_process_group, own_rank
 from qsync_torch.distributed.uneven_batches import UnevenBatchSampler
 from qsync_torch.elastic.job_ranks import JobRanks
 from qsync_torch.elastic.resizing import MicroBatch, Resize, step_batches
@@ -72,7 +73,7 @@ class AppliedPlan(PlannedForwards):
         """
         if self._job is None:
             return f"rank/{_rank_in_job()}"
-        group, index = self._job.place(dist.get_rank()) if _in_job() else (self.group, _rank_in_job())
+        group, index = self._job.place(dist.get_rank()) if in_process_group() else (self.group, _rank_in_job())
         return f"{group}/{index}"
 
     def share_buffers(self) -> None:
@@ -153,11 +154,11 @@ class AppliedPlan(PlannedForwards):
         if plan is not None and planned.group is not None and groups:
             job = self._job = JobRanks.of(plan, groups)
             self.watch_lag(True)
-            group, index = job.place(dist.get_rank()) if _in_job() else (planned.group, _rank_in_job())
+            group, index = job.place(dist.get_rank()) if in_process_group() else (planned.group, _rank_in_job())
             self._rank_seed = stream_key(self._seed, *group.encode(), index)
             training = job.training_ranks
             self._training = training if training and min(groups) not in training and buffers_of(self.model) else ()
-            if _in_job() or resize is not None:
+            if in_process_group() or resize is not None:
                 resized = step_batches(plan, whole or plan, job, resize, planned.caller)
         by_script = FLAG in planned.allow_flags
         self._resize = resize
@@ -198,9 +199,7 @@ class AppliedPlan(PlannedForwards):
         if self._job is None:
             return UnevenBatchSampler(dataset, self.batch_sizes, **options)
         order = self._job.in_order  # so that a rank takes the same samples whatever its number is
-        return UnevenBatchSampler(
-            dataset, [self.batch_sizes[rank] for rank in order], order.index(dist.get_rank() if _in_job() else 0), **options
-        )
+        return UnevenBatchSampler(dataset, [self.batch_sizes[rank] for rank in order], order.index(own_rank()), **options)
 
     @property
     def global_batch(self) -> int | None:
@@ -314,13 +313,9 @@ def applied_to(model: nn.Module) -> AppliedPlan | None:
     return next((part.__dict__[MARK] for part in model.modules() if MARK in part.__dict__), None)
 
 
-def _in_job() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _rank_in_job() -> int:
     """As ``torch.distributed`` or torchrun has it; 0 where neither says."""
-    return dist.get_rank() if _in_job() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if in_process_group() else int(os.environ.get("RANK", "0"))
 
 
 def _say_plain(what: str) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import attrs
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +16,7 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.units import format_bytes
 from qsync_torch.batch_axes import BatchAxis, axes_of_calls
 from qsync_torch.caller import BY_HAND, Caller
+from qsync_torch.distributed.process_group import own_rank, rank_count
 from qsync_torch.distributed.weighted_gradients import weight_gradients
 from qsync_torch.elastic.resizing import MicroBatch, StepBatches, micro_batches
 
@@ -138,7 +138,7 @@ class LocalBatches:
         self.by_rank = tuple(self._by_group[groups[rank]] for rank in sorted(groups)) if known else ()
         if resized is not None:
             self.by_rank = resized.by_rank
-            self.own = self.by_rank[_rank()]
+            self.own = self.by_rank[own_rank()]
 
     @property
     def takes_parts(self) -> bool:
@@ -166,7 +166,7 @@ class LocalBatches:
         count = self.own if samples is None else samples
         if count is None:
             raise PlanError("no plan says how large this rank's batch is: give micro_batches the number of its samples")
-        passes = 1 if self._resized is None else self._resized.passes(_rank(), count)
+        passes = 1 if self._resized is None else self._resized.passes(own_rank(), count)
         *first, last = micro_batches(count, passes, weighted=self._weighted and not self._by_script)
         for part in first:
             with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext():
@@ -195,7 +195,7 @@ class LocalBatches:
                 f"resize is 'keep-global', and this script does not take its {sizes} samples a step in parts of the planned "
                 "batches: write 'for part in applied.micro_batches(ddp):' around forward and backward (docs/coming-and-going.md)"
             )
-        if self._weighted or len(set(self.by_rank or self._by_group.values())) < 2 or not _has_ranks():
+        if self._weighted or len(set(self.by_rank or self._by_group.values())) < 2 or rank_count() < 2:
             return
         if self._resized is not None and self._resized.is_resized:
             raise PlanError(
@@ -210,11 +210,3 @@ class LocalBatches:
             f"applied.local_batch samples; {self._caller.with_option(f'allow_flags=[{FLAG!r}]')} says that the script weights its "
             "losses by itself"
         )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from qsync_core.errors import JobError, QSyncError
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.sources import may_have_line
+from qsync_torch.distributed.process_group import in_process_group
 from qsync_torch.distributed.ranks import is_of_lost_rank, store_of_environment
 from qsync_torch.job import Job
 
@@ -98,7 +99,7 @@ def job_of_script(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Job,
     path = Path(path)
     if not path.is_file():
         raise JobError(f"there is no file {str(path)!r}")
-    if dist.is_available() and dist.is_initialized():
+    if in_process_group():
         raise JobError(f"there is a process group already, so {path} cannot make its own; run the script first")
     if not may_have_line(path):
         raise JobError(
@@ -185,7 +186,7 @@ def _no_training(path: Path) -> Iterator[None]:
 
 def _leave_process_group() -> None:
     """End what the script left: a process that ends with a group, or with a wrapper that outlives one, can abort."""
-    if dist.is_available() and dist.is_initialized():
+    if in_process_group():
         gc.collect()  # wrappers are in cycles
         dist.destroy_process_group()
 

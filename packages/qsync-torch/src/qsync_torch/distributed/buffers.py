@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_core.errors import PlanError
 from qsync_torch.distributed.communication import BUFFERS
+from qsync_torch.distributed.process_group import rank_count
 
 _PIECE_BYTES = 250 * 1024 * 1024
 """As DistributedDataParallel's own broadcast of buffers."""
@@ -55,7 +56,7 @@ def before_forward(buffers: Sequence[torch.Tensor], training: Sequence[int]) -> 
 def share_buffers(model: nn.Module, training: Sequence[int]) -> None:
     """Give all ranks of the job the buffers of the first training rank, or of rank 0 where there is none; call it on every rank."""
     buffers = list(model.buffers())
-    if buffers and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if buffers and rank_count() > 1:
         assert dist.group.WORLD is not None
         _broadcast(dist.group.WORLD, buffers, min(training, default=0))
 

@@ -12,7 +12,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from qsync_core.ir.communication import CommunicationSettings
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.nccl import CTA_VARIABLE, max_ctas_of
+from qsync_torch.distributed.process_group import rank_count
 
 _MEBIBYTE = 1024 * 1024
 _NEW_BUFFERS = "forward_sync_buffers"
@@ -56,7 +56,7 @@ def check_communication(plan: PrecisionPlan | None, model: nn.Module, device: to
     """
     if plan is None or plan.communication is None:
         return True
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+    if rank_count() < 2:
         return True
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or all(module is not model for module in wrapper.module.modules()):
@@ -79,7 +79,7 @@ def check_reducer() -> None:
     compiler = sys.modules.get("torch._dynamo")  # imported where that reducer was chosen
     if compiler is None or not str(compiler.config.optimize_ddp).startswith("python_reducer"):
         return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_count() > 1:
         raise PlanError(
             f"torch._dynamo.config.optimize_ddp is {compiler.config.optimize_ddp!r}, so compiled autograd reduces gradients: "
             "ranks under a plan compile different graphs there, whose collectives do not pair; leave it at True"

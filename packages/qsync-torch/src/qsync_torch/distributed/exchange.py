@@ -18,6 +18,7 @@ import attrs
 import torch.distributed as dist
 
 from qsync_core.errors import RankError
+from qsync_torch.distributed.process_group import rank_count
 
 TIMEOUT_VARIABLE = "QSYNC_RANK_TIMEOUT_S"
 _GRACE_S = 5.0
@@ -64,7 +65,7 @@ class Members:
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> Members | None:
         """Of a process group, the whole job's by default; None outside one, and on a rank that is alone in it or not of it."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+        if rank_count(group) < 2:
             return None
         whole = dist.group.WORLD if group is None else group
         assert whole is not None

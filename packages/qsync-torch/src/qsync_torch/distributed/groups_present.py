@@ -19,6 +19,7 @@ from qsync_core.errors import PlanError, RankError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.run_folder import RunFolder
 from qsync_torch.distributed.exchange import Members
+from qsync_torch.distributed.process_group import in_process_group
 from qsync_torch.distributed.ranks import plan_facts, rank_timeout_s, together, told_by_all, which_group_of_cluster
 
 _PLAN_SUFFIX = ".qsync"
@@ -88,7 +89,7 @@ def plan_before_ranks_meet(what: str, run: RunFolder) -> PrecisionPlan:
     """
     members = None
     warn_of_restarts(stacklevel=4)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_process_group():
         if "WORLD_SIZE" not in os.environ:
             return run.load_plan([group.name for group in run.read_cluster().groups])
         try:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.errors import PlanError
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
 
 
@@ -49,7 +50,7 @@ class InStepGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*args, **kwargs)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._process_group) == 1:
+        if rank_count(self._process_group) == 1:
             return found
         if _JOINS:
             # A rank that has joined answers DistributedDataParallel's collectives, and would take this one for one of those.

@@ -22,6 +22,7 @@ from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
 from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, by_value, rank_list
+from qsync_torch.distributed.process_group import in_process_group
 
 GROUP_VARIABLE = "QSYNC_GROUP"
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -41,7 +42,7 @@ def process_group_from_environment(device: torch.device) -> Iterator[int]:
     Raises:
         RankError: when the ranks do not meet: the port of the first one is in use, or one does not come.
     """
-    if _in_process_group():
+    if in_process_group():
         yield dist.get_rank()
         return
     found = store_of_environment()
@@ -83,10 +84,6 @@ def store_of_environment() -> tuple[dist.Store, int, int] | None:
         raise RankError(not_met(error)) from None
     store.set_timeout(dist.constants.default_pg_timeout)
     return store, rank, world_size
-
-
-def _in_process_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 FindDevice = Callable[[], tuple[str, DeviceKind]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from qsync_core.errors import PlanError
+from qsync_torch.distributed.process_group import own_rank
 
 
 def split_samples(samples: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.batch_sizes = tuple(batch_sizes)
         if rank is None:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            rank = own_rank()
         if not self.batch_sizes or not all(isinstance(size, int) and size > 0 for size in self.batch_sizes):
             raise PlanError(f"every rank has a local batch of at least 1 sample, got {list(batch_sizes)}")
         if not 0 <= rank < len(self.batch_sizes):

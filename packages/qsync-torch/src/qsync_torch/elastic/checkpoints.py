@@ -22,6 +22,7 @@ from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.errors import ArtifactError, PlanError, RankError
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.exchange import by_value
+from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.distributed.ranks import naming_lost_ranks, together, told_by_all
 
 _PREFIX, _SUFFIX = "step-", ".pt"
@@ -232,13 +233,13 @@ class Checkpoints:
                 f"{differ}: go on with the groups that saved it, or say in this script what is to stay, with resize='keep-global' "
                 f"or 'keep-local', and a learning rate for {now[0]} samples (docs/coming-and-going.md)"
             )
-        if _rank() == 0:
+        if own_rank() == 0:
             warnings.warn(f"{differ}: the learning rate is to be for {now[0]} samples", stacklevel=3)
 
     def _place(self) -> str:
         if self._applied is not None:
             return self._applied.place
-        return f"rank/{_rank()}"
+        return f"rank/{own_rank()}"
 
     def _restore_random(self, step: int, by_place: Mapping[str, str]) -> None:
         if (kept := by_place.get(self._place())) is None:
@@ -260,10 +261,6 @@ def _random_state() -> str:
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _writes() -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import attrs
-import torch.distributed as dist
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.caller import BY_HAND, Caller
+from qsync_torch.distributed.process_group import own_rank
 from qsync_torch.distributed.uneven_batches import split_samples
 from qsync_torch.elastic.job_ranks import JobRanks
 
@@ -117,7 +117,7 @@ def _may_lose_ranks() -> bool:
 
 
 def _tell(text: str) -> None:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+    if own_rank() == 0:
         warnings.warn(text, stacklevel=6)
 
 

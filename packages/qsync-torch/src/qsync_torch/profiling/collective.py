@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_core.ir.profile import CollectiveModel
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.profiling.linear_fit import fit_line
 
 _SHARE_MATRIX = 192
@@ -41,7 +42,7 @@ def measure_collective(
     Returns:
         The fitted model, or None without a process group of at least two ranks or without buckets.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2 or not bucket_bytes:
+    if rank_count(group) < 2 or not bucket_bytes:
         return None
     sizes = sorted(set(bucket_bytes))
     if len(sizes) < 3:

@@ -25,6 +25,7 @@ from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import device_type, parse_device, software_versions
 from qsync_torch.distributed.exchange import rank_list
 from qsync_torch.distributed.nccl import CHANNEL_VARIABLES, nccl_options
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together, told_by_all
 from qsync_torch.job import Job, check_same_model
 from qsync_torch.profiling.collective import collective_ns, longer, maximum_over_ranks, measure_collective
@@ -178,7 +179,7 @@ def check_not_alone(among: dist.ProcessGroup | None = None) -> None:
     Raises:
         RankError: outside a process group of two or more ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(among) < 2:
+    if rank_count(among) < 2:
         raise RankError(
             "communication is measured among all ranks of a job, and this process is alone: start it with torchrun on every "
             "machine, as training is started"

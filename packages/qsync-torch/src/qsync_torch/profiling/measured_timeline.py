@@ -27,6 +27,7 @@ from qsync_core.ir.dfg import Phase, Resource
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.timeline import Interval, Timeline
 from qsync_torch.devices import active_autocast, job_software
+from qsync_torch.distributed.process_group import own_rank, rank_count
 from qsync_torch.operators.conv2d import QuantizedConv2d
 from qsync_torch.operators.linear import QuantizedLinear
 from qsync_torch.tracing.aten_call import CALL_ATTRIBUTE
@@ -76,7 +77,7 @@ def measured_timeline(
         events, software = record_step(model, dag, train_step, device)
     spans = spans_of(events, dag, marked_operators(model, dag))
     zero = min((span.start_ns for span in spans), default=0)
-    rank = dist.get_rank() if _in_group() else 0
+    rank = own_rank()
     intervals = tuple(
         Interval(span.name, span.op_id, span.phase, span.resource, rank, span.start_ns - zero, span.end_ns - span.start_ns)
         for span in spans
@@ -84,7 +85,7 @@ def measured_timeline(
     mine = Timeline(
         "measured", dag.model, period, {rank: group}, intervals, {group: peak_bytes} if peak_bytes else {}, {group: software}
     )
-    return merge_timelines(_gather(mine, device)) if _in_group() else mine
+    return merge_timelines(_gather(mine, device)) if rank_count() > 1 else mine
 
 
 def merge_timelines(timelines: list[Timeline]) -> Timeline:
@@ -107,15 +108,11 @@ def merge_timelines(timelines: list[Timeline]) -> Timeline:
     )
 
 
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _wait_for_all(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if _in_group():
+    if rank_count() > 1:
         dist.barrier()
 
 

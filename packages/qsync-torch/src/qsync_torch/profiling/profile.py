@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from qsync_core.artifacts.atomic_file import write_atomically
 from qsync_core.artifacts.codec import CodecError, from_plain, to_plain
@@ -44,6 +43,7 @@ from qsync_core.kernels.choice import KernelChoice
 from qsync_core.kernels.requests import CallShapes
 from qsync_core.progress import ProgressCallback, silent
 from qsync_torch.devices import active_autocast, device_type, memory_format, parse_device, software_versions
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.distributed.ranks import together
 from qsync_torch.failures import first_line, place_of
 from qsync_torch.job import Job, check_same_model, describe_optimizer
@@ -172,7 +172,7 @@ def profile(
             "ladder": " ".join(map(str, variants)),
             "backend": "+".join(chooser.chain),
             "kernels": _kernels(choices),
-            "number of ranks": str(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1),
+            "number of ranks": str(rank_count()),
             "effort": " ".join(map(str, efforts)),
         },
     )

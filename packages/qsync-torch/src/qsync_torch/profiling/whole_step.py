@@ -20,6 +20,7 @@ from qsync_core.ir.plan import Assignment
 from qsync_core.ir.profile import AlternatingDispatch, RungMemory, StepMeasurement
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import KernelChoice
+from qsync_torch.distributed.process_group import rank_count
 from qsync_torch.job import Batch, Job
 from qsync_torch.profiling.device_memory import measure_memory
 from qsync_torch.profiling.device_waits import waits_for_device
@@ -127,7 +128,7 @@ def measure_step(
         # The step that is watched for its memory also warms up.
         known = _known_optimizer_ns(stopwatch.device, base)
         peak_bytes = _peak_bytes(runner, variant, stopwatch.device, with_update=known is None)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        if rank_count() < 2:
             return _measure(runner, variant, stopwatch, effort, known, peak_bytes)
         with _group_of_one() as group:
             # Not kept in a variable: a wrapper that outlives its process group can abort the process at its end.

@@ -19,6 +19,7 @@ from qsync_core.errors import CompatibilityError, PlanError, QSyncError
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.distributed.exchange import by_value, rank_list
+from qsync_torch.distributed.process_group import in_process_group
 from qsync_torch.distributed.ranks import told_by_all
 from qsync_torch.sharing.share import green_share_in_force
 
@@ -116,7 +117,7 @@ def _gpu_index(model: nn.Module) -> int | None:
 
 def _backends() -> str:
     """Those of the process group, such as ``cpu:gloo,cuda:nccl``; empty outside one."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not in_process_group():
         return ""
     found: str = dist.get_backend_config()
     return found if dist.is_nccl_available() else found.replace("nccl", "")
