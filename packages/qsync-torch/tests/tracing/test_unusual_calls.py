@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,6 +113,33 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(checkpoint(self.body, self.stem(x), **self.options))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "is_itself"),
+    [
+        (lambda w, x: w.to(x.dtype), True),
+        (lambda w, x: w.to(x), True),
+        (lambda w, x: w.to(x.device), True),
+        (lambda w, x: w.type(torch.float32), True),
+        (lambda w, x: w.float(), True),
+        (lambda w, x: w.type_as(x), True),
+        (lambda w, x: w.flatten(1), True),
+        (lambda w, x: +w, True),
+        (lambda w, x: w.contiguous(), True),
+        (lambda w, x: w.to(x.dtype, copy=True), False),
+        (lambda w, x: w.double().float(), False),
+        (lambda w, x: w.view_as(w), False),
+        (lambda w, x: w[:], False),
+        (lambda w, x: w.t().t(), False),
+    ],
+)
+@pytest.mark.parametrize("product", [F.linear, torch.matmul])
+def test_a_weight_that_a_function_returns_unchanged_is_an_operator_of_the_plan(prepare, is_itself: bool, product) -> None:
+    """``apply_`` knows a weight by its identity, and DeepSeek's gate calls ``F.linear(x.type(t), self.weight.type(t))``."""
+    model = Product(lambda x, w: product(x, prepare(w, x)), 4, 4)
+    assert (prepare(model.weight, torch.zeros(2, 4)) is model.weight) == is_itself
+    assert [str(operator.op_id) for operator in trace(job(model)).adjustable] == ["weight#0"] * is_itself
 
 
 def test_reentrant_checkpointing_is_traced_like_any_other() -> None:

@@ -55,6 +55,9 @@ _PASS_THROUGH = frozenset(
 )
 """Operators that hand on their input although their schema does not say so."""
 
+_ITSELF_OR_OTHER = frozenset({"to", "type_as", "flatten", "positive", "real", "resolve_conj", "resolve_neg"})
+"""Operators that return their input itself, and no view of it, where nothing is to be done (``weight.to(x.dtype)``)."""
+
 
 class GraphWalk:
     """Walks a graph and collects drafts.
@@ -128,6 +131,8 @@ class GraphWalk:
             return None
         if name in _PASS_THROUGH and isinstance(node.args[0], (list, tuple)):
             return [self._entry(item) for item in node.args[0]]
+        if name in _ITSELF_OR_OTHER and self._is_itself(node):
+            return self._entry(node.args[0])
         if name in _PASS_THROUGH or self._is_view(node):
             entry = self._entry(node.args[0])
             return Value(entry.storage, is_view=True) if isinstance(entry, Value) else entry
@@ -140,8 +145,19 @@ class GraphWalk:
         alias = node.target._schema.returns[0].alias_info
         if alias is None or alias.is_write or not isinstance(node.args[0], torch.fx.Node):
             return False
-        mine, source = self._run.storage.get(node.name), self._run.storage.get(node.args[0].name)
-        return mine is None or source is None or mine == source
+        return self._shares_memory(node, node.args[0])
+
+    def _is_itself(self, node: torch.fx.Node) -> bool:
+        """A result that is its first argument: in the same memory, with the same shape, strides and format."""
+        source = node.args[0]
+        if not isinstance(source, torch.fx.Node) or not self._shares_memory(node, source):
+            return False
+        mine, its = node.meta["val"], source.meta["val"]
+        return (mine.shape, mine.stride(), mine.dtype) == (its.shape, its.stride(), its.dtype)
+
+    def _shares_memory(self, node: torch.fx.Node, source: torch.fx.Node) -> bool:
+        mine, its = self._run.storage.get(node.name), self._run.storage.get(source.name)
+        return mine is None or its is None or mine == its
 
     def _higher_order(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Entry:
         subgraphs: list[torch.fx.GraphModule] = []
