@@ -20,7 +20,7 @@ from qsync_torch.aten.random_bits import known_number, remember_number, stream_k
 from qsync_torch.kernels import selection
 from qsync_torch.kernels.binding import quantization
 from qsync_torch.operators import step_counter
-from qsync_torch.operators.step_counter import STEP_STRIDE, StepCounter
+from qsync_torch.operators.step_counter import STEP_STRIDE, Position, StepCounter
 
 from .small_models import INT8, Attention, named
 
@@ -214,6 +214,17 @@ def test_a_backend_that_takes_numbers_only_gets_numbers_or_is_not_captured(op, m
         finally:
             Capturing.now = False
         assert torch.equal(q, found[0])
+
+
+def test_a_compiler_reads_what_makes_a_position():
+    """What a forward runs eagerly inside a compiled function is compiled piece by piece."""
+
+    def eagerly(offset):
+        torch._dynamo.graph_break()
+        return Position(offset).offset + 1
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(eagerly, backend="eager")(torch.ones(1)), torch.tensor([2.0]))
 
 
 def test_a_compiler_may_change_the_count_in_place(on_device):

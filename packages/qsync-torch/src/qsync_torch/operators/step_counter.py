@@ -16,8 +16,8 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-import attrs
 import torch
 from torch import nn
 
@@ -30,8 +30,7 @@ STEP_STRIDE = 1 << 32
 """Offset between two steps: a kernel may count its random numbers up from the offset, one per element."""
 
 
-@attrs.frozen(eq=False)
-class Position:
+class Position(NamedTuple):
     """A forward's place in the sequence of random numbers: the offset of its own."""
 
     offset: Offset
