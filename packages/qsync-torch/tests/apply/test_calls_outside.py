@@ -354,7 +354,7 @@ def test_without_a_plan_nothing_is_watched(x):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_model_that_trains_in_eval_mode_is_in_full_precision_as_documented(x, trains):
+def test_calls_outside_are_not_refused_in_eval_mode(x, trains):
     model = Steps().eval()
     apply_(model, plan_of(VARIANTS))
     y = model(x)
@@ -363,6 +363,49 @@ def test_a_model_that_trains_in_eval_mode_is_in_full_precision_as_documented(x, 
     y.sum().backward()
     model.eval()
     model.linear(x).sum().backward()
+
+
+def said_of(run):
+    """What a script is told of training in eval mode."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in said if "in eval mode" in str(one.message)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("part", ["model", "fc"])
+def test_a_model_that_trains_in_eval_mode_is_named_at_once(x, steps, part):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    for _ in range(steps):
+        model(x).square().sum().backward()
+    model.eval()  # for an evaluation, after which model.train() is forgotten
+    with torch.no_grad():
+        model(x)
+    run = model if part == "model" else model.fc
+    (said,) = said_of(lambda: run(x).square().sum().backward())
+    assert "fc#0 gets its gradient from a forward in eval mode" in said
+    assert "call apply_(..., lower_eval=True), and else model.train()" in said
+
+
+@pytest.mark.parametrize("lower_eval", [True, False])
+def test_gradients_in_eval_mode_that_train_nothing_are_not_named(x, lower_eval):
+    model, variants = Steps(), VARIANTS if lower_eval else named(w=FLOAT32, filters=FLOAT32, fc=FLOAT32)
+    apply_(model, plan_of(variants), lower_eval=lower_eval)
+    model.eval()
+    assert not said_of(lambda: model(x).square().sum().backward())
+
+
+def test_an_attack_in_eval_mode_is_not_named(x):
+    model = Steps()
+    apply_(model, plan_of(VARIANTS))
+    model.eval()
+    x.requires_grad_()
+    assert not said_of(lambda: torch.autograd.grad(model(x).sum(), x))
+    assert not said_of(lambda: model(x).sum().backward(inputs=[x]))
+    model.requires_grad_(False)
+    assert not said_of(lambda: model(x).sum().backward())
 
 
 def test_parts_that_run_as_planned_are_not_refused(x):

@@ -180,6 +180,54 @@ def test_a_class_that_is_patched_after_apply_is_refused(changed, called, monkeyp
         run(x)
 
 
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.parametrize("called", ["model", "compiled"])
+def test_a_function_of_pytorchs_that_the_script_replaces_is_refused(name, called, monkeypatch):
+    model, x, own = nn.Sequential(Body()), torch.randn(4, 16), getattr(F, name)
+
+    def doubled(*args):
+        return 2 * own(*args)
+
+    apply_(model, named(**{"0.fc": INT8}))
+    torch._dynamo.reset()
+    monkeypatch.setattr(F, name, doubled)
+    error, run = (PlanError, model) if called == "model" else (InternalTorchDynamoError, torch.compile(model, backend="eager"))
+    with pytest.raises(error, match=rf"torch\.nn\.functional\.{name} is .*doubled of the script"):
+        run(x)
+
+
+def of_the_class(layer, monkeypatch):
+    own = nn.Conv2d._conv_forward
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda self, *args: 2 * own(self, *args))
+
+
+def of_the_instance(layer, monkeypatch):
+    """As diffusion models are made to tile."""
+    layer._conv_forward = lambda x, weight, bias: F.conv2d(F.pad(x, (1, 1, 1, 1), "circular"), weight, bias)
+
+
+@pytest.mark.parametrize("patch", [of_the_class, of_the_instance])
+def test_a_convolution_that_is_patched_after_apply_is_refused(patch, monkeypatch):
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)), torch.randn(1, 2, 5, 5)
+    apply_(model, named(**{"0": INT8}))
+    model(x)
+    patch(model[0], monkeypatch)
+    with pytest.raises(PlanError, match=r"has another (forward|_conv_forward) than when the plan was applied"):
+        model(x)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_module_that_leaves_the_model_after_the_first_step_is_named(x, stays):
+    model = TwoLayers()
+    apply_(model, plan_of(BOTH))
+    model(x)
+    model.a = nn.Sequential(model.a if stays else nn.Linear(16, 16))  # adapters stand around the layer
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(x)
+    assert [str(one.message).partition(",")[0] for one in said] == ([] if stays else ["the plan lowers a#0"])
+
+
 def test_classes_that_keep_a_forward_run_as_planned():
     class Tagged(nn.Linear):
         pass

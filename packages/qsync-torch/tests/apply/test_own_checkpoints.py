@@ -376,6 +376,28 @@ def test_a_part_that_repeats_nothing_known_is_refused(x):
         Late.apply(model.a, x).sum().backward()
 
 
+def test_what_draws_no_random_numbers_may_run_in_any_backward(x):
+    """As the adjoint of a differential equation does, whose function is the model."""
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, module, x):
+            ctx.module = module
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, ctx.module(grad)
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    x.requires_grad_()
+    apply_(model, named(**{"0": BFLOAT16, "1": BFLOAT16}))
+    expected = model(torch.ones_like(x))
+    Late.apply(model, x).sum().backward()
+    assert expected.dtype is torch.float32
+    assert torch.equal(x.grad, expected)
+
+
 def test_nothing_keeps_a_model_alive(x):
     class Square(torch.autograd.Function):
         @staticmethod

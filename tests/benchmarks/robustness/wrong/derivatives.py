@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from qsync_torch import apply_
 from robustness.reference import Reference
 from robustness.wrong.two import (
+    BFLOAT16,
     BOTH,
     FLOAT32,
     INT8,
@@ -33,6 +35,48 @@ from robustness.wrong.two import (
 @script()
 def two_forwards_one_backward() -> Pair:
     return same(twice)
+
+
+class Adjoint(torch.autograd.Function):
+    """Steps of y' = f(y), whose backward pass goes back through them, as torchdiffeq's does."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, y: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.function, ctx.parameters = function, parameters
+        with torch.no_grad():
+            for _ in range(3):
+                y = y + 0.1 * function(y).float()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (y,), of_parameters = ctx.saved_tensors, [torch.zeros_like(parameter) for parameter in ctx.parameters]
+        for _ in range(3):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_()
+                slope = 0.1 * ctx.function(y).float()
+                of_y, *more = torch.autograd.grad(slope, [y, *ctx.parameters], grad)
+            y, grad = y - slope, grad + of_y
+            of_parameters = [one + other for one, other in zip(of_parameters, more, strict=True)]
+        return None, grad, *of_parameters
+
+
+def solved(model: Any) -> list[Any]:
+    """A neural differential equation: the model is the function that a solver calls."""
+    y = Adjoint.apply(model, batch().requires_grad_(), *model.parameters())
+    y.square().sum().backward()
+    return [y.detach(), *gradients(model)]
+
+
+@script()
+def adjoint_of_the_model_in_a_float_format() -> Pair:
+    return same(solved, variants={"a": BFLOAT16, "b": BFLOAT16})
+
+
+@script()
+def adjoint_of_the_model_in_8_bits() -> Pair:
+    return refused_only(solved)
 
 
 @script()
@@ -162,6 +206,17 @@ def eval_then_train() -> Pair:
     apply_(model, plan())
     evaluated = step(model.eval())
     return [evaluated, step(model.train())], [plain(step), same()[1]]
+
+
+@script()
+def trained_in_eval_mode() -> Pair:
+    model = Two()
+    apply_(model, plan())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = step(model.eval())
+    named = any("from a forward in eval mode, in which the plan is not in force" in str(one.message) for one in said)
+    return [torch.tensor(named), found], [torch.tensor(True), plain(step)]
 
 
 @script()

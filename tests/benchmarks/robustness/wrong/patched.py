@@ -134,6 +134,45 @@ def submodule_replaced_after_apply() -> Pair:
 
 
 @script()
+def submodule_replaced_after_the_first_step() -> Pair:
+    model = Two()
+    apply_(model, plan())
+    step(model)
+    model.a = nn.Linear(WIDTH, WIDTH)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(model)
+    return torch.tensor(any("lowers a#0, whose modules are not" in str(one.message) for one in said)), torch.tensor(True)
+
+
+@script()
+def function_of_pytorch_replaced() -> Pair:
+    own = F.linear
+
+    def doubled(*args: Any) -> torch.Tensor:
+        return 2 * own(*args)
+
+    def run(model: Any) -> Any:
+        F.linear = doubled
+        try:
+            return step(model)
+        finally:
+            F.linear = own
+
+    return refused_only(run)
+
+
+@script()
+def convolution_patched_after_apply() -> Pair:
+    def run(model: Any) -> Any:
+        layer = model[0]
+        layer._conv_forward = lambda x, weight, bias: F.conv2d(F.pad(x, (1, 1, 1, 1), "circular"), weight, bias)
+        return step(model, torch.ones(2, 3, 8, 8))
+
+    return refused_only(run, lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), {"0": BFLOAT16})
+
+
+@script()
 def parametrization_after_apply() -> Pair:
     def run(model: Any) -> Any:
         nn.utils.parametrizations.weight_norm(model.b)

@@ -187,6 +187,7 @@ class Product:
         of_cast: whether it reads a 16-bit copy.
         of_function: whether it is an autograd function of the user's, which may be none.
         compiled: whether ``torch.compile`` has it in a function of the script's.
+        plain: whether a forward made it in which nothing was replaced, and the weight gets a gradient.
     """
 
     op_id: OpId
@@ -196,6 +197,7 @@ class Product:
     of_cast: bool = False
     of_function: bool = False
     compiled: bool = False
+    plain: bool = False
 
 
 Judge = Callable[[list[Product]], None]
@@ -231,6 +233,7 @@ class CallsOutside:
         self._checkpointed: dict[OpId, str] = {}
         self._seen: set[int] = set()
         self._passes = 0
+        self._looks_next = False
         _watch_backward()
         _watch_compiler()
         _WATCHING.add(self)
@@ -239,14 +242,24 @@ class CallsOutside:
         """Look no more."""
         _WATCHING.discard(self)
 
-    def backward_begins(self, outputs: Iterable[Any]) -> int:
-        """A backward pass begins, from these tensors or edges; what :meth:`backward_ended` takes."""
+    def look_next(self) -> None:
+        """Look at the graph of the next backward pass."""
+        self._looks_next = True
+
+    def backward_begins(self, outputs: Iterable[Any], trains: bool = True) -> int:
+        """A backward pass begins, from these tensors or edges; what :meth:`backward_ended` takes.
+
+        Args:
+            outputs: the tensors or edges.
+            trains: whether it is for all parameters, and not for chosen tensors.
+        """
         own, now = self._nodes.of_thread(), _number_now()
         made = now - own.inside - own.last
         self._passes += 1
         is_new = made not in self._seen and len(self._seen) < _FREE_LOOKS + self._passes // 64
-        if is_new or self._passes & (self._passes - 1) == 0:
-            self._judge(list(self.products(outputs)))
+        if is_new or self._looks_next or self._passes & (self._passes - 1) == 0:
+            self._looks_next = False
+            self._judge([product for product in self.products(outputs) if trains or not product.plain])
             self._seen.add(made)
         return now
 
@@ -257,7 +270,7 @@ class CallsOutside:
         own.last = _number_now() - own.inside
 
     def products(self, outputs: Iterable[Any]) -> Iterator[Product]:
-        """Those with planned weights in a graph; nodes of a forward in which nothing was replaced are left out."""
+        """Those with planned weights in a graph."""
         present = [(weight, at) for at in self._places if (weight := at[1].weight) is not None]
         weights = {id(weight): at for weight, at in present}
         addresses = {address: at for weight, at in present if (address := _address(weight))}
@@ -269,13 +282,18 @@ class CallsOutside:
                 continue
             name = type(node).__name__
             factors = _FACTORS.get(name.rpartition("Backward")[0])
-            if factors is None or (kind := self._nodes.kind_of(node._sequence_nr())) == Stretch.PLAIN:
+            if factors is None:
                 continue
+            kind = self._nodes.kind_of(node._sequence_nr())
             first, *names = factors
             read = [_Factor.of(node, first + i, names[i], weights, addresses, stored) for i in range(2)]
             for factor, other in (read, reversed(read)):
                 if factor.planned is not None and not other.is_stored:
-                    op_id = factor.planned[0]
+                    op_id, place = factor.planned
+                    if kind == Stretch.PLAIN:
+                        if place.weight is not None and place.weight.requires_grad:
+                            yield Product(op_id, place, name, inside=False, plain=True)
+                        break
                     by_compiler = op_id in self._compiled  # of a backend that leaves the graph to autograd
                     inside = kind is not None or op_id in self._read_inside
                     yield Product(*factor.planned, name, inside, of_cast=factor.is_cast, compiled=by_compiler)
@@ -451,7 +469,8 @@ def _watch_backward() -> None:
     def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not _WATCHING or torch.compiler.is_compiling():
             return run(t_outputs, *args, **kwargs)
-        begun = [(one, one.backward_begins(t_outputs)) for one in tuple(_WATCHING)]
+        trains = kwargs.get("accumulate_grad", False) and not args[3]  # of chosen inputs
+        begun = [(one, one.backward_begins(t_outputs, trains)) for one in tuple(_WATCHING)]
         try:
             return run(t_outputs, *args, **kwargs)
         finally:

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -60,7 +61,7 @@ class Installation(abc.ABC):
         self._calls = WeightCalls(())
         self._around: AbstractContextManager[Any] = contextlib.nullcontext()
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
-        self._of_classes: list[tuple[nn.Module, Forward]] = []
+        self._of_classes: list[tuple[nn.Module, Forward, Any]] = []
 
     @abc.abstractmethod
     def start_forward(self, whole: bool) -> None:
@@ -139,7 +140,7 @@ class Installation(abc.ABC):
         if earlier is _ABSENT:
             inner: Forward = type(module).forward
             if type(module).forward is inner:  # no descriptor that makes another one each time
-                self._of_classes.append((module, inner))
+                self._of_classes.append((module, inner, getattr(type(module), "_conv_forward", None)))
         elif isinstance(earlier, types.MethodType):
             inner = earlier.__func__
         else:
@@ -177,10 +178,16 @@ class Installation(abc.ABC):
         """The forwards that a model's classes had when they were replaced are those that run; a compiler asks this while it reads.
 
         Raises:
-            PlanError: when a class has another one now, or a module another class.
+            PlanError: when a class has another one now, a module another class, or PyTorch other functions.
         """
-        for module, inner in self._of_classes:
-            if type(module).forward is not inner:
+        for name in ("linear", "conv2d"):
+            if not isinstance(function := getattr(F, name), types.BuiltinFunctionType):
+                raise PlanError(
+                    f"torch.nn.functional.{name} is {getattr(function, '__qualname__', function)} of the script, which operators "
+                    "of a plan do not call: put PyTorch's own back, and write what it does into the model, before trace and apply_"
+                )
+        for module, inner, convolves in self._of_classes:
+            if type(module).forward is not inner or getattr(type(module), "_conv_forward", None) is not convolves:
                 name = next((repr(name) for name, part in self.model.named_modules() if part is module and name), "the model")
                 raise PlanError(
                     f"the class of {name}, {type(module).__name__}, has another forward than when the plan was applied, which "
@@ -258,9 +265,10 @@ class Installation(abc.ABC):
             return otherwise(module, input, linear)
 
         def forward_conv2d(module: Any, input: torch.Tensor) -> Any:
-            if module.padding_mode != "zeros":
+            if module.padding_mode != "zeros" or "_conv_forward" in module.__dict__:
+                changed = "padding_mode" if module.padding_mode != "zeros" else "_conv_forward"
                 raise PlanError(
-                    f"{module} has another padding_mode than when the plan was applied, and the plan's kernels pad with zeros: "
+                    f"{module} has another {changed} than when the plan was applied, and the plan's kernels pad with zeros: "
                     "change it before the plan is made and applied"
                 )
             if (self.running or here.running) and module is owner:
@@ -304,7 +312,7 @@ class Installation(abc.ABC):
         if torch._C._current_graph_task_id() != -1 and (position := self.position()) is not None:
             self.check_repeated(module)
             with self.again(position):
-                return replaced(module, *args, **kwargs)
+                return self.finish(replaced(module, *args, **kwargs), whole)
         if not self._one_thread.acquire(blocking=False):
             raise PlanError(
                 "an applied model runs in two threads at once (nn.DataParallel does that); use DistributedDataParallel, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -137,9 +137,10 @@ class PlannedForwards(Installation):
         self._rounds = self._has_run_part = self._has_named_uncompiled = False
         self._calls_outside: CallsOutside | None = None
         self._named_outside: set[OpId] = set()
+        self._said: set[str] = set()
         self._lag_watch: LagWatch | None = None
         self._as_planned = True
-        self._forwards = 0
+        self._forwards = self._plain_forwards = 0
         self._first_passes = FirstPasses()
         self._repeats: Position | None = None
         self._first_pass: PlannedPass | None = None
@@ -305,6 +306,8 @@ class PlannedForwards(Installation):
         now_and_then = self._forwards & (self._forwards - 1) == 0
         if now_and_then and not whole:
             self.check_classes()
+        elif now_and_then and not self._awaits_calls:
+            self._name_lost()
         self._repeats = self._first_pass_of(module, args, kwargs)
         with (
             copies_refused() if now_and_then else nullcontext(),
@@ -388,6 +391,10 @@ class PlannedForwards(Installation):
         """A part in eval mode runs in full precision where gradients are off, and as planned where they are not."""
         if self.model.training and not torch.is_grad_enabled():
             self._first_passes.remember(module, args, kwargs, PLAIN)
+        elif torch.is_grad_enabled() and self._calls_outside is not None:
+            self._plain_forwards += 1
+            if self._plain_forwards & (self._plain_forwards - 1) == 0:
+                self._calls_outside.look_next()
 
     def meet_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Hold the first batch of training against the planned one; what one rank has no memory for, all refuse.
@@ -509,6 +516,16 @@ class PlannedForwards(Installation):
                 stacklevel=6,
             )
 
+    def _name_lost(self) -> None:
+        """Say which lowered operators the script has taken out of the model since the first step."""
+        present = {id(module) for module in self.model.modules()}
+        gone = (op_id for op_id, module in self._addressed.modules if id(module) not in present)
+        if lost := [op_id for op_id in gone if op_id in self._lowered and self._lowered[op_id].is_lowered]:
+            self._say_of_model(
+                f"the plan lowers {first_named(lost)}, whose modules are not in the model any more: what runs in their "
+                f"places is not planned; call remove(), and {self._planned.caller.call} with a plan for the model as it is now"
+            )
+
     def _judge(self, products: Sequence[Product]) -> None:
         """What a backward pass has of products with planned weights that the plan did not make.
 
@@ -516,7 +533,9 @@ class PlannedForwards(Installation):
             PlanError: when a planned call has never run, and its weight is in such a product.
         """
         if not (self.model.training or self.lower_eval):
+            self._name_plain(product.op_id for product in products if product.plain)
             return
+        products = [product for product in products if not product.plain]
         for product in products:
             call = self._lowered.get(product.op_id)
             if call is None:
@@ -538,6 +557,21 @@ class PlannedForwards(Installation):
                 self._refuse_call_outside(product)
         if products:
             self._name_uncompiled_calls()
+
+    def _name_plain(self, op_ids: Iterable[OpId]) -> None:
+        """Say that a backward pass is for parameters which a forward in eval mode read: in eval mode the script may train too."""
+        lowered = (op_id for op_id in op_ids if op_id in self._lowered and self._lowered[op_id].is_lowered)
+        if (op_id := next(lowered, None)) is not None:
+            self._say_of_model(
+                f"{op_id} gets its gradient from a forward in eval mode, in which the plan is not in force: where the script "
+                f"trains in eval mode, call {self._planned.caller.with_option('lower_eval=True')}, and else model.train() before "
+                "it trains"
+            )
+
+    def _say_of_model(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=4)
 
     def _name_outside(self, product: Product) -> None:
         if product.op_id in self._named_outside:
@@ -565,12 +599,12 @@ class PlannedForwards(Installation):
             raise error
 
     def check_repeated(self, module: nn.Module) -> None:
-        """A part may run again in a backward pass only where it is known with which random numbers.
+        """A part may run again in a backward pass only where it is known with which random numbers, or where there are none.
 
         Raises:
             PlanError: naming the part.
         """
-        if self._changes_nothing:
+        if not self._rounds:
             return
         name = next((repr(name) for name, part in self.model.named_modules() if part is module and name), "the model")
         raise PlanError(
