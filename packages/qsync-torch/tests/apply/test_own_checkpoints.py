@@ -6,148 +6,39 @@ The reference is the same model without checkpointing, with the same seed and st
 import gc
 import sys
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from qsync_core.errors import PlanError
 from qsync_torch import apply_
 from qsync_torch.apply import recomputation
 
-from .small_models import BFLOAT16, FLOAT32, INT8, named
+from .own_checkpoints import (
+    KINDS,
+    VARIANTS,
+    Block,
+    Diffusion,
+    attached,
+    attached_inside,
+    diffusion,
+    elsewhere,
+    hooks,
+    inside_of_reentrant,
+    nested,
+    reentrant,
+    separate,
+)
+from .small_models import FLOAT32, INT8, named
 from .two_layers import equal, gradients_of
 
 
-class Diffusion(torch.autograd.Function):
-    """As in guided-diffusion: the function, the number of inputs, the inputs, and the parameters."""
-
-    @staticmethod
-    def forward(ctx, run_function, length, *args):
-        ctx.run_function = run_function
-        ctx.inputs, ctx.parameters = list(args[:length]), list(args[length:])
-        with torch.no_grad():
-            return ctx.run_function(*ctx.inputs)
-
-    @staticmethod
-    def backward(ctx, *output_grads):
-        ctx.inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
-        with torch.enable_grad():
-            output = ctx.run_function(*[x.view_as(x) for x in ctx.inputs])
-        grads = torch.autograd.grad(output, ctx.inputs + ctx.parameters, output_grads, allow_unused=True)
-        return (None, None, *grads)
-
-
-APPLY_AT_IMPORT = Diffusion.apply
-
-
-def diffusion(function, x, parameters):
-    return Diffusion.apply(function, 1, x, *parameters)
-
-
-def taken_at_import(function, x, parameters):
-    return APPLY_AT_IMPORT(function, 1, x, *parameters)
-
-
-class Separate(torch.autograd.Function):
-    """With ``setup_context``, random state of its own, and a backward that accumulates into the parameters."""
-
-    @staticmethod
-    def forward(run_function, state, x):
-        return run_function(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.run_function, ctx.state, x = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(ctx.state)
-            y = ctx.run_function(x)
-        torch.autograd.backward(y, grad)
-        return None, None, x.grad
-
-
-def separate(function, x, parameters):
-    return Separate.apply(function, torch.get_rng_state(), x)
-
-
-def hooks(function, x, parameters):
-    """Without a function of autograd: what was saved is counted, and computed again when it is asked for."""
-    count, kept = 0, []
-
-    def pack(_):
-        nonlocal count
-        count += 1
-        return count - 1
-
-    def unpack(index):
-        if not kept:
-
-            def keep(tensor):
-                kept.append(tensor.detach())
-                return tensor
-
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                function(x)
-        return kept[index]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return function(x)
-
-
-def nested(function, x, parameters):
-    return diffusion(lambda t: diffusion(function, t, parameters), x, parameters)
-
-
-def inside_of_pytorchs(function, x, parameters):
-    return checkpoint(lambda t: diffusion(function, t, parameters), x, use_reentrant=False)
-
-
-def around_pytorchs(function, x, parameters):
-    return diffusion(lambda t: checkpoint(function, t, use_reentrant=False), x, parameters)
-
-
-KINDS = [diffusion, taken_at_import, separate, hooks, nested, inside_of_pytorchs, around_pytorchs]
-
-
-class Block(nn.Module):
-    """Two layers, one after the other, called as ``how`` says, in a checkpoint of the given kind."""
-
-    def __init__(self, how, kind):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.right = nn.Parameter(torch.randn(16, 16) / 4)
-        self.how, self.kind = how, kind
-
-    def modules_of_block(self, x):
-        return self.b(torch.relu(self.a(x)))
-
-    def functions(self, x):
-        x = torch.relu(F.linear(x, self.a.weight, self.a.bias))
-        return F.linear(x, self.b.weight, self.b.bias) @ self.right
-
-    def forward(self, x):
-        function = {"modules": self.modules_of_block, "functions": self.functions}[self.how]
-        y = function(x) if self.kind is None else self.kind(function, x, list(self.parameters()))
-        return y.float().sin()
-
-
-VARIANTS = named(a=INT8, b=BFLOAT16, right=INT8)
-
-
 @pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, 16, requires_grad=True)
+def x(x):
+    return x.requires_grad_()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,102 +122,6 @@ def test_weights_of_a_functional_call_are_known_again_after_it(x):
         return [other.grad, model.a.weight.grad]
 
     assert equal(gradients(True), gradients(None))
-
-
-class Handwritten(torch.autograd.Function):
-    """A linear whose gradients its author wrote down: they are products with the weight, and no calls of the model."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
-class Both(Handwritten):
-    """The weight stands on the right in the forward as well."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return Handwritten.forward(ctx, x @ weight, weight)
-
-
-def test_products_of_a_gradient_formula_are_in_full_precision(x):
-    class Own(Block):
-        def forward(self, x):
-            return Handwritten.apply(x, self.right)
-
-    model = Own("", None)
-    apply_(model, named(right=INT8), seed=5)
-    y = model(x)
-    grad = torch.randn(4, 16)
-    y.backward(grad)
-    assert not torch.equal(y, F.linear(x, model.right))
-    assert torch.equal(x.grad, grad @ model.right)
-    assert torch.equal(model.right.grad, grad.t() @ x)
-
-
-ENCODERS = {
-    "t": lambda x, weight: x @ weight.t(),
-    "T": lambda x, weight: x @ weight.T,
-    "mT": lambda x, weight: torch.matmul(x, weight.mT),
-    "transpose": lambda x, weight: torch.mm(x, torch.transpose(weight, 0, 1)),
-    "permute": lambda x, weight: x @ weight.permute(1, 0),
-    "einsum": lambda x, weight: torch.einsum("bi,oi->bo", x, weight),
-    "tensordot": lambda x, weight: torch.tensordot(x, weight, ([1], [1])),
-    "inner": torch.inner,
-}
-
-
-def autoencoder(encode):
-    """Of one weight, with the gradients that its author wrote down."""
-
-    class Autoencoder(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            hidden = encode(x, weight)
-            ctx.save_for_backward(x, hidden, weight)
-            return hidden @ weight
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, hidden, weight = ctx.saved_tensors
-            inner = grad @ weight.t()
-            return inner @ weight, hidden.t() @ grad + inner.t() @ x
-
-    return Autoencoder
-
-
-@pytest.mark.parametrize("function", [Both, *map(autoencoder, ENCODERS.values())], ids=["Both", *ENCODERS])
-def test_a_product_that_may_be_either_is_refused(x, function):
-    class Own(Block):
-        def forward(self, x):
-            return function.apply(x, self.right)
-
-    for variant in (INT8, BFLOAT16):
-        model = Own("", None)
-        apply_(model, named(right=variant))
-        y = model(x)
-        with pytest.raises(PlanError, match=r"right, which the model reads in two ways: .* use_reentrant=False"):
-            y.sum().backward()
-
-
-def test_a_weight_that_a_checkpoint_reads_in_two_ways_is_no_formula(x):
-    class Own(Block):
-        def forward(self, x):
-            function = lambda t: torch.relu(t @ self.right.t()) @ self.right  # noqa: E731
-            return function(x) if self.kind is None else self.kind(function, x, [self.right])
-
-    def gradients(kind):
-        model = Own("", kind)
-        apply_(model, named(right=INT8), seed=5)
-        return gradients_of(model, model(x).square().sum())
-
-    assert equal(gradients(diffusion), gradients(None))
 
 
 def test_a_reversible_block_computes_its_input_again_without_gradients(x):
@@ -459,61 +254,6 @@ def test_several_runs_of_one_part_are_not_told_apart():
     y = Halves.apply(model, torch.randn(8, 8), *model.parameters())
     with pytest.raises(PlanError, match="nothing tells which forward it repeats"):
         y.sum().backward()
-
-
-class Elsewhere(torch.autograd.Function):
-    """As DeepSpeed does it on request: inputs wait in other memory."""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function, ctx.x = function, x.detach().clone()
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.x.clone().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        torch.autograd.backward(y, grad)
-        return None, x.grad
-
-
-def elsewhere(function, x, parameters):
-    return Elsewhere.apply(function, x)
-
-
-def reentrant(function, x, parameters):
-    return checkpoint(function, x, use_reentrant=True)
-
-
-def inside_of_reentrant(function, x, parameters):
-    return reentrant(lambda t: checkpoint(function, t, use_reentrant=False), x, parameters)
-
-
-class Attached(torch.autograd.Function):
-    """Gives what was computed before, and computes it again for its gradient."""
-
-    @staticmethod
-    def forward(ctx, function, y, x, *parameters):
-        ctx.function, ctx.x, ctx.parameters = function, x, parameters
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        return None, None, *torch.autograd.grad(y, [x, *ctx.parameters], grad, allow_unused=True)
-
-
-def attached(function, x, parameters):
-    with torch.no_grad():
-        y = function(x)
-    return Attached.apply(function, y, x, *parameters)
-
-
-def attached_inside(function, x, parameters):
-    return diffusion(lambda t: attached(function, t, parameters), x, parameters)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, elsewhere, reentrant, inside_of_reentrant, attached, attached_inside])
@@ -652,50 +392,3 @@ def test_an_autograd_function_outside_of_forwards_costs_two_frames(x):
     first, second = frames(Own.apply), frames(Own.apply)
     assert first == second
     assert len(second) - len(frames(Theirs.apply)) == 1
-
-
-class Clipped(torch.autograd.Function):
-    """Computes nothing again; a compiler gives up on it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        torch._dynamo.graph_break()
-        ctx.save_for_backward(x)
-        return x.clamp(-1, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (ctx.saved_tensors[0].abs() < 1)
-
-
-def clipped(function, x, parameters):
-    return Clipped.apply(function(x))
-
-
-def gradients_compiled(x, how, kind, *, forward=False, backward=False):
-    torch._dynamo.reset()
-    model = Block(how, kind)
-    apply_(model, VARIANTS, seed=5)
-    y = (torch.compile(model, backend="eager") if forward else model)(x).square().sum()
-    with compiled_autograd._enable(torch.compile(backend="eager")) if backward else nullcontext():
-        return gradients_of(model, y)
-
-
-@pytest.mark.parametrize("kind", [hooks, clipped])
-def test_compiled_autograd_runs_hooks_and_other_functions_as_they_are(x, kind):
-    assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
-
-
-@pytest.mark.parametrize("kind", [diffusion, separate, attached, reentrant])
-def test_compiled_autograd_is_refused_where_a_function_runs_operators_again(x, kind):
-    with pytest.raises(PlanError, match=r"compiled autograd compiles .* use_reentrant=False"):
-        gradients_compiled(x, "functions", kind, backward=True)
-
-
-def test_functional_calls_that_a_compiled_model_checkpoints_by_another_make_are_refused(x):
-    with pytest.raises(PlanError, match="by an autograd function of a compiled model"):
-        gradients_compiled(x, "functions", diffusion, forward=True)
-
-
-def test_another_function_of_a_compiled_model_is_as_it_was(x):
-    assert equal(gradients_compiled(x, "functions", clipped, forward=True), gradients_compiled(x, "functions", clipped))

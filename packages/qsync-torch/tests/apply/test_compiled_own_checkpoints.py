@@ -1,0 +1,65 @@
+"""Checkpointing that is not PyTorch's, in a compiled model and under compiled autograd: as it is eagerly, or refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+
+from qsync_core.errors import PlanError
+from qsync_torch import apply_
+
+from .own_checkpoints import VARIANTS, Block, attached, diffusion, hooks, reentrant, separate
+from .two_layers import equal, gradients_of
+
+
+@pytest.fixture
+def x(x):
+    return x.requires_grad_()
+
+
+class Clipped(torch.autograd.Function):
+    """Computes nothing again; a compiler gives up on it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        ctx.save_for_backward(x)
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.saved_tensors[0].abs() < 1)
+
+
+def clipped(function, x, parameters):
+    return Clipped.apply(function(x))
+
+
+def gradients_compiled(x, how, kind, *, forward=False, backward=False):
+    torch._dynamo.reset()
+    model = Block(how, kind)
+    apply_(model, VARIANTS, seed=5)
+    y = (torch.compile(model, backend="eager") if forward else model)(x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")) if backward else nullcontext():
+        return gradients_of(model, y)
+
+
+@pytest.mark.parametrize("kind", [hooks, clipped])
+def test_compiled_autograd_runs_hooks_and_other_functions_as_they_are(x, kind):
+    assert equal(gradients_compiled(x, "functions", kind, backward=True), gradients_compiled(x, "functions", kind))
+
+
+@pytest.mark.parametrize("kind", [diffusion, separate, attached, reentrant])
+def test_compiled_autograd_is_refused_where_a_function_runs_operators_again(x, kind):
+    with pytest.raises(PlanError, match=r"compiled autograd compiles .* use_reentrant=False"):
+        gradients_compiled(x, "functions", kind, backward=True)
+
+
+def test_functional_calls_that_a_compiled_model_checkpoints_by_another_make_are_refused(x):
+    with pytest.raises(PlanError, match="by an autograd function of a compiled model"):
+        gradients_compiled(x, "functions", diffusion, forward=True)
+
+
+def test_another_function_of_a_compiled_model_is_as_it_was(x):
+    assert equal(gradients_compiled(x, "functions", clipped, forward=True), gradients_compiled(x, "functions", clipped))
