@@ -32,7 +32,7 @@ from .own_checkpoints import (
     reentrant,
     separate,
 )
-from .small_models import FLOAT32, INT8, named
+from .small_models import BFLOAT16, FLOAT32, INT8, named
 from .two_layers import equal, gradients_of
 
 
