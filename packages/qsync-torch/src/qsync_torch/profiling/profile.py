@@ -230,7 +230,12 @@ def profile(
         rung = next((v for v in variants if v != base and not v.compute.needs_scale), variants[0])
         if target.type == "cuda" and rung != base and len(dag.adjustable) > 1 and may_bind(steps):
             chosen = {op_id: choices[item] for item in items if item.variant == rung for op_id in item.holders}
-            alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
+            try:
+                alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
+            except torch.OutOfMemoryError:  # a mixed step may need more than any rung's
+                note(
+                    "steps with every other operator lowered do not fit: plans between the rungs may take the CPU longer than predicted"
+                )
         if not runner.optimizer.state:
             runner.train_step(0)
         # A graph is traced on a CPU.
