@@ -233,9 +233,7 @@ def profile(
             try:
                 alternating = measure_alternating(runner, rung, dag, bench.stopwatch, chosen)
             except torch.OutOfMemoryError:  # a mixed step may need more than any rung's
-                note(
-                    "steps with every other operator lowered do not fit: plans between the rungs may take the CPU longer than predicted"
-                )
+                note("steps with every other operator lowered do not fit: mixed plans may take the CPU longer than predicted")
         if not runner.optimizer.state:
             runner.train_step(0)
         # A graph is traced on a CPU.
