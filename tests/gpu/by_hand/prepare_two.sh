@@ -8,6 +8,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd); SCRIPT=$HERE/prepare_two_tra
 T0=$(date +%s); LIMIT=${LIMIT:-385}; FIRST=${FIRST:-285}; TUNE=${TUNE:-15}; MOST=$(( 16 * 1024 * 1024 ))
 export QSYNC_TRY=two.$$.$T0 RUN=$W/run QSYNC_RANK_TIMEOUT_S=30 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export PYTHONPATH=$PWD:$PYTHONPATH HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+SAID='^ *[0-9]+  (\[ *[0-9]+ s\]|note:|error:|compil|failed)'   # a line of QSync's, behind its stamp
 ENDING_S=20   # kept for ending MPS and packing
 since() { echo $(( $(date +%s) - T0 )); }
 left() { local l=$(( LIMIT - ENDING_S - $(since) )); [ "$l" -gt "$1" ] && l=$1; [ "$l" -lt 1 ] && l=1; echo "$l"; }   # at most $1
@@ -17,8 +18,11 @@ ours() {   # processes with our mark, but this shell and its parents
     tr '\0' '\n' 2>/dev/null < "$p/environ" | grep -qx "QSYNC_TRY=$QSYNC_TRY" && echo "${p#/proc/}"
   done
 }
-signal() {   # $1: a signal, to every rank of the script that still runs
-  for p in $(ours); do case " $(tr '\0' ' ' 2>/dev/null < /proc/$p/cmdline)" in *python*prepare_two_train*) kill "-$1" "$p" 2>/dev/null;; esac; done
+signal() {   # $1: a signal, to every rank of the script that still runs; $2: and to its torchrun
+  for p in $(ours); do
+    case " $(tr '\0' ' ' 2>/dev/null < /proc/$p/cmdline)" in *torch.distributed.run*) [ -n "$2" ] && kill "-$1" "$p" 2>/dev/null;;
+      *python*prepare_two_train*) kill "-$1" "$p" 2>/dev/null;; esac
+  done
 }
 stamped() {   # every line with the seconds since the start
   exec python3 -uc 'import sys, time
@@ -59,11 +63,12 @@ both() {   # $1: name of the logs; $2: seconds at most; the rest: what torchrun 
   if [ "$limit" -gt 20 ]; then ( sleep $(( limit - 6 )); signal ABRT ) & watch=$!; fi   # each rank says where it is
   wait $pa; ra=$?; wait $pb; rb=$?
   [ -z "$watch" ] || kill $watch 2>/dev/null
-  signal KILL
+  signal KILL all
   echo "## $name: $(( $(since) - began )) s (from $began s on), exit status a $ra, b $rb, limit $limit s"
   [ $ra = 0 ] && [ $rb = 0 ] && return 0
   for f in "$LOGS/$name.a.log" "$LOGS/$name.b.log"; do
-    echo "$(basename "$f"):"; grep -E "error|Error|note:|\[ *[0-9]+ s\]|prepare|File \"" "$f" | grep -v "site-packages" | tail -n 12 | cut -c1-260
+    echo "$(basename "$f"):"; grep -E "$SAID|Error" "$f" | tail -n 8 | cut -c1-260
+    grep -A 8 "Current thread" "$f" | grep "File" | head -n 8 | cut -c1-160
   done
   return 1
 }
@@ -72,14 +77,14 @@ prepare=(-m qsync prepare "$SCRIPT" -o "$RUN" "${MORE[@]}")
 both prepare1 "$FIRST" "${prepare[@]}"
 # What was finished is kept: where there is time left, the same command continues.
 [ -f "$RUN/start.txt" ] || { [ "$(left 999)" -gt 45 ] && both continued "$(( $(left 999) - 30 ))" "${prepare[@]}"; }
-grep -hE "\[ *[0-9]+ s\]|note:|compil" "$LOGS/prepare1.a.log" | tail -n 22 | cut -c1-150
-grep -h "compil" "$LOGS/prepare1.b.log" | tail -n 3 | cut -c1-150
+grep -hE "$SAID" "$LOGS"/prepare1.a.log "$LOGS"/continued.a.log 2>/dev/null | tail -n 24 | cut -c1-150
+grep -hE "^ *[0-9]+  (compil|failed)" "$LOGS"/prepare1.b.log | tail -n 3 | cut -c1-150
 echo "## $RUN"; (cd "$RUN" && find . -type f -printf '%9s %P\n' | sort -k2 | head -n 40)
 [ -f "$RUN/report.html" ] && python3 - "$RUN/report.html" <<'PY'
 import html, re, sys
 text = re.sub(r"<(script|style).*?</\1>", "", open(sys.argv[1], encoding="utf-8").read(), flags=re.S)
 lines = [line.strip() for line in html.unescape(re.sub(r"<[^>]+>", "\n", text)).splitlines() if line.strip()]
-print("## report.html:", *lines[1:18], sep="\n  ")
+print("## report.html:", *lines[1:14], sep="\n  ")
 PY
 if [ -f "$RUN/start.txt" ]; then echo "## start.txt"; cut -c1-300 "$RUN/start.txt"; fi
 
