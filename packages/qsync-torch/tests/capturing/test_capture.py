@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import qsync_torch as qsync
 from qsync_core.errors import JobError
+from qsync_torch.capturing.batches import begins_to_read
 from qsync_torch.job import Batch
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
@@ -385,7 +386,7 @@ class Unbuildable(torch.optim.SGD):
         (
             {"loader": [{"image": X, "mask": Y}]},
             r"a dictionary \(image, mask\), of which the model's forward gets .* \(missing a required argument: 'input'\); "
-            r"where .* pass that as the loader, here \(\(input, target\) for ",
+            r"where .* pass that as the loader, here lambda: \(\(input, target\) for ",
         ),
         (
             {"loader": [(X, Y.repeat_interleave(3))]},
@@ -445,10 +446,26 @@ def test_a_loss_of_two_outputs_of_one_model_is_refused_with_the_way_to_write_it(
     )
     with pytest.raises(JobError, match=said):
         trace(job)
-    with pytest.raises(JobError, match=r"missing a required argument: 'scale'\); .* here \(\(x, scale, target\) for "):
+    with pytest.raises(JobError, match=r"missing a required argument: 'scale'\); .* here lambda: \(\(x, scale, target\) for "):
         captured([((X, X), Y)], TwoInputs())
     with pytest.raises(JobError, match=r"does not take the other 2 \(too many positional arguments\); .* in one module's forward"):
         captured([(X, X, Y)], net(), loss_fn=lambda z, same: z.sum())
+
+
+def test_a_loader_may_be_a_function_that_makes_it_and_is_read_as_without():
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(list(zip(X, Y, strict=True)), 4, shuffle=True, generator=generator)
+    before = torch.get_rng_state(), generator.get_state()
+    job = captured(lambda: ((x + 1, y) for x, y in loader), net())
+    assert all(map(torch.equal, before, (torch.get_rng_state(), generator.get_state())))
+    x, _ = next(iter(loader))
+    assert torch.equal(job.batch(0, 4).args[0], x + 1)
+
+
+def test_a_generator_that_has_begun_to_read_is_told_from_one_that_has_not():
+    loader = DataLoader(list(zip(X, Y, strict=True)), 4)
+    assert [begins_to_read(it) for it in ((x for x, _ in loader), iter(loader))] == [True, True]
+    assert [begins_to_read(it) for it in (loader, (x for x, _ in [(X, Y)]), [X], lambda: loader)] == [False] * 4
 
 
 def test_a_model_that_has_seen_no_batch_is_refused_before_its_optimizer():

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from qsync_core.errors import JobError
 from qsync_torch.capturing.losses import SEVERAL_CALLS, Loss, Signature, batch_of_mapping, needed_of, otherwise
@@ -28,7 +29,18 @@ KEPT_BYTES = 256 * 2**20
 """No further batch is read once those that are kept have this many bytes."""
 
 
-def first_batches(name: str, loader: Iterable[Any]) -> list[Any]:
+Loader = Iterable[Any] | Callable[[], Iterable[Any]]
+"""What gives batches, or a function that makes it."""
+
+
+def begins_to_read(loader: Any) -> bool:
+    """Whether making a generator has made the iterator of its DataLoader, which draws a random number and starts workers."""
+    frame = getattr(loader, "gi_frame", None)
+    source = loader if frame is None else frame.f_locals.get(".0")
+    return isinstance(source, _BaseDataLoaderIter)
+
+
+def first_batches(name: str, loader: Loader) -> list[Any]:
     """What a loader yields first, read as if it had not been read.
 
     The random state of torch, NumPy and ``random``, the generators that the loader holds, and a loader's persistent workers are
@@ -37,16 +49,16 @@ def first_batches(name: str, loader: Iterable[Any]) -> list[Any]:
     Raises:
         JobError: when it cannot be read, or yields nothing.
     """
-    if not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable) and not callable(loader):
         raise JobError(
             f"the loader of {name} is a {type(loader).__name__}, from which no batches can be read; pass what the training loop "
-            "iterates over, such as a DataLoader"
+            "iterates over, such as a DataLoader, or a function that makes it"
         )
     found: list[Any] = []
     kept_bytes = 0
     with as_without(loader):
         try:
-            for batch in itertools.islice(loader, KEPT_BATCHES):
+            for batch in itertools.islice(loader if isinstance(loader, Iterable) else loader(), KEPT_BATCHES):
                 found.append(_kept(batch))
                 kept_bytes += sum(leaf.nbytes for leaf in pytree.tree_leaves(found[-1]) if isinstance(leaf, torch.Tensor))
                 if kept_bytes >= KEPT_BYTES:

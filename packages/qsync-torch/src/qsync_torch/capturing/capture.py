@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.first_step import autocast_now, device_of
-from qsync_torch.capturing.batches import KeptBatches, as_batch, check_samples_first, first_batches
+from qsync_torch.capturing.batches import KeptBatches, Loader, as_batch, check_samples_first, first_batches
 from qsync_torch.capturing.losses import Loss, loss_of
 from qsync_torch.capturing.optimizer import MakeOptimizer, maker_of
 from qsync_torch.job import Job, check_shapes
@@ -22,7 +21,7 @@ def capture(
     model: nn.Module,
     optimizer: Optimizer | MakeOptimizer,
     loss_fn: Loss | None,
-    loader: Iterable[Any],
+    loader: Loader,
     *,
     name: str | None = None,
     amp: str | None = None,
@@ -39,8 +38,9 @@ def capture(
             from parameters.
         loss_fn: ``loss_fn(output, target)`` as the loop calls it, with more targets where it takes more; None where the model
             returns its own loss (as its output, in ``output.loss``, or first).
-        loader: what the loop iterates over; :func:`qsync_torch.capturing.batches.as_batch` says what its elements may be.  The
-            first 16 batches are kept, or as many as have 256 MiB; the first one's size is the job's batch size.
+        loader: what the loop iterates over, or a function that makes it; :func:`qsync_torch.capturing.batches.as_batch` says what
+            its elements may be.  The first 16 batches are kept, or as many as have 256 MiB; the first one's size is the job's batch
+            size.
         name: of the job in files and messages; the model's class by default.
         amp: ``"bfloat16"`` where the loop trains under ``torch.autocast`` in that format; by default what autocast is around this
             call.
@@ -61,7 +61,7 @@ def job_of(
     model: nn.Module,
     optimizer: Optimizer | MakeOptimizer,
     loss_fn: Loss | None,
-    loader: Iterable[Any],
+    loader: Loader,
     *,
     name: str | None = None,
     amp: str | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import warnings
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from qsync_core.errors import JobError
 from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.apply.apply import apply_for
 from qsync_torch.caller import Caller
+from qsync_torch.capturing.batches import Loader, begins_to_read
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
 from qsync_torch.capturing.optimizer import MakeOptimizer
@@ -28,7 +29,7 @@ def hybrid(
     model: nn.Module,
     optimizer: Optimizer | MakeOptimizer,
     loss_fn: Loss | None,
-    loader: Iterable[Any],
+    loader: Loader,
     *,
     run: str | os.PathLike[str] = "run",
     name: str | None = None,
@@ -44,7 +45,7 @@ def hybrid(
 
     Args:
         model, optimizer, loss_fn, loader, name, amp: as :func:`~qsync_torch.capturing.capture.capture` takes them; the loader may
-            be an iterator.
+            be an iterator, and is best a function where it makes something else of the script's batches.
         run: the run folder, or the path of a plan.
         options: of :func:`~qsync_torch.apply.apply.apply_`, such as ``allow_flags``.
 
@@ -62,4 +63,10 @@ def hybrid(
         raise JobError(f"the model of qsync.hybrid is wrapped in {wrapped}; call it on the model itself, before that")
     if is_wanted():
         hand_over(job_of(model, optimizer, loss_fn, loader, name=name, amp=amp), HYBRID)
+    if begins_to_read(loader):
+        warnings.warn(
+            "the generator in the line has begun to read its DataLoader, which draws a random number: what is random behind the "
+            "line is not as without it; write it as a function, lambda: (... for ... in loader)",
+            stacklevel=2,
+        )
     return apply_for(attrs.evolve(HYBRID, run=run_folder_of(run)), model, run, **options)

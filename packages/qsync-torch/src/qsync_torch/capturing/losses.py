@@ -155,8 +155,8 @@ def otherwise(model: nn.Module, targets: int) -> str:
     needed = [it for it in inspect.signature(model.forward).parameters.values() if needed_of([it])]
     parts = [*(it.name for it in needed), *(["target"] if targets == 1 else (f"target{n}" for n in range(targets)))]
     return (
-        f"where the training loop makes something else of a batch, pass that as the loader, here (({', '.join(parts)}) for ... in "
-        "loader), or qsync_torch.job.Batch objects"
+        f"where the training loop makes something else of a batch, pass that as the loader, here lambda: (({', '.join(parts)}) for "
+        "... in loader), or qsync_torch.job.Batch objects"
     )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 
 _DEPTH = 4
-"""How far generators are looked for: loader, batch sampler, sampler, generator."""
+"""How far generators are looked for: a function that makes the loader, loader, batch sampler, sampler, generator."""
 _LIST = 64
 """Longer lists and dictionaries are data."""
 
@@ -75,6 +77,9 @@ def _generators(root: Any) -> list[Any]:
             elif isinstance(value, (list, tuple, dict)):
                 if len(value) <= _LIST:
                     below.extend(value.values() if isinstance(value, dict) else value)
+            elif isinstance(value, FunctionType):
+                names = inspect.getclosurevars(value)
+                below.extend([*names.nonlocals.values(), *names.globals.values()])
             elif not isinstance(value, (type, torch.Tensor, torch.nn.Module)):
                 below.extend(getattr(value, "__dict__", {}).values())
         level = below
