@@ -17,7 +17,8 @@ from qsync_core.ir.plan import PrecisionPlan
 from qsync_torch.apply.job_settings import job_differences
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import FLAG, LocalBatches
-from qsync_torch.apply.planned_forwards import Planned, PlannedForwards
+from qsync_torch.apply.plan_fit import Planned
+from qsync_torch.apply.planned_forwards import PlannedForwards
 from qsync_torch.apply.step_times import ScalarLog, Scaler, StepTime, StepTimes, WriteScalar
 from qsync_torch.aten.random_bits import stream_key
 from qsync_torch.distributed.buffers import buffers_of, share_buffers

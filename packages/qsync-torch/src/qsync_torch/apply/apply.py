@@ -27,7 +27,7 @@ from qsync_torch.apply.applied_plan import MARK, AppliedPlan
 from qsync_torch.apply.first_step import device_of
 from qsync_torch.apply.installation import forget_copied_forwards, is_replaced
 from qsync_torch.apply.job_settings import check_settings
-from qsync_torch.apply.planned_forwards import Planned
+from qsync_torch.apply.plan_fit import Planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts

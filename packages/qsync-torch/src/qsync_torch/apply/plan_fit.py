@@ -1,4 +1,4 @@
-"""Whether a plan fits a model: each operator that it names is a module of the model, or a weight that functional calls use."""
+"""What a plan wants of a model, and whether it fits: what it names is a module, or a weight that functional calls use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import nn
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.plan import Assignment, PrecisionPlan
+from qsync_core.ir.precision import Precision
 from qsync_core.ir.variant import Variant
 from qsync_core.kernels.choice import ATEN, KernelChoice
 from qsync_torch.apply.functional_calls import WeightPlace
 from qsync_torch.caller import BY_HAND, Caller
-from qsync_torch.kernels.selection import DEFAULT_BACKEND
+from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.operators.addresses import CONV2D, LINEAR, kind_of_forward
 
 _NAMED = 3
@@ -57,47 +58,82 @@ class Addressed:
         return tuple((op_id, place) for op_id, place in self.weights if op_id not in modules)
 
 
-def assignments_of(
-    plan: PrecisionPlan | Mapping[OpId, Variant | Assignment],
-    group: str | None,
-    backend: str | None,
-    default: str = DEFAULT_BACKEND,
-    fuses: bool = False,
-) -> dict[OpId, Assigned]:
-    """Variant, backend and configuration per operator.
+@attrs.frozen
+class PlannedChain:
+    """A chain that a plan fuses: the format in which it keeps its input (None: as it is), and whose kernels run it."""
 
-    Args:
-        plan: a plan, or by operator a variant or a whole assignment.
+    saved: Precision | None
+    choice: KernelChoice
+
+
+@attrs.frozen
+class Planned:
+    """What a caller of ``apply_`` wants every operator to run as.
+
+    Attributes:
+        entries: a plan, or variants or assignments by operator.
         group: which group of a plan.
         backend: instead of every planned backend; configurations go with it.
-        default: backend of operators with a variant alone.
-        fuses: the caller runs the chains fused that the plan runs so.
-
-    Raises:
-        PlanError: when the plan has no such group, or runs chains of it fused and the caller does not.
+        base: the format of the job: float32, or what it trains under autocast to.
+        allow_flags: settings that may differ from those of a plan.
+        caller: who wants it, for messages.
+        fuses: the model is compiled, with the chains fused that a plan runs so.
     """
 
-    def assigned(entry: Variant | Assignment) -> Assigned:
-        if isinstance(entry, Variant):
-            return Assigned(entry, KernelChoice.parse(backend or default))
-        if backend:
-            return Assigned(entry.variant, KernelChoice.parse(backend))
-        return Assigned(entry.variant, KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
+    entries: PrecisionPlan | Mapping[OpId, Variant | Assignment]
+    group: str | None = None
+    backend: str | None = None
+    base: Precision = Precision.FLOAT32
+    allow_flags: tuple[str, ...] = ()
+    caller: Caller = BY_HAND
+    fuses: bool = False
 
-    if not isinstance(plan, PrecisionPlan):
-        return {op_id: assigned(entry) for op_id, entry in plan.items()}
-    try:
-        chosen = plan.group(str(group))
-    except KeyError:
-        known = ", ".join(entry.group for entry in plan.groups)
-        raise PlanError(f"the plan has no group {group!r}; its groups are {known}") from None
-    if not fuses and (fused := [name for name, entry in chosen.chains.items() if entry.variant.fused]):
-        raise PlanError(
-            f"the plan runs {len(fused)} chains of group {group!r} as fused kernels ({fused[0]} and so on), which apply_ cannot "
-            "do: memory and time would not be what was planned; call qsync.compile(model, plan) in its place, or plan with "
-            "profiles that were made without --chains"
-        )
-    return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The whole plan, where there is one."""
+        return self.entries if isinstance(self.entries, PrecisionPlan) else None
+
+    def on(self, device: torch.device) -> dict[OpId, Assigned]:
+        """Variant, backend and configuration of every operator; one with a variant alone runs on a device's default backend.
+
+        Raises:
+            PlanError: when the plan has no such group, or runs chains of it fused and the caller does not.
+        """
+
+        def assigned(entry: Variant | Assignment) -> Assigned:
+            if isinstance(entry, Variant):
+                return Assigned(entry, KernelChoice.parse(self.backend or default_backend(device)))
+            if self.backend:
+                return Assigned(entry.variant, KernelChoice.parse(self.backend))
+            return Assigned(entry.variant, KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
+
+        if not isinstance(self.entries, PrecisionPlan):
+            return {op_id: assigned(entry) for op_id, entry in self.entries.items()}
+        try:
+            chosen = self.entries.group(str(self.group))
+        except KeyError:
+            known = ", ".join(entry.group for entry in self.entries.groups)
+            raise PlanError(f"the plan has no group {self.group!r}; its groups are {known}") from None
+        if not self.fuses and (fused := [name for name, entry in chosen.chains.items() if entry.variant.fused]):
+            raise PlanError(
+                f"the plan runs {len(fused)} chains of group {self.group!r} as fused kernels ({fused[0]} and so on), which apply_ "
+                "cannot do: memory and time would not be what was planned; call qsync.compile(model, plan) in its place, or plan "
+                "with profiles that were made without --chains"
+            )
+        return {op_id: assigned(entry) for op_id, entry in chosen.assignments.items()}
+
+    @property
+    def chains(self) -> dict[OpId, PlannedChain] | None:
+        """The chains that a plan fuses, by their names; None where it says nothing of any chain."""
+        said = {} if self.plan is None or self.group is None else self.plan.group(self.group).chains
+        if not said:
+            return None
+        instead = KernelChoice.parse(self.backend) if self.backend else None
+        return {
+            name: PlannedChain(entry.variant.saved, instead or KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
+            for name, entry in said.items()
+            if entry.variant.fused
+        }
 
 
 def is_own_forward(module: nn.Module) -> bool:

@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import attrs
 import torch
 from torch import nn
 
 from qsync_core.errors import BackendError, PlanError
 from qsync_core.ir.op_id import OpId
-from qsync_core.ir.plan import Assignment, PrecisionPlan
-from qsync_core.ir.precision import Precision
+from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.variant import Variant
-from qsync_core.kernels.choice import KernelChoice
 from qsync_torch.apply.calls_outside import CallsOutside, Product
 from qsync_torch.apply.first_step import LOW_BASES, check_autocast, device_of, float32_outputs
 from qsync_torch.apply.functional_calls import RefusedCall, may_call_functions
@@ -29,74 +26,19 @@ from qsync_torch.apply.kernel_check import check_backends, first_named, prebuild
 from qsync_torch.apply.lag import LagWatch
 from qsync_torch.apply.local_batches import SIZE_FLAG, LocalBatches, PlannedPass
 from qsync_torch.apply.lowered_call import LoweredCall, WeightBatch
-from qsync_torch.apply.plan_fit import Assigned, assignments_of, check_weights, locate, unplanned
+from qsync_torch.apply.plan_fit import Planned, PlannedChain, check_weights, locate, unplanned
 from qsync_torch.apply.recomputation import PLAIN, is_recording, runs_detached, wrap_checkpointing
 from qsync_torch.apply.sharded_parameters import check_sharding, check_whole_model
 from qsync_torch.apply.two_passes import COPIED, FirstPasses
 from qsync_torch.aten.random_bits import stream_key
-from qsync_torch.caller import BY_HAND, Caller
 from qsync_torch.devices import number_settings
 from qsync_torch.distributed.buffers import before_forward, buffers_of
 from qsync_torch.distributed.communication import check_communication, check_reducer
 from qsync_torch.distributed.ranks import together
 from qsync_torch.dtypes import LOW_FLOATS, TORCH_DTYPE
 from qsync_torch.failures import deepest_line
-from qsync_torch.kernels.selection import DEFAULT_BACKEND, default_backend
 from qsync_torch.operators.step_counter import Position, StepCounter
 from qsync_torch.sharing.job_check import check_job
-
-
-@attrs.frozen
-class PlannedChain:
-    """A chain that a plan fuses: the format in which it keeps its input (None: as it is), and whose kernels run it."""
-
-    saved: Precision | None
-    choice: KernelChoice
-
-
-@attrs.frozen
-class Planned:
-    """What a caller of ``apply_`` wants every operator to run as.
-
-    Attributes:
-        entries: a plan, or variants or assignments by operator.
-        group: which group of a plan.
-        backend: instead of every planned backend.
-        base: the format of the job: float32, or what it trains under autocast to.
-        allow_flags: settings that may differ from those of a plan.
-        caller: who wants it, for messages.
-        fuses: the model is compiled, with the chains fused that a plan runs so.
-    """
-
-    entries: PrecisionPlan | Mapping[OpId, Variant | Assignment]
-    group: str | None = None
-    backend: str | None = None
-    base: Precision = Precision.FLOAT32
-    allow_flags: tuple[str, ...] = ()
-    caller: Caller = BY_HAND
-    fuses: bool = False
-
-    @property
-    def plan(self) -> PrecisionPlan | None:
-        """The whole plan, where there is one."""
-        return self.entries if isinstance(self.entries, PrecisionPlan) else None
-
-    def on(self, device: torch.device) -> dict[OpId, Assigned]:
-        """Variant and kernels of every operator on a device."""
-        return assignments_of(self.entries, self.group, self.backend, default_backend(device), self.fuses)
-
-    @property
-    def chains(self) -> dict[OpId, PlannedChain] | None:
-        """The chains that a plan fuses, by their names; None where it says nothing of any chain."""
-        said = {} if self.plan is None or self.group is None else self.plan.group(self.group).chains
-        if not said:
-            return None
-        instead = KernelChoice.parse(self.backend) if self.backend else None
-        return {
-            name: PlannedChain(entry.variant.saved, instead or KernelChoice.parse(entry.backend or DEFAULT_BACKEND, entry.config))
-            for name, entry in said.items()
-            if entry.variant.fused
-        }
 
 
 class PlannedForwards(Installation):

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from qsync_core.errors import PlanError
 from qsync_core.ir.op_id import OpId
 from qsync_torch.apply.applied_plan import AppliedPlan
-from qsync_torch.apply.planned_forwards import PlannedChain
+from qsync_torch.apply.plan_fit import PlannedChain
 from qsync_torch.compiling import graph_nodes as nodes
 from qsync_torch.compiling.rewriting import WantedChain, fuse_planned
 from qsync_torch.kernels.selection import find_backends
