@@ -6,7 +6,7 @@
 W=$(mktemp -d /tmp/two.XXXXXX); LOGS=$W/prepare_two; mkdir -p "${OUT:?}" "$LOGS" "$W/pipe" "$W/log" "$W/bin"
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd); SCRIPT=$HERE/prepare_two_train.py
 T0=$(date +%s); LIMIT=${LIMIT:-385}; FIRST=${FIRST:-285}; TUNE=${TUNE:-15}; MOST=$(( 16 * 1024 * 1024 ))
-export QSYNC_TRY=two.$$.$T0 RUN=$W/run QSYNC_RANK_TIMEOUT_S=30 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export QSYNC_TRY=two.$$.$T0 RUN=$W/run QSYNC_RANK_TIMEOUT_S=60 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export PYTHONPATH=$PWD:$PYTHONPATH HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 SAID='^ *[0-9]+  (\[ *[0-9]+ s\]|note:|error:|compil|failed)'   # a line of QSync's, behind its stamp
 ENDING_S=20   # kept for ending MPS and packing

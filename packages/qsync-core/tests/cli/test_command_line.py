@@ -100,6 +100,17 @@ def test_an_error_is_one_line_on_standard_error(qsync: Any) -> None:
     assert result.stderr.splitlines()[-1] == "error: two lines"
 
 
+def test_torchrun_is_told_the_sentence_and_a_file_that_cannot_be_written_changes_nothing(
+    qsync: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tmp_path / "error.json", tmp_path / "absent" / "error.json"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        assert (qsync("fail").exit_code, path.exists()) == (1, path.parent == tmp_path)
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told.pop("message") == "two lines"
+    assert list(told) == ["timestamp"]
+
+
 def test_core_commands_do_not_load_plugin_commands(qsync: Any, plan_file: Path) -> None:
     assert "warning" not in qsync("show", plan_file).stderr
 

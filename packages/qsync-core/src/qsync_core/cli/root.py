@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import sys
+import time
 import traceback
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -85,8 +90,17 @@ class QSyncGroup(click.Group):
         except QSyncError as error:
             if not extra.get("standalone_mode", True):
                 raise
-            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            sentence = " ".join(str(error).split())
+            click.echo(f"error: {sentence}", err=True)
+            _tell_torchrun(sentence)
             sys.exit(1)
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """torchrun's last lines say what its processes leave in this file, else where to read about tracebacks."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
