@@ -126,6 +126,10 @@ class Checkpointed(nn.Module):
         (lambda w, x: w.type_as(x), True),
         (lambda w, x: w.flatten(1), True),
         (lambda w, x: +w, True),
+        (lambda w, x: torch.atleast_2d(w), True),
+        (lambda w, x: F.dropout(w, 0.5, training=False), True),
+        (lambda w, x: F.dropout(w, 0.0, training=True), True),
+        (lambda w, x: F.dropout(w, 0.5, training=True), False),
         (lambda w, x: w.contiguous(), True),
         (lambda w, x: w.to(x.dtype, copy=True), False),
         (lambda w, x: w.double().float(), False),
@@ -134,7 +138,7 @@ class Checkpointed(nn.Module):
         (lambda w, x: w.t().t(), False),
     ],
 )
-@pytest.mark.parametrize("product", [F.linear, torch.matmul])
+@pytest.mark.parametrize("product", [F.linear, torch.matmul, torch.linalg.matmul])
 def test_a_weight_that_a_function_returns_unchanged_is_an_operator_of_the_plan(prepare, is_itself: bool, product) -> None:
     """``apply_`` knows a weight by its identity, and DeepSeek's gate calls ``F.linear(x.type(t), self.weight.type(t))``."""
     model = Product(lambda x, w: product(x, prepare(w, x)), 4, 4)

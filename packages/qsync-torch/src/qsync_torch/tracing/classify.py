@@ -65,6 +65,7 @@ FIXED = frozenset({"embedding", "embedding_bag", "weight_norm", *FLOAT32_ONLY})
 
 PRODUCTS_WITH_A_PARAMETER = {
     "matmul": "torch.matmul",
+    "linalg_matmul": "torch.linalg.matmul",
     "mm": "torch.mm",
     "bmm": "torch.bmm",
     "mv": "torch.mv",
@@ -85,10 +86,11 @@ OPERANDS = {
     "linear": ("input", "weight", "bias"),
     "conv2d": ("input", "weight", "bias"),
     "matmul": ("self", "other", ""),
+    "linalg_matmul": ("self", "other", ""),
     "mm": ("self", "mat2", ""),
     "addmm": ("mat1", "mat2", "self"),
 }
-"""Arguments of ATen operators that are activation, weight and bias of a linear or convolution.  The last three take a weight that
+"""Arguments of ATen operators that are activation, weight and bias of a linear or convolution.  The last four take a weight that
 is stored as (K, N)."""
 
 UNSUPPORTED_CONVOLUTIONS = {

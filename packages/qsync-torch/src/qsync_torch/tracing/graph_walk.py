@@ -55,7 +55,12 @@ _PASS_THROUGH = frozenset(
 )
 """Operators that hand on their input although their schema does not say so."""
 
-_ITSELF_OR_OTHER = frozenset({"to", "type_as", "flatten", "positive", "real", "resolve_conj", "resolve_neg"})
+_ITSELF_OR_OTHER = frozenset(
+    {
+        *("to", "type_as", "flatten", "atleast_1d", "atleast_2d", "sum_to_size", "positive", "real", "resolve_conj", "resolve_neg"),
+        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    }
+)
 """Operators that return their input itself, and no view of it, where nothing is to be done (``weight.to(x.dtype)``)."""
 
 
@@ -145,19 +150,18 @@ class GraphWalk:
         alias = node.target._schema.returns[0].alias_info
         if alias is None or alias.is_write or not isinstance(node.args[0], torch.fx.Node):
             return False
-        return self._shares_memory(node, node.args[0])
+        mine, source = self._run.storage.get(node.name), self._run.storage.get(node.args[0].name)
+        return mine is None or source is None or mine == source
 
     def _is_itself(self, node: torch.fx.Node) -> bool:
         """A result that is its first argument: in the same memory, with the same shape, strides and format."""
         source = node.args[0]
-        if not isinstance(source, torch.fx.Node) or not self._shares_memory(node, source):
+        if not isinstance(source, torch.fx.Node):
             return False
         mine, its = node.meta["val"], source.meta["val"]
-        return (mine.shape, mine.stride(), mine.dtype) == (its.shape, its.stride(), its.dtype)
-
-    def _shares_memory(self, node: torch.fx.Node, source: torch.fx.Node) -> bool:
-        mine, its = self._run.storage.get(node.name), self._run.storage.get(source.name)
-        return mine is None or its is None or mine == its
+        if (mine.shape, mine.stride(), mine.dtype) != (its.shape, its.stride(), its.dtype):
+            return False
+        return self._is_view(node) or self._run.storage.get(node.name, -1) == self._run.storage.get(source.name)
 
     def _higher_order(self, module: torch.fx.GraphModule, node: torch.fx.Node) -> Entry:
         subgraphs: list[torch.fx.GraphModule] = []
