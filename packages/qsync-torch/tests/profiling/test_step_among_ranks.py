@@ -44,7 +44,7 @@ def job_of(model):
 def one_of_two(monkeypatch):
     """A process group in which this process believes to be one of two ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(whole_step.dist, "get_world_size", lambda *group: 2 if not group else 1)
+    monkeypatch.setattr(whole_step.dist, "get_world_size", lambda group=None: 2 if group is None else 1)
     try:
         yield
     finally:
