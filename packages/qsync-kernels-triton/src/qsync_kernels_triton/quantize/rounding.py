@@ -234,19 +234,9 @@ def infinite_if_nan(largest):
 
 @triton.jit
 def round_tile(
-    x,
-    scale,
-    inverse,
-    start,
-    seed_low,
-    seed_high,
-    stream_low,
-    stream_high,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    x, scale, inverse, start, seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """A (BLOCK / 8, 8) tile in an 8-bit format; ALIGNED says that ``start`` is a multiple of 8."""
     bits = eights(BLOCK)
     if ROUNDING == STOCHASTIC:

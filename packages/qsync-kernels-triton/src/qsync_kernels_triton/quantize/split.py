@@ -29,21 +29,9 @@ from qsync_kernels_triton.quantize.rounding import (
 
 @triton.jit
 def absmax_of_chunks(
-    x_ptr,
-    multiplier_ptr,
-    first,
-    row_length,
-    program,
-    programs,
-    full_chunks,
-    keep_from,
-    inner,
-    channels,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+    x_ptr, multiplier_ptr, first, row_length, program, programs, full_chunks, keep_from, inner, channels,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
     """Largest magnitude of chunks program, program + programs, ... of the row that begins at position ``first``.
 
     KEEP: the cache's policy for chunks from ``keep_from`` on.
@@ -70,31 +58,11 @@ def absmax_of_chunks(
 
 @triton.jit
 def round_chunks(
-    x_ptr,
-    q_ptr,
-    partial_ptr,
-    partials,
-    multiplier_ptr,
-    first,
-    row_length,
-    program,
-    programs,
-    full_chunks,
-    inner,
-    channels,
-    seed_low,
-    seed_high,
-    stream_low,
-    stream_high,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x_ptr, q_ptr, partial_ptr, partials, multiplier_ptr, first, row_length, program, programs, full_chunks, inner, channels,
+    seed_low, seed_high, stream_low, stream_high,
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Round every ``programs``-th chunk of a row, from the last full one on backward, and return the row's scale.
 
     The last program rounds what is left beyond the full chunks.  OVERLAP: the kernel was started before the one that finds the
@@ -134,22 +102,11 @@ def round_chunks(
 
 @triton.jit(do_not_specialize=["programs", "units", "full_chunks", "keep_from", "inner", "channels"])
 def partial_absmax(
-    x_ptr,
-    partial_ptr,
-    multiplier_ptr,
-    programs: tl.int32,
-    units: tl.int64,
-    full_chunks: tl.int32,
-    keep_from: tl.int32,
-    inner: tl.int32,
-    channels: tl.int32,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, partial_ptr, multiplier_ptr, programs: tl.int32, units: tl.int64, full_chunks: tl.int32, keep_from: tl.int32,
+    inner: tl.int32, channels: tl.int32,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr,
     KEEP: tl.constexpr,
-):
+):  # fmt: skip
     """Partial maxima, ``programs`` for each row; grid (programs * rows,).
 
     A row has units * UNIT elements: a constant factor lets loads be wide.
@@ -171,33 +128,12 @@ _SEED = ["seed_low", "seed_high", "stream_low", "stream_high"]
 
 @triton.jit(do_not_specialize=["programs", "units", "full_chunks", "partials", "inner", "channels", *_SEED])
 def quantize_from_partials(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    partial_ptr,
-    multiplier_ptr,
-    stream_ptr,
-    programs: tl.int32,
-    units: tl.int64,
-    full_chunks: tl.int32,
-    partials: tl.int32,
-    inner: tl.int32,
-    channels: tl.int32,
-    seed_low: tl.int32,
-    seed_high: tl.int32,
-    stream_low: tl.int32,
+    x_ptr, q_ptr, scale_ptr, partial_ptr, multiplier_ptr, stream_ptr, programs: tl.int32, units: tl.int64, full_chunks: tl.int32,
+    partials: tl.int32, inner: tl.int32, channels: tl.int32, seed_low: tl.int32, seed_high: tl.int32, stream_low: tl.int32,
     stream_high: tl.int32,
-    FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TAIL: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    LIVE: tl.constexpr,
-):
+    FORMAT: tl.constexpr, ROUNDING: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr,
+    ALIGNED: tl.constexpr, TAIL: tl.constexpr, MULTIPLIER: tl.constexpr, OVERLAP: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
     """Round rows by chunks, the last ones first, with ``programs`` programs for each; grid (programs * rows,)."""
     program = tl.program_id(0) % programs
     row = ((tl.num_programs(0) - 1 - tl.program_id(0)) // programs).to(tl.int64)
