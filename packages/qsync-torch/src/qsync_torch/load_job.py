@@ -81,7 +81,7 @@ def _from_function(location: str, function_name: str, options: str) -> Job:
     where = f"{location}:{function_name}"
     function = getattr(_import(location), function_name, None)
     if not callable(function):
-        raise JobError(f"{location} has no function {function_name!r}")
+        raise JobError(f"{location} has no function {function_name!r}{_as_script(location)}")
     made = _call_with_options(function, options, where)
     if isinstance(made, Job):
         return made
@@ -121,7 +121,18 @@ def _import(location: str) -> ModuleType:
     except JobError:
         raise
     except (Exception, SystemExit) as error:
-        raise JobError(f"importing {location} failed: {type(error).__name__}: {error}") from error
+        raise JobError(f"importing {location} failed: {type(error).__name__}: {error}{_as_script(location)}") from error
+
+
+def _as_script(location: str) -> str:
+    """What to do about a file that is a script with its line."""
+    path = Path(location)
+    is_script = path.suffix == ".py" and path.is_file() and b"hybrid(" in path.read_bytes()
+    return (
+        f"; as a script with the line qsync.hybrid(...) it is prepared without a function: qsync prepare {location}"
+        if is_script
+        else ""
+    )
 
 
 def _call_with_options(function: Callable[..., Any], options: str, what: str) -> Any:

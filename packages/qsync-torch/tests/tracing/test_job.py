@@ -190,6 +190,14 @@ def test_what_can_not_be_loaded_is_named(text: str, message: str, job_file) -> N
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["raise ValueError('twice')", ""])
+def test_a_script_with_its_line_is_prepared_without_a_function(text: str, tmp_path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{text}\ndef train():\n    qsync.hybrid(model, optimizer, loss, loader)\n")
+    with pytest.raises(JobError, match=r"(twice|no function 'make_job'); as a script .*: qsync prepare .*train\.py$"):
+        load_job(f"{path}:make_job")
+
+
 @pytest.mark.parametrize(
     "batch",
     [
