@@ -63,6 +63,31 @@ def test_they_take_what_an_operator_delivers(function):
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+ROWS = torch.arange(4096) % 2
+GATHERED = {
+    "h[rows]": lambda h: h[ROWS],
+    "h[list]": lambda h: h[ROWS.tolist()],
+    "h[rows, columns]": lambda h: h[ROWS[:, None], torch.arange(16)],
+    "take": lambda h: h.take(ROWS[:, None] * 16 + torch.arange(16)),
+    "embedding": lambda h: F.embedding(ROWS, h),
+    "index_select": lambda h: h.index_select(0, ROWS),
+}
+
+
+@pytest.mark.parametrize(("read", "compiled"), [*((name, False) for name in GATHERED), ("h[rows]", True)])
+def test_gradients_of_rows_that_are_read_often_lose_none(read, compiled):
+    """As messages of a graph's nodes are: in 16 bits only the first 256 equal summands would count."""
+    torch._dynamo.reset()
+    planned, plain = (Calls(lambda h, _: GATHERED[read](h) * 1.0) for _ in range(2))
+    apply_(planned, named(a=BFLOAT16))
+    if compiled:
+        planned.compile(backend="aot_eager")
+    for model in (planned, plain):
+        model(torch.ones(8, 16)).sum().backward()
+    assert torch.equal(plain.a.bias.grad, torch.full((16,), 4096.0))
+    assert torch.allclose(planned.a.bias.grad, plain.a.bias.grad, rtol=2**-8, atol=0)
+
+
 def test_a_product_of_linalg_is_an_operator_of_the_plan():
     planned = Calls(lambda h, w: torch.linalg.matmul(h, w))
     apply_(planned, named(w=BFLOAT16))

@@ -76,6 +76,9 @@ WRITES: frozenset[Function] = frozenset(
 )
 """Writes into an existing tensor: what is written takes the format of what is written to."""
 
+GATHERS: frozenset[Function] = frozenset([*_named(torch.Tensor, "__getitem__", "take"), torch.take])
+"""Reads whose gradient a CPU sums entry by entry in the format of what was read: of 4,096 bfloat16 entries 256 count."""
+
 READS: frozenset[Function] = frozenset(
     [
         *_named(torch, "t", "transpose", "permute", "swapaxes", "einsum", "tensordot", "inner", "bmm"),
@@ -136,6 +139,13 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
     return TORCH_DTYPE[promote(*(PRECISION[dtype] for dtype in found))]
 
 
+def _may_repeat(index: Any) -> bool:
+    """Whether an index names entries by number, in a tensor or a list, and so may name one several times."""
+    if isinstance(index, tuple):
+        return any(map(_may_repeat, index))
+    return isinstance(index, list) or (isinstance(index, torch.Tensor) and index.dtype is not torch.bool)
+
+
 def _never_overridden(func: Any) -> Function:
     """A copy of a Python function of PyTorch that does not ask whether a mode overrides it."""
     module_globals = {**func.__globals__, "has_torch_function": lambda _: False}
@@ -178,8 +188,9 @@ class Interception(TorchFunctionMode):
                 **dict.fromkeys(PROMOTED, self._promoted),
                 **dict.fromkeys(WRITES, self._written),
                 **dict.fromkeys(IN_PLACE, self._in_place),
+                **dict.fromkeys(GATHERS, self._gathered),
                 **dict.fromkeys(NORMS, call_norm),
-                **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS), call_in_float32),
+                **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS, F.embedding), call_in_float32),
                 **self._handlers,
                 **dict.fromkeys(READS & PROMOTED, self._read_promoted),
             }
@@ -250,6 +261,12 @@ class Interception(TorchFunctionMode):
         # Called as a method for its effect, the same function must still change the tensor, in the tensor's own format.
         func(*args, **kwargs)
         return result
+
+    def _gathered(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, *index = args
+        if x.dtype not in LOW_FLOATS or x.device.type != "cpu" or not (x.requires_grad and _may_repeat(tuple(index))):
+            return func(*args, **kwargs)
+        return func(self._cast(x, torch.float32), *index, **kwargs).to(x.dtype)
 
     def _written_unseen(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x.data.mul_(2)``: what was made of ``x`` before is not what the next operator is to read."""
