@@ -31,6 +31,7 @@ from qsync_torch.apply.plan_fit import Planned
 from qsync_torch.apply.sharded_parameters import check_whole_model
 from qsync_torch.caller import Caller
 from qsync_torch.distributed.groups_present import groups_present, run_folder_of, warn_of_restarts
+from qsync_torch.distributed.process_group import keep_until_exit
 from qsync_torch.distributed.ranks import plan_facts, together, which_group
 from qsync_torch.elastic.resizing import Resize
 from qsync_torch.job import without_shape
@@ -127,6 +128,7 @@ def apply_for(
     Raises:
         QSyncError: as :func:`apply_`.
     """
+    keep_until_exit()
     whole_plan = not isinstance(plan, Mapping)
     run, what = caller.run, caller.call
     present = groups_present(what, run, group) if run else None

@@ -1,0 +1,47 @@
+"""A job's process group is let go when Python begins to end: not by the reducer before, nor with the interpreter after."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_torch import apply_
+from qsync_torch.distributed.process_group import _let_go
+
+
+def test_the_group_of_a_planned_model_outlives_its_reducer_and_not_the_interpreter(tmp_path):
+    _let_go()  # groups of other tests
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        apply_(model, {"0": "int8"})
+        ddp = DistributedDataParallel(model)
+        ddp(torch.ones(1, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    del ddp, model
+    assert _threads_of_gloo()  # else the reducer was the last to hold the group, and waited for them with the interpreter in hand
+    _let_go()
+    assert not _threads_of_gloo()
+
+
+def test_functions_of_pytorch_hold_no_group_when_python_ends(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        importlib.reload(collectives)  # as where DistributedDataParallel is the first to import the compiler
+        _let_go()
+        assert torch.equal(collectives.all_reduce(torch.ones(2)), torch.ones(2))  # None is the default group
+    finally:
+        dist.destroy_process_group()
+    assert not _threads_of_gloo()
+
+
+def _threads_of_gloo() -> Counter[str]:
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return Counter(name for name in names if "gloo" in name)
