@@ -88,6 +88,35 @@ def test_gradients_of_rows_that_are_read_often_lose_none(read, compiled):
     assert torch.allclose(planned.a.bias.grad, plain.a.bias.grad, rtol=2**-8, atol=0)
 
 
+TIMES = torch.arange(0, 1000, 3)
+NUMBERS = {
+    "arange": lambda h: torch.arange(2000, dtype=h.dtype),
+    "linspace": lambda h: torch.linspace(0, 1, 2001, dtype=h.dtype, device=h.device),
+    "to a dtype": lambda h: TIMES.to(h.dtype),
+    "to a tensor": lambda h: TIMES.to(h),
+    "type_as": lambda h: TIMES.int().type_as(h),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+def test_positions_and_time_steps_in_the_format_of_an_activation_stay_apart(function):
+    made = []
+    model = Calls(lambda h, _: made.append(function(h)) or h * made[-1][:16])
+    model(torch.ones(8, 16))
+    apply_(model, named(a=BFLOAT16))
+    model(torch.ones(8, 16))
+    assert torch.equal(made[1], made[0])
+    assert made[1].dtype is torch.float32
+
+
+def test_a_mask_in_the_format_of_an_activation_has_it():
+    hidden = []
+    model = Calls(lambda h, _: hidden.append(h * (h > 0).to(h.dtype)) or hidden[-1])
+    apply_(model, named(a=BFLOAT16))
+    model(torch.randn(8, 16))
+    assert hidden[0].dtype is torch.bfloat16
+
+
 def test_a_product_of_linalg_is_an_operator_of_the_plan():
     planned = Calls(lambda h, w: torch.linalg.matmul(h, w))
     apply_(planned, named(w=BFLOAT16))

@@ -68,6 +68,9 @@ RIGHT_FACTORS: dict[Function, str] = {
 CASTS: frozenset[Function] = frozenset(_named(torch.Tensor, "to", "type", "type_as", "bfloat16", "half"))
 """Casts that a model may make of its own parameters."""
 
+NUMBERED: frozenset[Function] = frozenset(_named(torch, "arange", "linspace", "logspace"))
+"""Make numbers that 16 bits do not tell apart: positions, in the format of an activation (bfloat16 has no 257)."""
+
 UNSEEN_WRITES: frozenset[Function] = frozenset(_named(torch.Tensor.data, "__get__", "__set__"))
 """Ways to change a tensor that leave its version as it was."""
 
@@ -139,6 +142,9 @@ def widest_dtype(values: Iterable[Any]) -> torch.dtype | None:
     return TORCH_DTYPE[promote(*(PRECISION[dtype] for dtype in found))]
 
 
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+
 def _may_repeat(index: Any) -> bool:
     """Whether an index names entries by number, in a tensor or a list, and so may name one several times."""
     if isinstance(index, tuple):
@@ -189,6 +195,7 @@ class Interception(TorchFunctionMode):
                 **dict.fromkeys(WRITES, self._written),
                 **dict.fromkeys(IN_PLACE, self._in_place),
                 **dict.fromkeys(GATHERS, self._gathered),
+                **dict.fromkeys(NUMBERED, self._numbered),
                 **dict.fromkeys(NORMS, call_norm),
                 **dict.fromkeys((*LOSSES, *FLOAT32_FUNCTIONS, F.embedding), call_in_float32),
                 **self._handlers,
@@ -286,10 +293,19 @@ class Interception(TorchFunctionMode):
 
     def _cast_by_model(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``weight.to(x.dtype)``, as in Whisper: under a plan the activation's format is another than in the trace."""
-        result = func(*args, **kwargs)  # a name, of ``weight.type()``
-        if isinstance(args[0], nn.Parameter) and isinstance(result, torch.Tensor) and result.dtype in LOW_FLOATS:
-            self._calls.remember_cast(args[0], result)
+        x, result = args[0], func(*args, **kwargs)  # a name, of ``weight.type()``
+        if not isinstance(result, torch.Tensor) or result.dtype not in LOW_FLOATS:
+            return result
+        if isinstance(x, nn.Parameter):
+            self._calls.remember_cast(x, result)
+        elif self.promotes and x.dtype in _INTEGERS:  # time steps, in the format of an activation
+            return x.to(result.device, torch.float32)
         return result
+
+    def _numbered(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("dtype") in LOW_FLOATS:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
 
     def _functional_linear(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight = self._calls.uncast(args[1] if len(args) > 1 else kwargs.get("weight"))
