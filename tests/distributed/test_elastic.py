@@ -8,7 +8,7 @@ from elastic_job import GROUPS, ElasticJob, differences, make_run_folder
 pytestmark = pytest.mark.distributed
 STEPS, SAVE_EVERY = 12, 2
 MORE_STEPS_THAN_RUN = 100_000
-"""Whoever is left alone does not come to the end before the other is back: 400 steps took one five seconds."""
+"""A rank that is left alone does not come to the end before the other is back: 400 steps took one five seconds."""
 KILLS = {"infer": "forward:3 checkpoint:8", "train": "all-reduce:6 checkpoint:8"}
 """The weak group in a step, the strong group's rank 0 in an all-reduce, both in a checkpoint."""
 

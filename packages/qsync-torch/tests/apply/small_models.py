@@ -26,6 +26,20 @@ class ConvNet(nn.Module):
         return self.fc(torch.relu(z).mean((2, 3)))
 
 
+class Handwritten(torch.autograd.Function):
+    """A linear whose gradients its author wrote down: they are products with the weight, and no calls of the model."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
 class Attention(nn.Module):
     """Q, K and V from one activation, products of two activations, LayerNorm."""
 

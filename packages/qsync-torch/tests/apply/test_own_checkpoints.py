@@ -151,19 +151,21 @@ def test_a_reversible_block_computes_its_input_again_without_gradients(x):
     assert torch.allclose(found[0], x, rtol=0, atol=1e-5)
 
 
+class Late(torch.autograd.Function):
+    """Runs a module in backward that its forward has not run."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.module(grad)
+
+
 def test_a_part_that_repeats_nothing_known_is_refused(x):
     """Its autograd function has no forward of the model, so there are no random numbers to take."""
-
-    class Late(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, module, x):
-            ctx.module = module
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None, ctx.module(grad)
-
     model = Block("modules", None)
     apply_(model, VARIANTS)
     model(x)
@@ -173,17 +175,6 @@ def test_a_part_that_repeats_nothing_known_is_refused(x):
 
 def test_what_draws_no_random_numbers_may_run_in_any_backward(x):
     """As the adjoint of a differential equation does, whose function is the model."""
-
-    class Late(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, module, x):
-            ctx.module = module
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None, ctx.module(grad)
-
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     x.requires_grad_()
     apply_(model, named(**{"0": BFLOAT16, "1": BFLOAT16}))

@@ -8,27 +8,13 @@ from qsync_core.errors import PlanError
 from qsync_torch import apply_
 
 from .own_checkpoints import Block, diffusion
-from .small_models import BFLOAT16, INT8, named
+from .small_models import BFLOAT16, INT8, Handwritten, named
 from .two_layers import equal, gradients_of
 
 
 @pytest.fixture
 def x(x):
     return x.requires_grad_()
-
-
-class Handwritten(torch.autograd.Function):
-    """A linear whose gradients its author wrote down: they are products with the weight, and no calls of the model."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
 
 
 class Both(Handwritten):

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -116,22 +116,16 @@ class Exchange:
         if not self._slow:
             yield
             return
-        done = threading.Event()
 
-        def beat() -> None:
+        def beat(done: threading.Event) -> None:
             with suppress(RuntimeError):  # a store that has gone is noticed by the thread that needs it
                 while True:
                     self._store.add(f"alive/{self.rank}", 1)
                     if done.wait(self._timeout_s / _BEATS_PER_TIMEOUT):
                         return
 
-        thread = threading.Thread(target=beat, name="qsync-alive", daemon=True)
-        thread.start()
-        try:
+        with beside("qsync-alive", beat):
             yield
-        finally:
-            done.set()
-            thread.join()
 
     def given_up(self, until: threading.Event) -> tuple[str, dict[int, Report]] | None:
         """Wait in another thread until the others end the round without this rank, and some seconds more.
@@ -246,6 +240,19 @@ class Exchange:
         said = [json.loads(text) for text in self._store.multi_get([f"report/{rank}" for rank in here])]
         names = [field.name for field in attrs.fields(Report)]  # another version of QSync may say more
         return {rank: Report(**{name: report[name] for name in names}) for rank, report in zip(here, said, strict=True)}
+
+
+@contextmanager
+def beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do ``work`` in a thread of this name while the block runs; what it is given is set when the block has ended."""
+    done = threading.Event()
+    thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from qsync_core.errors import ClusterError, CompatibilityError, PlanError, QSync
 from qsync_core.ir.cluster import Cluster
 from qsync_core.ir.plan import PrecisionPlan
 from qsync_core.ir.profile import DeviceKind
-from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, by_value, rank_list
+from qsync_torch.distributed.exchange import TIMEOUT_VARIABLE, Exchange, Members, Report, beside, by_value, rank_list
 from qsync_torch.distributed.process_group import in_process_group
 
 GROUP_VARIABLE = "QSYNC_GROUP"
@@ -251,9 +251,8 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
 
     Nothing in Python interrupts a collective that the main thread is in, so that another thread ends the process.
     """
-    done = threading.Event()
 
-    def watch() -> None:
+    def watch(done: threading.Event) -> None:
         try:
             found = exchange.given_up(done)
         except dist.DistError as error:
@@ -263,13 +262,8 @@ def _ended_where_it_hangs(exchange: Exchange, members: Members, what: str) -> It
             print(f"error: {missing or _disagreement(reports, members.rank, as_well=False)}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    thread = threading.Thread(target=watch, name="qsync-watch", daemon=True)
-    thread.start()
-    try:
+    with beside("qsync-watch", watch):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def told_by_all(
