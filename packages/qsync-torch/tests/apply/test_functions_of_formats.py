@@ -69,6 +69,8 @@ GATHERED = {
     "h[list]": lambda h: h[ROWS.tolist()],
     "h[rows, columns]": lambda h: h[ROWS[:, None], torch.arange(16)],
     "take": lambda h: h.take(ROWS[:, None] * 16 + torch.arange(16)),
+    "take by names": lambda h: torch.take(input=h, index=ROWS[:, None] * 16 + torch.arange(16)),
+    "take by one name": lambda h: torch.take(h, index=ROWS[:, None] * 16 + torch.arange(16)),
     "embedding": lambda h: F.embedding(ROWS, h),
     "index_select": lambda h: h.index_select(0, ROWS),
 }

@@ -270,8 +270,10 @@ class Interception(TorchFunctionMode):
         return result
 
     def _gathered(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args:  # torch.take(input=h, index=rows)
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         x, *index = args
-        if x.dtype not in LOW_FLOATS or x.device.type != "cpu" or not (x.requires_grad and _may_repeat(tuple(index))):
+        if x.dtype not in LOW_FLOATS or x.device.type != "cpu" or not (x.requires_grad and _may_repeat((*index, *kwargs.values()))):
             return func(*args, **kwargs)
         return func(self._cast(x, torch.float32), *index, **kwargs).to(x.dtype)
 
