@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import attrs
 from brute_force_formats import BEFORE_FORWARD, WantedCast, size
-from brute_force_memory import peak_bytes
+from brute_force_memory import bucket_bytes, peak_bytes
 from brute_force_walk import Walked, Walker
 
 from qsync_core.ir.op_id import OpId
@@ -69,7 +69,7 @@ class WholeSteps:
     def peak(self, walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> int:
         """The peak of one rank, in bytes."""
         extra = sum(self.bytes_at_rung.get((place, one.variant), 0) for place, one in enumerate(walked) if one.variant is not None)
-        least = self.least_bytes + (sum(bucket.nbytes for bucket in walker.dag.buckets) if several_ranks else 0)
+        least = self.least_bytes + bucket_bytes(walker, several_ranks=several_ranks)
         return max(least, peak_bytes(walker, walked, several_ranks=several_ranks) + self.bytes_always + extra)
 
 

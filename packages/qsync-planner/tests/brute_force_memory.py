@@ -49,13 +49,18 @@ def peak_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool)
     return static + max(levels)
 
 
+def bucket_bytes(walker: Walker, *, several_ranks: bool) -> int:
+    """DDP's buckets; a GPU still has those of the first step in the second."""
+    sets = 0 if not several_ranks else 1 if walker.profile.device.kind == "cpu" else 2
+    return sets * sum(bucket.nbytes for bucket in walker.dag.buckets)
+
+
 def levels_bytes(walker: Walker, walked: Sequence[Walked], *, several_ranks: bool) -> tuple[int, list[int]]:
     """What is there during the whole step, and what is alive beside it while each operator runs, forward and backward."""
     dag, profile = walker.dag, walker.profile
     static = sum(size(parameter.shape) * ELEMENT_BYTES[parameter.dtype] for parameter in dag.parameters)
     static += profile.optimizer_state_bytes + profile.input_bytes
-    if several_ranks:
-        static += sum(bucket.nbytes for bucket in dag.buckets)
+    static += bucket_bytes(walker, several_ranks=several_ranks)
     house = House()
     outputs, copies = _needs(walker, walked)
     for place, operator in enumerate(dag.operators):

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 RANK = int(os.environ["LOCAL_RANK"])
@@ -96,20 +98,16 @@ def blind_cluster(cluster: Cluster) -> Cluster:
     return attrs.evolve(cluster, links=(Link(("train", "infer"), 20_000.0, 1 / 200),))
 
 
-class Ways:
-    """Process groups by number of CTAs, and DistributedDataParallel as a way to communicate asks for it."""
-
-    def __init__(self) -> None:
-        self._groups: dict[int, dist.ProcessGroup | None] = {0: None}
-
-    def wrap(self, model: torch.nn.Module, settings: CommunicationSettings) -> DistributedDataParallel:
-        """The model among the ranks."""
-        if settings.max_ctas not in self._groups:
-            self._groups[settings.max_ctas] = dist.new_group(pg_options=nccl_options(settings.max_ctas))
-        devices = [RANK] if DEVICE == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=devices, process_group=self._groups[settings.max_ctas], **options_of(settings)
-        )
+@contextmanager
+def process_group(settings: CommunicationSettings) -> Iterator[dist.ProcessGroup]:
+    """A process group of both ranks for one run: a group holds the buckets of its last collectives, which the next run would count
+    as its own."""
+    group = dist.new_group(pg_options=nccl_options(settings.max_ctas) if DEVICE == "cuda" else None)
+    try:
+        yield group
+    finally:
+        release()  # a wrapper that outlives its group can abort the process
+        dist.destroy_process_group(group)
 
 
 def largest(value: float) -> float:
@@ -119,14 +117,19 @@ def largest(value: float) -> float:
     return float(found)
 
 
-def train(
-    name: str, job: Job, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings, ways: Ways
-) -> dict[str, object]:
+def train(name: str, job: Job, batch: int, plan: PrecisionPlan | None, settings: CommunicationSettings) -> dict[str, object]:
     """Train under a plan and a way to communicate, then this rank's steps without any."""
+    with process_group(settings) as group:
+        return _train(name, job, batch, plan, partial(DistributedDataParallel, process_group=group, **options_of(settings)))
+
+
+def _train(
+    name: str, job: Job, batch: int, plan: PrecisionPlan | None, wrap: Callable[..., DistributedDataParallel]
+) -> dict[str, object]:
     release()
     model = fresh_model(job)
     applied = None if plan is None else apply_(model, plan)
-    ddp = ways.wrap(model, settings)
+    ddp = wrap(model, device_ids=[RANK] if DEVICE == "cuda" else None)
     try:
         step = in_turn(phases(job, ddp, batch, seed=RANK))
         measured = measure(step, WORKLOADS[name].steps, level=dist.barrier, agree=largest)
@@ -181,7 +184,7 @@ def main() -> None:
     job = make_job(options.name, batch)
     if options.full_only:
         dist.init_process_group(**backend)
-        measured = train(options.name, job, batch, None, DEFAULTS, Ways())
+        measured = train(options.name, job, batch, None, DEFAULTS)
         runs = [{"plan": "full", "settings": attrs.asdict(DEFAULTS), "label": DEFAULTS.label, "measured": measured}]
         write(files[RANK], here | {"runs": runs, "complete": True})
         leave()
@@ -214,7 +217,7 @@ def main() -> None:
     dag, costs = load(out / "dag.qsync", PrecisionDag), load(out / "costs.qsync", CollectiveCosts)
     plans: dict[str, PrecisionPlan | None] = {"full": None}
     plans |= {file.name.split(".")[0]: load(file, PrecisionPlan) for file in sorted(out.glob("*.plan.qsync"))}
-    ways, all_done = Ways(), True
+    all_done = True
     for label, settings in cases(plans):
         if (label, settings.label) in done:
             continue
@@ -226,7 +229,7 @@ def main() -> None:
         if label == "small" and RANK == 1:
             cap_memory(options.memory_gib * 2**30 - outside_bytes(out))
         run: dict[str, object] = {"plan": label, "settings": attrs.asdict(settings), "label": settings.label}
-        run["measured"] = train(options.name, job, batch, plan, settings, ways)
+        run["measured"] = train(options.name, job, batch, plan, settings)
         cap_memory(None)
         if RANK == 0:
             run["predicted"] = predict(out, dag, costs, plan, settings)

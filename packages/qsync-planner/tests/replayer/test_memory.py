@@ -14,7 +14,7 @@ from synthetic import GraphBuilder
 from qsync_core.ir.dag import Bucket, OpClass, Operator, PrecisionDag
 from qsync_core.ir.op_id import OpId
 from qsync_core.ir.precision import Precision
-from qsync_core.ir.profile import DeviceKind, OpCost, Profile
+from qsync_core.ir.profile import DeviceKind, DeviceType, OpCost, Profile
 from qsync_core.ir.semantics import CastSite, casts, output_precision, steps_of
 from qsync_core.ir.variant import Variant
 from qsync_planner.replayer.cost_mapper import CostMapper
@@ -94,7 +94,8 @@ def test_another_batch_is_as_if_it_had_been_traced(batch: int, bucket_views: boo
 def test_gradients_in_the_buckets_are_there_once() -> None:
     dag = two_layers()
     measured = profile(dag, {"fc1": KEEPS_INPUT, "fc2": KEEPS_INPUT})
-    mapper = CostMapper(dag, CostModel(dag, measured), {op("fc1"): FP32, op("fc2"): FP32})
+    variants = {op("fc1"): FP32, op("fc2"): FP32}
+    mapper = CostMapper(dag, CostModel(dag, measured), variants)
     # Weights 512 + 512 and buckets of 1,024 are always there.
     # fc2's backward: kept 128 + 256, gradients of both its sides 128 + 256, of its weight 512: 1,280.
     # fc1's backward: kept 128, gradients of both its sides 256 + 128, of its weight 512: 1,024, and fc2's, 512, if the bucket has
@@ -103,6 +104,9 @@ def test_gradients_in_the_buckets_are_there_once() -> None:
     assert MemoryLedger(mapper, bucket_views=True).peak_bytes() == 2048 + 1280
     alone = MemoryLedger(mapper, distributed=False, bucket_views=True)
     assert alone.peak_bytes() == MemoryLedger(mapper, distributed=False).peak_bytes() == 1024 + 1536
+    on_gpu = CostMapper(dag, CostModel(dag, attrs.evolve(measured, device=DeviceType("gpu", DeviceKind.CUDA))), variants)
+    assert MemoryLedger(on_gpu, bucket_views=True).peak_bytes() == 2048 + 1280 + 1024  # DDP's first buckets, in the second step
+    assert MemoryLedger(on_gpu, distributed=False).peak_bytes() == 1024 + 1536
     parts = MemoryLedger(mapper, bucket_views=True).estimate().parts
     assert (parts["gradients"], parts["activations"], sum(parts.values())) == (1024 + 512, 768, 2048 + 1280)
 
@@ -273,7 +277,8 @@ def naive_peak(dag: PrecisionDag, measured: Profile, variants: dict[OpId, Varian
                 alive += parameter.numel * 4
         peak = max(peak, alive)
     weights = sum(parameter.numel * 4 for parameter in dag.parameters)
-    return weights + measured.optimizer_state_bytes + measured.input_bytes + sum(b.nbytes for b in dag.buckets) + peak
+    buckets = (1 if measured.device.kind is DeviceKind.CPU else 2) * sum(b.nbytes for b in dag.buckets)  # as of the second step
+    return weights + measured.optimizer_state_bytes + measured.input_bytes + buckets + peak
 
 
 @settings(max_examples=60, deadline=None)

@@ -54,7 +54,7 @@ class MemoryEstimate:
     """Predicted memory of one rank, in bytes.
 
     Attributes:
-        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's buckets of all gradients.
+        static_bytes: there during the whole step: weights, optimizer state, the batch, DDP's buckets (as of the second step).
         saved_bytes: kept for backward when the forward pass ends.
         transient_bytes: what the peak moment has beyond both: gradients made until then, living activations, workspace, and the
             calibration's correction (which may make it negative).
@@ -154,8 +154,10 @@ class MemoryLayout:
 
     @cached_property
     def bucket_bytes(self) -> int:
-        """DDP's buckets of all gradients."""
-        return sum(bucket.nbytes for bucket in self.dag.buckets) if self.distributed else 0
+        """DDP's buckets of all gradients, and on a GPU its first ones, which NCCL holds beside them at the peak of the second step
+        (docs/design/memory.md#buckets)."""
+        copies = (1 if self.profile.device.is_synchronous else 2) if self.distributed else 0
+        return copies * sum(bucket.nbytes for bucket in self.dag.buckets)
 
     @cached_property
     def static_bytes(self) -> int:
