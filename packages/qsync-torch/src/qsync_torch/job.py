@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -212,12 +212,40 @@ def _check_batch_arguments(make: Callable[[int, int], Batch], name: str) -> None
         ) from None
 
 
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimizers that a loop steps one after the other, as one; each keeps its own parameters and state."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # The base's constructor would make groups and state of its own.
+        self.optimizers = tuple(optimizers)
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """Of every parameter, as its optimizer has it now."""
+        return {parameter: entry for one in self.optimizers for parameter, entry in one.state.items()}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of each, in their order."""
+        for one in self.optimizers:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters of each."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+
 def describe_optimizer(job: Job) -> str:
     """The class, parameter groups and hyper-parameters of a job's optimizer, for telling one from another.
 
     It is made from the job's own parameters, and leaves them as they are.
     """
     optimizer = job.optimizer([parameter for parameter in job.model.parameters() if parameter.requires_grad])
+    return " and ".join(map(_described, optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]))
+
+
+def _described(optimizer: torch.optim.Optimizer) -> str:
     groups = [
         f"{sum(parameter.numel() for parameter in group['params'])} parameters: "
         + ", ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name != "params")

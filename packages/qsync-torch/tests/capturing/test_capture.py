@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import qsync_torch as qsync
 from qsync_core.errors import JobError
 from qsync_torch.capturing.batches import begins_to_read
-from qsync_torch.job import Batch
+from qsync_torch.job import Batch, describe_optimizer
 from qsync_torch.profiling.whole_step import StepRunner
 from qsync_torch.tracing.trace import trace
 
@@ -129,6 +129,7 @@ def test_the_model_is_the_live_one_and_measurements_leave_it_as_it_is():
     assert not any(optimizer.state.values())
 
 
+@pytest.mark.filterwarnings("ignore:3 of the 6 trainable parameters")
 def test_the_job_trains_as_the_script_does():
     """Bit for bit, from the same weights: batches, loss, and the optimizer with its groups."""
     loader = DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
@@ -189,6 +190,31 @@ def test_an_optimizer_that_keeps_more_than_its_groups_keeps_it():
     model = net()
     again = captured([(X, Y)], model, Scaled(model.parameters(), 0.1, scale=7)).optimizer(list(net().parameters()))
     assert (again.scale, again.param_groups[0]["lr"]) == (7, 0.1)
+
+
+def test_several_optimizers_step_as_the_loops_do_and_one_of_them_is_not_enough():
+    def pair(model):
+        weights, biases = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+        return [torch.optim.SGD(weights, lr=0.1), torch.optim.AdamW(biases, lr=0.2)]
+
+    model, other, reference = net(), net(), net()
+    job = captured([(X, Y)], model, pair(model))
+    again, expected = job.optimizer(list(other.parameters())), pair(reference)
+    for _ in range(3):
+        F.cross_entropy(other(X), Y).backward()
+        again.step()
+        again.zero_grad()
+        F.cross_entropy(reference(X), Y).backward()
+        for one in expected:
+            one.step()
+            one.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), reference.parameters(), strict=True))
+    assert len(again.state) == len(expected[1].state) > 0  # of plain SGD there is none
+    described = describe_optimizer(job)
+    assert "SGD(" in described
+    assert " and torch.optim.adamw.AdamW(" in described
+    with pytest.warns(UserWarning, match="4 of the 6 trainable parameters .* not the optimizer's.* pass all of them"):
+        captured([(X, Y)], model, pair(model)[0])
 
 
 def test_frozen_parameters_are_left_out():

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from qsync_core.errors import JobError
 from qsync_core.ir.precision import Precision
 from qsync_torch.apply.first_step import autocast_now, device_of
 from qsync_torch.capturing.batches import KeptBatches, Loader, as_batch, check_samples_first, first_batches
 from qsync_torch.capturing.losses import Loss, loss_of
-from qsync_torch.capturing.optimizer import MakeOptimizer, maker_of
+from qsync_torch.capturing.optimizer import Optimizers, maker_of
 from qsync_torch.job import Job, check_shapes
 
 
 def capture(
     model: nn.Module,
-    optimizer: Optimizer | MakeOptimizer,
+    optimizer: Optimizers,
     loss_fn: Loss | None,
     loader: Loader,
     *,
@@ -34,8 +33,8 @@ def capture(
     Args:
         model: as the loop calls it; the model inside a DistributedDataParallel or ``torch.compile`` is taken out.  The job has this
             very model; measurements train copies of it.
-        optimizer: the script's, whose class, groups and hyper-parameters are taken as they are now, or a function that makes one
-            from parameters.
+        optimizer: the script's, whose class, groups and hyper-parameters are taken as they are now, or a list of those that its
+            loop steps, or a function that makes one from parameters.
         loss_fn: ``loss_fn(output, target)`` as the loop calls it, with more targets where it takes more; None where the model
             returns its own loss (as its output, in ``output.loss``, or first).
         loader: what the loop iterates over, or a function that makes it; :func:`qsync_torch.capturing.batches.as_batch` says what
@@ -59,7 +58,7 @@ def capture(
 
 def job_of(
     model: nn.Module,
-    optimizer: Optimizer | MakeOptimizer,
+    optimizer: Optimizers,
     loss_fn: Loss | None,
     loader: Loader,
     *,

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 from torch import nn
-from torch.optim import Optimizer
 
 from qsync_core.errors import JobError
 from qsync_torch.apply.applied_plan import AppliedPlan
@@ -17,7 +16,7 @@ from qsync_torch.caller import Caller
 from qsync_torch.capturing.batches import Loader, begins_to_read
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
-from qsync_torch.capturing.optimizer import MakeOptimizer
+from qsync_torch.capturing.optimizer import Optimizers
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.distributed.groups_present import run_folder_of
 
@@ -27,7 +26,7 @@ HYBRID = Caller("qsync.hybrid", arguments="..., run={}")
 
 def hybrid(
     model: nn.Module,
-    optimizer: Optimizer | MakeOptimizer,
+    optimizer: Optimizers,
     loss_fn: Loss | None,
     loader: Loader,
     *,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from qsync_core.errors import JobError
+from qsync_torch.job import SeveralOptimizers
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Optimizers = Optimizer | Sequence[Optimizer] | MakeOptimizer
+"""What a script may say: its optimizer, those that its loop steps one after the other, or what makes one from parameters."""
 
 
-def maker_of(name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> MakeOptimizer:
+def maker_of(name: str, model: nn.Module, optimizer: Optimizers) -> MakeOptimizer:
     """What makes a job's optimizer: from the trainable parameters of the model or of a copy of it, in their order.
 
     An optimizer is made again as it is now: its class, its attributes, its groups with their hyper-parameters, each group with the
@@ -24,19 +28,39 @@ def maker_of(name: str, model: nn.Module, optimizer: Optimizer | MakeOptimizer) 
     Args:
         name: of the job.
         model: whose parameters the optimizer has.
-        optimizer: one, or a function from parameters to one, which is taken as it is.
+        optimizer: one, or several, or a function from parameters to one, which is taken as it is.
 
     Raises:
-        JobError: when it is neither, has parameters that are not the model's or none that are, or cannot be made again.
+        JobError: when it is none of these, has parameters that are not the model's or none that are, or cannot be made again.
     """
-    if not isinstance(optimizer, Optimizer):
+    several: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not (several and all(isinstance(one, Optimizer) for one in several)):
         if not callable(optimizer):
             raise JobError(
-                f"the optimizer of {name} is a {type(optimizer).__name__}; pass the torch.optim.Optimizer of the script, or a "
-                "function that makes one from the parameters"
+                f"the optimizer of {name} is a {type(optimizer).__name__}; pass the torch.optim.Optimizer of the script, a list of "
+                "those that it has, or a function that makes one from the parameters"
             )
         return optimizer
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    makers = [_maker_of_one(name, trainable, one) for one in several]
+    stepped = {id(parameter) for one in several for group in one.param_groups for parameter in group["params"]}
+    if left := sum(id(parameter) not in stepped for parameter in trainable):
+        warnings.warn(
+            f"{left} of the {len(trainable)} trainable parameters of {name} are not the optimizer's, and the plan knows of no step "
+            "that changes them; where the loop steps several optimizers, pass all of them, [first, second]",
+            stacklevel=4,
+        )
+    if len(makers) == 1:
+        return makers[0]
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        given = list(parameters)
+        return SeveralOptimizers([maker(given) for maker in makers])
+
+    return make
+
+
+def _maker_of_one(name: str, trainable: list[nn.Parameter], optimizer: Optimizer) -> MakeOptimizer:
     place = {id(parameter): index for index, parameter in enumerate(trainable)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):

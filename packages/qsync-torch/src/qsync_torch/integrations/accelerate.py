@@ -13,7 +13,6 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import nn
-from torch.optim import Optimizer
 
 from qsync_core.errors import PlanError
 from qsync_core.ir.precision import Precision
@@ -21,7 +20,7 @@ from qsync_torch.apply.applied_plan import AppliedPlan
 from qsync_torch.caller import Caller
 from qsync_torch.capturing.capture import job_of
 from qsync_torch.capturing.losses import Loss
-from qsync_torch.capturing.optimizer import MakeOptimizer
+from qsync_torch.capturing.optimizer import Optimizers
 from qsync_torch.capturing.script import hand_over, is_wanted
 from qsync_torch.distributed.communication import BUFFERS
 from qsync_torch.distributed.groups_present import run_folder_of
@@ -36,7 +35,7 @@ _OTHER_PARALLELISM = (DistributedType.FSDP, DistributedType.DEEPSPEED, Distribut
 def hybrid(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: Optimizer | MakeOptimizer,
+    optimizer: Optimizers,
     loss_fn: Loss | None,
     loader: Iterable[Any],
     *,
