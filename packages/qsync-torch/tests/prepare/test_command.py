@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from qsync_core.cli.root import cli
+from qsync_core.errors import ArtifactError
 from qsync_torch.prepare import flow
 
 CLUSTER = '[[group]]\nname = "cpu"\ndevice = "cpu"\ncount = 1\nrole = "train"\n'
@@ -60,3 +62,10 @@ def test_without_the_planner_it_says_how_to_get_it(refused, monkeypatch):
     monkeypatch.setattr(flow, "find_spec", lambda name: None)
     said = refused("job.py:make_job")
     assert said == "error: qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'"
+
+
+def test_tuning_records_that_cannot_be_read_are_refused_before_the_job_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_TUNING", str(tmp_path))
+    request = flow.Request("no_such_job.py:make_job", tmp_path / "run", torch.device("cuda"), quiet=True)
+    with pytest.raises(ArtifactError, match=f"cannot read tuning records from {tmp_path}: Is a directory"):
+        flow.prepare(request)

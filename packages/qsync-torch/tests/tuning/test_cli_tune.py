@@ -307,4 +307,4 @@ def test_a_profile_says_that_kernels_were_never_tuned(qsync, install, monkeypatc
     install(NamedBackend("one"))
     done = qsync("profile", "job.py:tiny", "-o", "p.qsync", "--backend", "auto", "--rungs", "int8", "--json")
     assert done.exit_code == 0
-    assert "kernels were never tuned here and take a default; run 'qsync tune' first" in done.stderr
+    assert "kernels were never tuned here and take a default; raise --tune, or run 'qsync tune' first" in done.stderr

@@ -78,6 +78,7 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from qsync_torch.devices import gradient_format, standard_ladder
     from qsync_torch.distributed.ranks import SHARE_VARIABLE, naming_lost_ranks, process_group_from_environment, together
+    from qsync_torch.kernels.installed import check_store
     from qsync_torch.load_job import job_code, load_job
     from qsync_torch.profiling.profile import profile as run_profile
     from qsync_torch.sharing.share import is_gpu, take_sms
@@ -104,13 +105,14 @@ def profile(
 
     with process_group_from_environment(target) as rank:
         with together("qsync profile", slow=True), job_code(job):
+            check_store(target, tuning)
             if fresh:
                 remove_partial(unfinished)
             loaded = load_job(job, batch_size)
             dag = graph_of(loaded, dag_path)
         if backend in (None, AUTO_BACKEND):
             with progress_bar("tune") as update:
-                tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update, note=note)
+                tune_job(dag, variants, target, tuning=tuning, seconds=tune_s, progress=update)
         with job_code(job), naming_lost_ranks("qsync profile"), progress_bar("profile") as update:
             found = run_profile(
                 loaded,

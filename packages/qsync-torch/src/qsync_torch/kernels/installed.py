@@ -9,7 +9,7 @@ import torch
 
 from qsync_core.kernels.backend import KernelRequest
 from qsync_core.plugins.registry import Registry
-from qsync_core.tuning.store import TuningStore, default_store_path
+from qsync_core.tuning.store import TuningStore, default_store_path, read_contents
 from qsync_torch.devices import device_type, tuning_software
 
 
@@ -31,6 +31,16 @@ def open_store(device: torch.device, path: Path | None = None) -> TuningStore:
     """
     path = path or default_store_path()
     return TuningStore(path, device_type(device).name, tuning_software(device), installed().backend_versions())
+
+
+def check_store(device: torch.device, path: Path | None = None) -> None:
+    """Refuse tuning records that a GPU's kernels cannot be chosen by; called before anything is measured, which takes minutes.
+
+    Raises:
+        ArtifactError: when the file cannot be read, or is not a tuning store.
+    """
+    if device.type == "cuda":
+        read_contents(path or default_store_path())
 
 
 def store_of_request(request: KernelRequest) -> TuningStore:

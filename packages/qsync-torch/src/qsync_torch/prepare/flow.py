@@ -35,6 +35,7 @@ from qsync_torch.distributed.ranks import (
     versions_text,
 )
 from qsync_torch.job import Job, check_same_model, describe_optimizer
+from qsync_torch.kernels.installed import check_store
 from qsync_torch.load_job import job_code, load_job
 from qsync_torch.prepare.board import Board
 from qsync_torch.prepare.cluster_text import cluster_text, is_changed, with_links
@@ -192,6 +193,7 @@ class _Flow:
         with folder.together({VERSIONS: versions_text(), "--group": wishes}, slow=True) as facts:
             if folder.rank == 0 and find_spec("qsync_planner") is None:
                 raise PlanError("qsync prepare plans, which needs qsync-planner; install it with: pip install 'qsync-torch[plan]'")
+            check_store(request.device)
             job, self._caller = load()
             facts["optimizer"] = describe_optimizer(job)
             facts["kind of device"] = request.device.type

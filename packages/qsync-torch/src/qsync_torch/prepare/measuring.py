@@ -93,7 +93,7 @@ class Bench:
 
         def run(inputs: Mapping[str, str]) -> Made:
             progress = self.board.stage("tuning")
-            store = tune_job(self.dag, group.ladder, self.device, seconds=self.tune_s, progress=progress, note=self.board.note)
+            store = tune_job(self.dag, group.ladder, self.device, seconds=self.tune_s, progress=progress)
             return Made(inputs, value=json.dumps({"records": str(store.path) if store else ""}))
 
         inputs = self._inputs(ladder=_texts(group.ladder), kernels=_kernels(), seconds=f"{self.tune_s:g}")

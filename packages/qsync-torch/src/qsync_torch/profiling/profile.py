@@ -182,7 +182,10 @@ def profile(
     if store.discarded:
         note(f"{resume} is of an interrupted profile that cannot be continued: {store.discarded}; everything is measured again")
     if chooser.chain == AUTO and chooser.untuned:
-        note(f"{len(chooser.untuned)} kernels were never tuned here and take a default; run 'qsync tune' first to find the fastest")
+        note(
+            f"{len(chooser.untuned)} kernels were never tuned here and take a default; raise --tune, or run 'qsync tune' first, to "
+            "find the fastest"
+        )
     if type_.kind is DeviceKind.CUDA and (advice := layout_advice(dag, variants)):
         note(advice)
     layouts = dict(job.model.named_parameters())

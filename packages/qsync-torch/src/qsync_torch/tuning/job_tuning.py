@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,15 +52,11 @@ class TunedRequest:
 
 @attrs.frozen
 class JobTuning:
-    """What tuning a job gave: one entry a distinct kernel, how many searches were there already, and the seconds it took.
-
-    ``left`` is how many kernels there was no time for.
-    """
+    """What tuning a job gave: one entry a distinct kernel, how many searches were there already, and the seconds it took."""
 
     requests: tuple[TunedRequest, ...]
     reused: int
     seconds: float
-    left: int = 0
 
 
 def distinct_requests(
@@ -92,7 +88,6 @@ def tune_job(
     tuning: Path | None = None,
     seconds: float = TUNING_S,
     progress: ProgressCallback = silent,
-    note: Callable[[str], None] = lambda text: None,
 ) -> TuningStore | None:
     """Tune what a job needs on a GPU within a budget, with every installed backend; on a CPU, PyTorch's own kernels run.
 
@@ -102,7 +97,6 @@ def tune_job(
         tuning: file of tuning records; :func:`qsync_core.tuning.store.default_store_path` by default.
         seconds: no search begins later; what has been found before takes none.
         progress: receives the state before each search.
-        note: receives what there was no time for.
 
     Returns:
         The records; None where there is nothing to tune.
@@ -114,12 +108,7 @@ def tune_job(
     if not requests:
         return None
     store = open_store(device, tuning)
-    found = tune_requests(requests, list(find_backends(AUTO)), store, device, seconds=seconds, progress=progress)
-    if found.left:
-        note(
-            f"{found.left} of {len(requests)} kernels, those with the least work, were not tuned within {seconds:g} s and take a "
-            "default; raise --tune, or run 'qsync tune', to find the fastest"
-        )
+    tune_requests(requests, list(find_backends(AUTO)), store, device, seconds=seconds, progress=progress)
     return store
 
 
@@ -165,7 +154,7 @@ def tune_requests(
             tuned[index] = TunedRequest(requests[index], tuple(request.records), request.refusals)
     progress(total, total, "")
     found = tuple(tuned[index] for index in sorted(tuned))
-    return JobTuning(found, reused, time.monotonic() - start, len(left))
+    return JobTuning(found, reused, time.monotonic() - start)
 
 
 def _report_compiling(progress: ProgressCallback, done: int, total: int, built: int, every: int) -> None:
