@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 import pytest
 from artifact_examples import examples
@@ -130,6 +131,18 @@ def test_show(qsync: Any, plan_file: Path) -> None:
     assert shown["kind"] == "PrecisionPlan"
     assert shown["digest"] == artifact.digest(examples(layers=1)[PrecisionPlan])
     assert shown["content"]["groups"][1]["assignments"]["bert.encoder.layer.0.attention.self.query#0"]["backend"] == "aten"
+
+
+def test_show_says_a_peak_and_the_communication_as_explain_does(qsync: Any, tmp_path: Path) -> None:
+    plan = examples(layers=1)[PrecisionPlan]
+    assert plan.communication is not None
+    memory = {"infer": {"activations": 12 << 30, "outside PyTorch's allocator": 1 << 30}}
+    artifact.save(attrs.evolve(plan, memory=memory), tmp_path / "plan.qsync")
+    shown = dict(
+        line.split(maxsplit=1) for line in qsync("show", tmp_path / "plan.qsync").stdout.replace("group ", "").splitlines()
+    )
+    assert shown["infer"].rstrip().endswith("peak 13 GiB of 15 GiB")
+    assert shown["communication"].rstrip() == plan.communication.reason
 
 
 @pytest.mark.parametrize("kind", examples(layers=1), ids=lambda kind: kind.__name__)

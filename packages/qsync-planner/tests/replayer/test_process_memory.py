@@ -118,7 +118,6 @@ def on_gpus(memory: DeviceMemory | None, software: dict[str, str]) -> dict[str, 
     ("memory", "software", "said"),
     [
         (None, {}, "does not say what a process takes beside tensors"),
-        (MEMORY, {"expandable_segments": "False"}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
         (MEMORY, {"expandable_segments": "True"}, ""),
     ],
 )
@@ -127,3 +126,13 @@ def test_a_plan_says_what_its_budget_may_not_hold(memory: DeviceMemory | None, s
     notes = [note for note in plan.notes if note.startswith("group infer: its profile")]
     assert len(notes) == bool(said)
     assert all(said in note for note in notes)
+
+
+def test_fixed_segments_are_a_remark_where_the_budget_has_little_left() -> None:
+    profiles = on_gpus(MEMORY, {"expandable_segments": "False"})
+    plan = allocate(DAG, limited(1 << 40), profiles, None, solver="uniform")
+    taken = sum(plan.memory["infer"].values())
+    assert not any("expandable segments" in note for note in plan.notes)
+    plan = allocate(DAG, limited(taken * 5 // 4), profiles, None, solver="uniform")
+    assert sum(plan.memory["infer"].values()) == taken
+    assert any("group infer" in note and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in note for note in plan.notes)

@@ -182,7 +182,8 @@ def allocate(
         "uniform": uniform.prediction.iteration_ns,
     }
     notes = (*solution.notes, *baseline_notes(problem, solver, full, balanced.does_not_fit), *uniform_notes(problem, starts))
-    notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem))
+    peaks = {name: predicted.peak_bytes for name, predicted in solution.prediction.groups.items()}
+    notes = (*notes, *cut_notes, *waiting_notes(described, profiles), *memory_notes(problem, peaks))
     notes = (*notes, *contention_notes(problem, communication))
     omega = rated.objective(solution.rungs)
     return _plan(problem, ways, solution, omega, sensitivity, solver, limit_ns, baselines, notes, described)

@@ -23,6 +23,9 @@ from qsync_planner.replayer.chains import Variants
 from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 
+_LITTLE_LEFT = 3 / 4
+"""Of a budget: what fixed segments were seen to reserve over a profile, a quarter more, fits beside less than this."""
+
 
 @attrs.frozen
 class Solution:
@@ -126,8 +129,8 @@ def memory_parts(
     return {name: replayer.memory(name, chosen).at_batch(local_batches[name]).process_parts for name, chosen in variants.items()}
 
 
-def memory_notes(problem: Problem) -> Iterator[str]:
-    """What a reader must know of memory budgets on GPUs."""
+def memory_notes(problem: Problem, peaks_bytes: Mapping[str, int]) -> Iterator[str]:
+    """What a reader must know of memory budgets on GPUs, given by group the plan's peak of tensors."""
     for name, budget in problem.budgets.items():
         profile = problem.profiles[name]
         if not budget or profile.device.kind is not DeviceKind.CUDA:
@@ -137,7 +140,10 @@ def memory_notes(problem: Problem) -> Iterator[str]:
                 f"group {name}: its profile does not say what a process takes beside tensors (CUDA context, allocator's reserve), "
                 "so that its memory budget is for tensors alone; profile again"
             )
-        elif profile.software.get("expandable_segments") == "False":
+        elif (
+            profile.software.get("expandable_segments") == "False"
+            and problem.process_bytes(name, peaks_bytes[name]) > budget * _LITTLE_LEFT
+        ):
             yield (
                 f"group {name}: its profile was made without expandable segments, so that PyTorch's allocator may reserve more "
                 "than was measured; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for qsync profile and for training"
