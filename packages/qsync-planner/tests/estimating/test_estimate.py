@@ -23,25 +23,27 @@ from qsync_core.ir.variant import Variant
 from qsync_planner.allocator import allocate
 from qsync_planner.allocator.exact.tradeoff import tradeoff
 from qsync_planner.estimating import estimate
+from qsync_planner.estimating.work import work_of
 from qsync_planner.replayer.calibration import uniform_times
 from qsync_planner.replayer.cost_model import CostModel
 from qsync_planner.replayer.replay import Replayer
 from qsync_planner.reporting.tradeoff_page import render_page
 
-H200 = Path(__file__).resolve().parents[4] / "tests" / "data" / "h200"
+DATA = Path(__file__).resolve().parents[4] / "tests" / "data"
+H200 = DATA / "h200"
 BFLOAT16, FLOAT16, INT8 = Precision.BFLOAT16, Precision.FLOAT16, Precision.INT8
 
 
 def stored(model: str) -> tuple[PrecisionDag, Profile, Profile]:
-    """A model with its profiles of a whole H200 and of half of one."""
-    folder = H200 / model
+    """A model with its profiles of a whole GPU and of half of one."""
+    folder = DATA / model
     whole, half = (load(folder / f"profile.{group}.qsync", Profile) for group in ("train", "infer"))
     return load(folder / "dag.qsync", PrecisionDag), whole, half
 
 
 @pytest.fixture(scope="module")
 def resnet() -> tuple[PrecisionDag, Profile, Profile]:
-    return stored("resnet50")
+    return stored("h200/resnet50")
 
 
 def step(profile: Profile, label: str) -> StepMeasurement:
@@ -59,13 +61,19 @@ def test_the_measured_device_and_share_give_the_measured_profile(resnet: tuple[P
 
 @pytest.mark.parametrize(
     ("model", "label", "limit"),
-    [("resnet50", "bfloat16", 0.05), ("resnet50", "int8>float32", 0.08), ("bert-base", "float32", 0.08)],
+    [
+        ("h200/resnet50", "bfloat16", 0.05),
+        ("h200/resnet50", "int8>float32", 0.08),
+        ("h200/bert-base", "float32", 0.08),
+        ("h100/vgg16-bn", "bfloat16", 0.03),
+        ("h100/vgg16-bn", "float32", 0.08),
+    ],
 )
-def test_half_of_an_h200_from_the_whole(model: str, label: str, limit: float) -> None:
+def test_half_of_a_gpu_from_the_whole(model: str, label: str, limit: float) -> None:
     """Left out: steps that the CPU bounds (BERT in low precision), and ResNet50 in float32, for which cuDNN takes other algorithms
     on half of the chip, that are faster there than the whole chip's are (docs/absent-gpus.md#how-well-it-holds)."""
     dag, whole, half = stored(model)
-    estimated = step(estimate(dag, whole, "H200", 0.5).profile, label)
+    estimated = step(estimate(dag, whole, whole.device.name, 0.5).profile, label)
     assert estimated.iteration_ns == pytest.approx(step(half, label).iteration_ns, rel=limit)
 
 
@@ -85,6 +93,40 @@ def test_what_an_estimate_keeps_and_what_it_drops(resnet: tuple[PrecisionDag, Pr
             assert new.forward_compute_ns >= old.forward_compute_ns
     for new, old in zip(found.steps, whole.steps, strict=True):
         assert (new.forward_dispatch_ns, new.peak_bytes) == (old.forward_dispatch_ns, old.peak_bytes)
+
+
+def test_which_convolutions_winograds_algorithm_can_make() -> None:
+    """VGG16's second: tiles of 6 × 6 for 4 × 4 of 64 channels in and out, and 36 values for 9 of the weight, written and read."""
+    dag = load(DATA / "h100" / "vgg16-bn" / "dag.qsync", PrecisionDag)
+    (second,) = [o for o in dag.operators if o.kind == "conv2d" and o.input_shapes[0] == o.output_shape == (32, 64, 224, 224)]
+    transforms = 2 * 4 * (36 / 16 * 2 * 32 * 64 * 224 * 224 + 4 * 64 * 64 * 9)
+    float32, bfloat16 = Variant.of(Precision.FLOAT32), Variant.of(BFLOAT16)
+    assert [work.transforms for work in work_of(second, float32, "aten", True)] == [transforms, 2 * transforms]
+    assert [work.transforms for work in work_of(second, bfloat16, "aten", True)] == [0, 0]
+    for changed in ({"stride": "2,2"}, {"dilation": "2,2"}, {"groups": "2"}):
+        other = attrs.evolve(second, attributes={**second.attributes, **changed})
+        assert [work.transforms for work in work_of(other, float32, "aten", True)] == [0, 0]
+
+
+def test_contiguous_images_are_transposed_for_tensor_cores() -> None:
+    """Input and output of a convolution once each, forward as for both gradients, read and written in 2 bytes."""
+    dag = load(DATA / "h100" / "vgg16-bn" / "dag.qsync", PrecisionDag)
+    (second,) = [o for o in dag.operators if o.kind == "conv2d" and o.input_shapes[0] == o.output_shape == (32, 64, 224, 224)]
+    once = 2 * 2 * (2 * 32 * 64 * 224 * 224)
+    for contiguous, times in ((True, 1), (False, 0)):
+        forward, backward = work_of(second, Variant.of(BFLOAT16), "aten", contiguous)
+        assert (forward.transposed, backward.transposed) == (times * once, 2 * times * once)
+    assert [work.transposed for work in work_of(second, Variant.of(Precision.FLOAT32), "aten", True)] == [0, 0]
+
+
+def test_few_blocks_sum_the_gradients_of_a_layer_norm() -> None:
+    dag = load(H200 / "bert-base" / "dag.qsync", PrecisionDag)
+    norm = next(o for o in dag.operators if o.kind == "layer_norm")
+    assert norm.input_shapes == ((12, 384, 768),)
+    plain = Variant.plain(Precision.FLOAT32)
+    assert [work.blocks for work in work_of(norm, plain, "aten", False)] == [0, 768 / 32]
+    long = attrs.evolve(norm, input_shapes=((192, 384, 768),), output_shape=(192, 384, 768))
+    assert [work.blocks for work in work_of(long, plain, "aten", False)] == [0, 0]
 
 
 @pytest.mark.parametrize(("device", "share"), [("H200", 0.25), ("T4", 1.0), ("A100", 0.5)])

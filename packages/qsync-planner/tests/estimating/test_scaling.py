@@ -27,6 +27,8 @@ works = st.builds(
     launches=st.integers(0, 50),
     products=st.lists(st.tuples(st.sampled_from([FLOAT32, FLOAT16]), st.integers(0, 10**15)), max_size=3).map(tuple),
     blocks=st.sampled_from([0.0, 16.0, 64.0, 512.0]),
+    transposed=st.floats(0, 1e12),
+    transforms=st.floats(0, 1e12),
 )
 sheets = st.sampled_from(sorted(DATASHEETS))
 places = st.builds(lambda name, share: Place(DATASHEETS[name], share), sheets, shares)
@@ -69,6 +71,24 @@ def test_a_product_by_hand() -> None:
     cycles = (132 * 1.98) / (40 * 1.59)
     by_hand = 2500 + 2000 * (4800 / 320) + 2.4e9 / 40_200 * (67 / 8.1) + (97_500 - 2000 - 2.4e9 / 40_200) * cycles
     assert scaled_ns(100_000, work, H200, T4) == round(by_hand)
+
+
+def test_products_that_do_not_fit_are_by_winograds_algorithm_as_far_as_they_must() -> None:
+    """80.4 GFLOP take 2 ms directly and fit in 1 ms if a share s takes a quarter, and 0.1 ms of memory: 1.5 s - 0.1 s = 1."""
+    half, share = Place(H200.sheet, 0.5), 1 / 1.4
+    work = Work(0, 0, ((FLOAT32, 80_400_000_000),), transforms=432e6)
+    assert scaled_ns(10**6, work, H200, half) == pytest.approx(10**6 * (0.1 * share + 2 * (1 - 0.1 * share)), abs=1)
+    assert scaled_ns(2 * 10**6, work, H200, half) == 4 * 10**6  # they fit as they are
+    assert scaled_ns(10**5, work, H200, half) == 10**5  # not even that fits: the transforms alone take as long
+    in_16_bit = attrs.evolve(work, products=((FLOAT16, 80_400_000_000 * 20),))
+    assert scaled_ns(10**6, in_16_bit, H200, half) == 2 * 10**6
+
+
+def test_transpositions_need_multiprocessors_and_memory() -> None:
+    """On half of the multiprocessors twice as long; T4 has a fourth of the cycles, and a 15th of the bandwidth."""
+    work = Work(0, 0, transposed=4320e6)
+    assert scaled_ns(10**6, work, H200, Place(H200.sheet, 0.5)) == 2 * 10**6
+    assert scaled_ns(10**6, work, H200, T4) == 15 * 10**6
 
 
 def test_tf32_products_lose_their_tensor_cores_on_an_older_chip() -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from qsync_core.ir.precision import Precision
 from qsync_planner.estimating.chips import Place
 from qsync_planner.estimating.work import Work
 
 LAUNCH_NS = 2500
 """A kernel's start and end on the device, which no chip shortens much; the smallest kernels of an H200 take 2 to 3 µs."""
 
+WINOGRAD_SPARES = 1 - 36 / 144
+"""Share of multiplications that Winograd's F(4×4, 3×3) saves: it makes 36 for 16 elements, not 144 (Lavin and Gray, 2015)."""
+
 
 def scaled_ns(time_ns: int, work: Work, source: Place, target: Place, *, tf32: bool = False) -> int:
     """A kernel's time on ``target``, measured as ``time_ns`` on ``source``.
 
-    The measured time is split, in this order and as far as it goes, into launches, memory traffic, products at the rate that
-    well-shaped ones reach, and the rest, which the multiprocessors' cycles bound; each part is scaled by its own rate.
+    The measured time is split, in this order and as far as it goes, into launches, memory traffic, transpositions, products at the
+    rate that well-shaped ones reach, and the rest, which the multiprocessors' cycles bound; each part is scaled by its own rate,
+    transpositions by memory's or the cycles', whichever is the slower.
 
     Args:
         time_ns: measured on ``source``.
@@ -25,14 +30,20 @@ def scaled_ns(time_ns: int, work: Work, source: Place, target: Place, *, tf32: b
     left = time_ns - launches
     memory = min(left, work.nbytes / source.bytes_per_ns)
     left -= memory
+    transposing = min(left, work.transposed / source.bytes_per_ns)
+    left -= transposing
     products = [(count / source.operations_per_ns(precision, tf32), precision) for precision, count in work.products]
+    products, transforms = _by_winograd(products, work.transforms / source.bytes_per_ns, left)
+    transforms = min(left, transforms)
+    left -= transforms
     computing = sum(duration for duration, _ in products)
     fits = min(1.0, left / computing) if computing > 0 else 0.0
     rest = max(0.0, left - fits * computing)
-    scaled = launches + memory * (source.bytes_per_ns / target.bytes_per_ns)
+    slower, cycles = source.bytes_per_ns / target.bytes_per_ns, _cycles(work, source) / _cycles(work, target)
+    scaled = launches + (memory + transforms) * slower + transposing * max(slower, cycles)
     for duration, precision in products:
         scaled += fits * duration * (source.operations_per_ns(precision, tf32) / target.operations_per_ns(precision, tf32))
-    return round(scaled + rest * (_cycles(work, source) / _cycles(work, target)))
+    return round(scaled + rest * cycles)
 
 
 def scaled_cast(ns_per_element: float, nbytes: int, source: Place, target: Place) -> float:
@@ -49,6 +60,24 @@ def scaled_optimizer_ns(time_ns: int, work: Work, source: Place, target: Place) 
     needed = min(float(time_ns), work.nbytes / source.bytes_per_ns)
     launches = min(time_ns - needed, float(work.launches * LAUNCH_NS))
     return round(launches + (time_ns - launches) * (source.bytes_per_ns / target.bytes_per_ns))
+
+
+def _by_winograd(
+    products: list[tuple[float, Precision]], transforms: float, left: float
+) -> tuple[list[tuple[float, Precision]], float]:
+    """Durations of products and of the transforms around them, with as many float32 ones by Winograd's algorithm as make all fit.
+
+    Args:
+        products: how long each takes directly, with its format.
+        transforms: how long memory takes for the transforms of all; 0 where that algorithm is not possible.
+        left: the time that there is.
+    """
+    direct = sum(duration for duration, _ in products)
+    spared = sum(duration for duration, precision in products if precision is Precision.FLOAT32) * WINOGRAD_SPARES
+    if not spared > transforms > 0 or direct <= left:
+        return products, 0.0
+    share = min(1.0, (direct - left) / (spared - transforms))
+    return [(d * (1 - share * WINOGRAD_SPARES * (p is Precision.FLOAT32)), p) for d, p in products], share * transforms
 
 
 def _cycles(work: Work, place: Place) -> float:
