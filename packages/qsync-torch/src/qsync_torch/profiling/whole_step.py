@@ -34,6 +34,8 @@ _LONG_STEP_NS = 300_000_000
 _LEAST_SAMPLES = 3
 _ISSUE_EFFORT = Effort(min_repeats=5, max_repeats=9, target=0.01, budget_s=1.0, warmup=1)
 """The CPU's times scatter more than the device's."""
+_TURN_EFFORT = attrs.evolve(_ISSUE_EFFORT, min_repeats=2, max_repeats=2)
+_TURNS = 7
 _FILLS = 0.97
 """Share of the period from which the device's work fills it: it is measured to about 1%."""
 _FAR_LESS = 0.8
@@ -148,18 +150,22 @@ def measure_alternating(
 ) -> AlternatingDispatch:
     """Time how the CPU issues steps with none, every other and all adjustable operators at one rung.
 
-    All in a row, to and back, because a CPU is not as fast at all times: what changes evenly meanwhile cancels out.
+    In short turns, to and back, because a CPU is not as fast at all times, and one whose cores others share may become half as fast
+    within a second: what changes evenly during a turn cancels out, and the median leaves out turns in which it leapt.
     """
     ids = [operator.op_id for operator in dag.adjustable]
     steps = itertools.count()
 
     def issued(lowered: Sequence[OpId]) -> tuple[int, ...]:
         with _lowered(runner, lowered, variant, dag, chosen):
-            return repeat(lambda: _issue_times(runner, next(steps), stopwatch), _ISSUE_EFFORT).median_ns
+            return repeat(lambda: _issue_times(runner, next(steps), stopwatch), _TURN_EFFORT).median_ns
 
-    none, half, every, half2, none2 = (issued(lowered) for lowered in ((), ids[1::2], ids, ids[1::2], ()))
-    more = [(half[i] + half2[i] - every[i] - (none[i] + none2[i]) // 2) // 2 for i in range(2)]
-    return AlternatingDispatch(variant, max(0, more[0]), max(0, more[1]))
+    def turn() -> list[int]:
+        none, half, every, half2, none2 = (issued(lowered) for lowered in ((), ids[1::2], ids, ids[1::2], ()))
+        return [(half[i] + half2[i] - every[i] - (none[i] + none2[i]) // 2) // 2 for i in range(2)]
+
+    forward, backward = (round(statistics.median(column)) for column in zip(*(turn() for _ in range(_TURNS)), strict=True))
+    return AlternatingDispatch(variant, max(0, forward), max(0, backward))
 
 
 @contextmanager
