@@ -29,7 +29,7 @@ def _job():
 
 
 def test_what_is_more_than_the_mean_of_none_and_all(monkeypatch):
-    """A lowered operator takes 100 ns more, one that stays under a plan 30; the CPU slows from plan to plan, and halves for a while."""
+    """A lowered operator takes 100 ns more, one that stays under a plan 30; the CPU slows steadily, and for a while halves."""
     job = _job()
     dag, runner = trace(job), StepRunner.start(job, CPU)
     plans = []
