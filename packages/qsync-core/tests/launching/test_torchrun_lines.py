@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 
+import attrs
 import pytest
 from click.testing import CliRunner
-from job_folders import CPU, H200, HALF_T4, run_folder
+from job_folders import CPU, H200, HALF_T4, PLAN, run_folder
 
+from qsync_core.artifacts.files import save
 from qsync_core.cli.root import cli
 from qsync_core.errors import ClusterError, PlanError
 from qsync_core.ir.plan import Role
+from qsync_core.launching.jobset import PodSettings, jobset
 from qsync_core.launching.machines import planned_job
 from qsync_core.launching.torchrun import Meeting, machine_commands
 
@@ -39,6 +42,19 @@ def test_node_ranks_go_through_all_machines_and_rank_0_is_of_a_training_group(tm
         }
         assert machine.command[0] == "torchrun"
         assert machine.command[-3:] == ["train.py", "--lr", "1e-3"]
+
+
+def test_the_plans_number_of_ctas_is_in_the_environment_of_a_job_that_keeps_its_plan(tmp_path):
+    run = run_folder(tmp_path / "run", GROUPS)
+    save(attrs.evolve(run.load_plan(list(GROUPS)), communication=PLAN.communication), run.plan(GROUPS))
+    job = planned_job(run)
+    assert {machine.environment["NCCL_MAX_CTAS"] for machine in machine_commands(job, Meeting("node0"), ["train.py"])} == {"2"}
+    written = jobset(job, "night", PodSettings("a/b:1"), ["train.py"], Meeting(""))
+    for entry in written["spec"]["replicatedJobs"]:
+        (container,) = entry["template"]["spec"]["template"]["spec"]["containers"]
+        assert {"name": "NCCL_MAX_CTAS", "value": "2"} in container["env"]
+    elastic = machine_commands(job, Meeting("node0", elastic=True), ["train.py"])
+    assert not any("NCCL_MAX_CTAS" in machine.environment for machine in elastic)
 
 
 def test_an_elastic_job_needs_as_many_machines_as_the_smallest_plan(tmp_path):

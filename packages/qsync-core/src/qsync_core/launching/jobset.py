@@ -16,7 +16,7 @@ from qsync_core.errors import ClusterError
 from qsync_core.ir.plan import Role
 from qsync_core.ir.profile import DeviceKind
 from qsync_core.launching.machines import GroupMachines, PlannedJob
-from qsync_core.launching.torchrun import Meeting, torchrun_options
+from qsync_core.launching.torchrun import Meeting, environment_of, torchrun_options
 
 PRODUCT = "nvidia.com/gpu.product"
 """Node label of NVIDIA's GPU feature discovery: the driver's name of the GPU, with dashes for blanks."""
@@ -136,7 +136,7 @@ def _job(
         "image": settings.image,
         "command": _command(job, group, meeting),
         "args": [_literal(argument) for argument in script],
-        "env": [{"name": key, "value": value} for key, value in (group.environment | meeting.environment).items()],
+        "env": [{"name": key, "value": value} for key, value in environment_of(job, group, meeting).items()],
         "ports": [{"containerPort": meeting.port}],
         "resources": _resources(group, settings),
         "volumeMounts": mounts,

@@ -52,10 +52,17 @@ class PlannedJob:
     Attributes:
         groups: their machines, in the order of their node ranks; the first one keeps the ranks' meeting place.
         fewest_nodes: with how many machines a job that may lose groups still has a plan.
+        max_ctas: of NCCL's collectives, as the plan says; 0: NCCL's own choice.
     """
 
     groups: tuple[GroupMachines, ...]
     fewest_nodes: int
+    max_ctas: int = 0
+
+    @classmethod
+    def of(cls, plan: PrecisionPlan, groups: tuple[GroupMachines, ...], fewest_nodes: int) -> PlannedJob:
+        """Of a plan on these machines."""
+        return cls(groups, fewest_nodes, plan.communication.settings.max_ctas if plan.communication else 0)
 
     @property
     def nodes(self) -> int:
@@ -95,7 +102,7 @@ def planned_job(run: RunFolder, groups: Collection[str] = (), ranks_each: Mappin
         found.append(GroupMachines(part, sum(machines.nodes for machines in found), count // each, each))
     nodes = {machines.name: machines.nodes for machines in found}
     possible = [kept for kept in run.planned_groups() if set(kept) <= set(names)]
-    return PlannedJob(tuple(found), min(sum(nodes[name] for name in kept) for kept in possible))
+    return PlannedJob.of(plan, tuple(found), min(sum(nodes[name] for name in kept) for kept in possible))
 
 
 def _first_things_first(plan: PrecisionPlan) -> list[GroupPlan]:

@@ -35,6 +35,15 @@ class Meeting:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.elastic else {}
 
 
+def environment_of(job: PlannedJob, machines: GroupMachines, meeting: Meeting) -> dict[str, str]:
+    """What the processes of one machine are started with.
+
+    The number of CTAs is the plan's; an elastic job may go on with another, so its script asks for the process group's options.
+    """
+    ctas = {"NCCL_MAX_CTAS": str(job.max_ctas)} if job.max_ctas and not meeting.elastic else {}
+    return machines.environment | ctas | meeting.environment
+
+
 def torchrun_options(job: PlannedJob, machines: GroupMachines, meeting: Meeting, node_rank: str) -> list[str]:
     """Options of torchrun on one machine; an elastic job gives node ranks itself."""
     each = f"--nproc-per-node={machines.ranks_each}"
@@ -79,7 +88,7 @@ def machine_commands(job: PlannedJob, meeting: Meeting, script: Sequence[str]) -
             machines.name,
             machines.plan.device.name,
             node,
-            machines.environment | meeting.environment,
+            environment_of(job, machines, meeting),
             ["torchrun", *torchrun_options(job, machines, meeting, str(node)), *script],
         )
         for machines in job.groups

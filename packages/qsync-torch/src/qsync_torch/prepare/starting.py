@@ -115,7 +115,7 @@ def _commands(plan: PrecisionPlan, here: Sequence[Group], script: Sequence[str])
     hosts = [host for _, host, _ in places]
     meeting = Meeting(hosts[0] if len(set(hosts)) > 1 else _HERE)
     found = []
-    for host, command in zip(hosts, machine_commands(PlannedJob(machines, len(machines)), meeting, script), strict=True):
+    for host, command in zip(hosts, machine_commands(PlannedJob.of(plan, machines, len(machines)), meeting, script), strict=True):
         on_host = [member for group in here for member in group.members if member.host == host]
         own = [member for member in members[command.group] if member.host == host]
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(member.gpu for member in own)} if _chooses_gpus(own, on_host) else {}
