@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from hybrid.alone import one_group
+from hybrid.alone import one_group, times_of
 from hybrid.page import write_page
 from hybrid.processes import Deadline, Mps, NoMps, Started, finish, is_complete, mps, start, start_ranks
 from hybrid.rows import (
     ablation_rows,
     alone_rows,
     budget_rows,
+    device_binds,
     dynamic_rows,
     median_ms,
     on_devices,
@@ -59,7 +60,7 @@ SHARES, WHOLE = "1,0.5", "1,1"
 BUDGETS = 3
 SMALL_GIB = {"resnet50": 4.8, "vgg16-bn": 6.0}
 """Memory of the weak rank in row H7: 30% of a T4's; VGG16-BN needs more than that in uniform 16 bit."""
-ALONE_S, QUARTER_S, TOGETHER_S, DYNAMIC_S = 240, 90, 180, 75
+ALONE_S, QUARTER_S, TOGETHER_S, DYNAMIC_S = 240, 90, 240, 75
 """After which the process of a part starts nothing new, or, with dynamic batches and at a quarter, is ended: more than it takes."""
 MORE_S = 25
 """How much longer a process may go on that starts nothing new."""
@@ -197,14 +198,15 @@ class Measuring:
             write(folder / "dynamic.json", found)
 
 
-def estimated_ms(folder: Path, profile: str, share: float, plans: Mapping[str, Variants]) -> dict[str, float]:
-    """Step times at a share of plans, estimated from the profile of the whole GPU."""
+def estimated_steps(folder: Path, profile: str, share: float, plans: Mapping[str, Variants]) -> dict[str, tuple[float, bool]]:
+    """Step times at a share of plans, in ms, estimated from the profile of the whole GPU, and whether the device binds them."""
     dag, whole = load(folder / "dag.qsync", PrecisionDag), load(folder / profile, Profile)
     if whole.device.is_synchronous:
         return {}  # of a CPU nothing is estimated
     guess = estimate(dag, whole, whole.device.name, share).profile
     replayer = Replayer(dag, one_group(guess), {"infer": guess})
-    return {label: replayer.replay({"infer": variants}).iteration_ns / 1e6 for label, variants in plans.items()}
+    steps = {label: replayer.replay({"infer": variants}) for label, variants in plans.items()}
+    return {label: (step.iteration_ns / 1e6, device_binds(times_of(step))) for label, step in steps.items()}
 
 
 def rows_of_shares(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
@@ -217,14 +219,14 @@ def rows_of_shares(out: Path, together: Mapping[str, tuple[Any, Any]]) -> list[d
         for label in found["runs"].keys() - plans.keys():
             plan = load(folder / f"{label}.plan.qsync", PrecisionPlan)
             plans[label] = {op_id: entry.variant for op_id, entry in plan.group("infer").assignments.items()}
-        guesses[name] = estimated_ms(folder, "train.qsync", 0.5, plans)
+        guesses[name] = estimated_steps(folder, "train.qsync", 0.5, plans)
     rows = share_rows(0.5, half, guesses)
     quarter = read(out, "alone/quarter.0.25.json")
     guesses = {}
     for name, found in quarter.items():
         folder = out / name / "alone"
         every = configurations(load(folder / "dag.qsync", PrecisionDag))
-        guesses[name] = estimated_ms(folder, "profile.1.qsync", 0.25, {label: every[label] for label in found["runs"]})
+        guesses[name] = estimated_steps(folder, "profile.1.qsync", 0.25, {label: every[label] for label in found["runs"]})
     return rows + share_rows(0.25, quarter, guesses)
 
 

@@ -48,6 +48,7 @@ from qsync_core.ir.profile import Profile
 from qsync_core.ir.sensitivity import Sensitivity
 from qsync_planner.allocator import allocate
 from qsync_planner.indicate import indicate
+from qsync_planner.replayer.prediction import Prediction
 from qsync_planner.replayer.replay import Replayer
 from qsync_torch.apply.apply import apply_
 from qsync_torch.job import Job
@@ -64,6 +65,13 @@ def one_group(profile_: Profile, memory_bytes: int = 0) -> Cluster:
     device = profile_.device
     group = DeviceGroup("infer", device.name, 1, Role.INFER, Precision.FLOAT32, LADDER, memory_bytes, device.share)
     return Cluster("one GPU", (group,))
+
+
+def times_of(prediction: Prediction) -> dict[str, int]:
+    """Of one rank: its step, and the CPU's and the device's part of it."""
+    group = prediction.groups["infer"]
+    compute = group.forward_ns + group.backward_ns + group.optimizer_ns
+    return {"iteration_ns": prediction.iteration_ns, "dispatch_ns": group.dispatch_ns, "compute_ns": compute}
 
 
 def run(name: str, job: Job, batch: int, variants: Variants) -> dict[str, object]:
@@ -160,14 +168,8 @@ def main() -> None:
             print(options.name, f"no time is left for {label} and what follows", flush=True)
             return
         prediction = replayer.replay({"infer": variants})
-        group, memory = prediction.groups["infer"], replayer.memory("infer", variants)
-        predicted = {
-            "iteration_ns": prediction.iteration_ns,
-            "dispatch_ns": group.dispatch_ns,
-            "compute_ns": group.forward_ns + group.backward_ns + group.optimizer_ns,
-            "peak_bytes": memory.peak_bytes,
-            "reserved_bytes": memory.reserved_bytes,
-        }
+        memory = replayer.memory("infer", variants)
+        predicted = {**times_of(prediction), "peak_bytes": memory.peak_bytes, "reserved_bytes": memory.reserved_bytes}
         measured = run(options.name, job, batch, variants)
         found["runs"][label] = {"predicted": predicted, "measured": measured}
         print(options.name, options.share, label, f"{prediction.iteration_ns / 1e6:.2f}", measured, flush=True)

@@ -9,6 +9,7 @@ import pytest
 
 from hybrid.page import write_page
 from hybrid.rows import ablation_rows, alone_rows, budget_rows, dynamic_rows, share_rows, together_rows
+from hybrid.workloads import with_turn
 
 GIB = 2**30
 
@@ -31,16 +32,18 @@ def by_id(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def test_errors_on_one_gpu() -> None:
     def entry(step_ms: float, predicted_ms: float, peak: float) -> dict[str, Any]:
         measured = {"step_ms": [step_ms] * 5, "peak_bytes": 4 * GIB, "reserved_bytes": 5 * GIB}
-        predicted = {"iteration_ns": predicted_ms * 1e6, "peak_bytes": peak * GIB, "reserved_bytes": 5 * GIB}
+        times = {"iteration_ns": predicted_ms * 1e6, "dispatch_ns": 40e6, "compute_ns": 0.9 * predicted_ms * 1e6}
+        predicted = {**times, "peak_bytes": peak * GIB, "reserved_bytes": 5 * GIB}
         return {"measured": measured, "predicted": predicted}
 
     runs = {"float32": entry(100.0, 99.0, 3.9), "int8": entry(50.0, 51.5, 4.2)}
     runs["int8"]["measured"] |= {"issue_ms": [20.0, 25.0, 3.0], "call_us": 1.5}
-    runs["int8"]["predicted"]["dispatch_ns"] = 40e6
+    runs["int8"]["predicted"]["compute_ns"] = 39e6  # less than the CPU's time
     found = by_id(alone_rows({"m": {"batch": 8, "profile_s": 30.0, "compile_s": 40.0, "runs": runs}}))
     assert found["H1-m-float32-error"] == pytest.approx(-0.01)
     assert found["H1"] == pytest.approx((0.01 + 0.03) / 2)
     assert found["H1-worst"] == pytest.approx(0.03)
+    assert found["H1-device"] == pytest.approx(0.01)
     assert found["H3"] == pytest.approx((0.025 + 0.05) / 2)
     assert found["H3-worst"] == pytest.approx(0.05)
     assert found["H3-reserved"] == 0
@@ -82,14 +85,32 @@ def test_a_hybrid_job() -> None:
     assert found["H2-worst"] == pytest.approx(2 / 82)
 
 
+def test_a_plan_that_is_measured_twice_has_the_steps_of_both_turns() -> None:
+    def turn(plan: str, *step_ms: float, alone_ms: float, peak: int) -> dict[str, Any]:
+        measured = {"step_ms": step_ms, "alone_ms": alone_ms, "peak_bytes": peak, "loss": 1.0}
+        return {"plan": plan, "label": "chosen", "turns": 1, "measured": measured}
+
+    runs: list[dict[str, Any]] = []
+    for one in (
+        turn("uniform", 10.0, 12.0, alone_ms=9.0, peak=3),
+        turn("qsync", 20.0, alone_ms=5.0, peak=1),
+        turn("uniform", 14.0, 16.0, alone_ms=11.0, peak=2),
+    ):
+        runs = with_turn(runs, one)
+    assert [(run["plan"], run["turns"]) for run in runs] == [("uniform", 2), ("qsync", 1)]
+    assert runs[0]["measured"] == {"step_ms": (10.0, 12.0, 14.0, 16.0), "alone_ms": 10.0, "peak_bytes": 3, "loss": 1.0}
+
+
 def test_estimates_of_a_share() -> None:
     def file(step_ms: float) -> dict[str, Any]:
         return {"batch": 8, "commit": "abc", "runs": {"float32": {"step_ms": [step_ms] * 5}}}
 
-    rows = share_rows(0.25, {"m": file(100.0), "n": file(200.0)}, {"m": {"float32": 90.0}, "n": {"float32": 210.0}})
+    estimated = {"m": {"float32": (90.0, False)}, "n": {"float32": (210.0, True)}}
+    rows = share_rows(0.25, {"m": file(100.0), "n": file(200.0)}, estimated)
     found = by_id(rows)
     assert found["H9-25"] == pytest.approx((0.1 + 0.05) / 2)
     assert found["H9-25-worst"] == pytest.approx(0.1)
+    assert found["H9-25-device-worst"] == pytest.approx(0.05)
     assert found["H9-25-m-float32-predicted"] == 90.0
     assert {row["id"]: row.get("commit") for row in rows}["H9-25-m-float32-measured"] == "abc"
 

@@ -11,7 +11,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,18 @@ def kept(path: Path, here: Mapping[str, object]) -> dict[str, Any]:
 def _of_kind(value: Any) -> Any:
     """A machine's memory differs a little from one to the next."""
     return {name: value[name] for name in ("cpu", "cores")} if isinstance(value, dict) and "cpu" in value else value
+
+
+def with_turn(runs: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs with one more; of a plan and a way that were measured before the steps of all turns count, and the largest peaks."""
+    for number, earlier in enumerate(runs):
+        if (earlier["plan"], earlier["label"]) == (run["plan"], run["label"]):
+            before, now, turns = earlier["measured"], run["measured"], earlier["turns"]
+            measured = {**now, "step_ms": (*before["step_ms"], *now["step_ms"])}
+            measured |= {name: max(before[name], now[name]) for name in now if name.endswith("_bytes")}
+            measured["alone_ms"] = (turns * before["alone_ms"] + now["alone_ms"]) / (turns + 1)
+            return [*runs[:number], {**run, "measured": measured, "turns": turns + 1}, *runs[number + 1 :]]
+    return [*runs, run]
 
 
 def cap_memory(nbytes: float | None) -> None:
