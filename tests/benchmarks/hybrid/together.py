@@ -249,8 +249,8 @@ def main() -> None:
 def cases(plans: Mapping[str, PrecisionPlan | None]) -> Iterator[tuple[str, CommunicationSettings]]:
     """Which plan is trained under which way to communicate, in turn.
 
-    First PyTorch's own way; then uniform precision and QSync's plan as they chose, to and back, because a row is their ratio and one
-    model is up to 1% faster in one run than in another; then the others.
+    First PyTorch's own way; then uniform precision and QSync's plan as they chose, to and back, because a row is their ratio and
+    one model is up to 1% faster in one run than in another; then the others.
     """
     chosen = {label: plan.communication.settings if plan and plan.communication else DEFAULTS for label, plan in plans.items()}
     compared, others = ([label for label in labels if label in plans] for labels in (ORDER[:2], ORDER[2:]))
