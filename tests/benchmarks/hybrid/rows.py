@@ -189,8 +189,7 @@ def together_rows(files: Mapping[str, Sequence[Found]], whole: Mapping[str, Sequ
     errors: dict[str, float] = {}
     for name, (train, infer) in files.items():
         for run in train["runs"]:
-            slow = {"small": "-small"}.get(run["plan"], "")
-            case = f"{name}-{run['plan']}{slow}-{'default' if run['label'] == DEFAULT else 'chosen'}"
+            case = f"{name}-{run['plan']}-{'default' if run['label'] == DEFAULT else 'chosen'}"
             what = f"{name} b{train['batch']} per rank, {run['plan']}, {run['label']}"
             own, errors[case] = _case(
                 f"H2-{case}", what, median_ms(run["measured"]), spread_ms(run["measured"]), run["predicted"]["iteration_ns"] / 1e6

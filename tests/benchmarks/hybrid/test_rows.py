@@ -127,14 +127,19 @@ def test_the_page_shows_steps_and_targets(tmp_path: Path) -> None:
     ]
     page.write_text("before\n" + "\nbetween\n".join(places) + "\nafter\n")
     default, infer = "PyTorch's defaults", {"batch": 64, "runs": []}
-    train = {"batch": 64, "runs": [run("full", default, 100.0, 101.0, 0), run("qsync", "2 NCCL CTAs", 80.0, 79.2, 0)]}
+    runs = [
+        run("full", default, 100.0, 101.0, 0),
+        run("qsync", "2 NCCL CTAs", 80.0, 79.2, 0),
+        run("small", "4 NCCL CTAs", 90.0, 90.0, 0),
+    ]
+    train = {"batch": 64, "runs": runs}
     rows = together_rows({"resnet50": (train, infer)}, {})
     for _ in range(2):  # a second time changes nothing
         write_page(page, rows)
     text = page.read_text()
-    assert "| ResNet50 | 100.0 (101.0, +1.0%) | 80.0 (79.2, -1.0%) |" in text
-    assert "| full precision | QSync, as planned |" in text
-    assert "| H2 | step time of a hybrid job, error of the prediction, mean of 2 configurations | 1.00% | ≤ 0.02 |" in text
+    assert "| ResNet50 | 100.0 (101.0, +1.0%) | 80.0 (79.2, -1.0%) | 90.0 (90.0, ±0%) |" in text
+    assert "| full precision | QSync, as planned | QSync, little memory, as planned |" in text
+    assert "| H2 | step time of a hybrid job, error of the prediction, mean of 3 configurations | 0.67% | ≤ 0.02 |" in text
     assert text.startswith("before")
     assert text.rstrip().endswith("after")
     assert "old" not in text
