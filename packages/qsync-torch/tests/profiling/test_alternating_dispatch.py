@@ -47,12 +47,12 @@ def test_what_is_more_than_the_mean_of_none_and_all(monkeypatch):
         if not plans or plans[-1] != formats:
             plans.append(formats)
         own = sum(100 if lowered else 30 * replaced for lowered in formats)
-        return (1_000 + 7 * len(plans) + own) * (2 if 7 <= len(plans) <= 14 else 1), 2_000, 500
+        return (1_000 + 7 * len(plans) + own) * (2 if 6 <= len(plans) <= 8 else 1), 2_000, 500
 
     monkeypatch.setattr(whole_step, "_issue_times", issue)
     found = measure_alternating(runner, BFLOAT16, dag, make_stopwatch(CPU), {})
     turn = [[False, True] * 2, [True] * 4, [False, True] * 2, [False] * 4]
-    assert plans == [[False] * 4, *7 * turn]
+    assert plans == [[False] * 4, *3 * turn]
     assert (found.variant, found.forward_ns, found.backward_ns) == (BFLOAT16, 2 * 30, 0)
     assert "forward" not in runner.model[0].__dict__
 

@@ -34,8 +34,9 @@ _LONG_STEP_NS = 300_000_000
 _LEAST_SAMPLES = 3
 _ISSUE_EFFORT = Effort(min_repeats=5, max_repeats=9, target=0.01, budget_s=1.0, warmup=1)
 """The CPU's times scatter more than the device's."""
-_TURN_EFFORT = attrs.evolve(_ISSUE_EFFORT, min_repeats=2, max_repeats=2)
-_TURNS = 7
+_TURN_EFFORT = attrs.evolve(_ISSUE_EFFORT, min_repeats=2, max_repeats=2, warmup=2)
+"""A plan's first step takes the CPU half as long again, and its second a little longer."""
+_TURNS = 3
 _FILLS = 0.97
 """Share of the period from which the device's work fills it: it is measured to about 1%."""
 _FAR_LESS = 0.8
@@ -151,7 +152,7 @@ def measure_alternating(
     """Time how the CPU issues steps with none, every other and all adjustable operators at one rung.
 
     In short turns, to and back, because a CPU is not as fast at all times, and one whose cores others share may become half as fast
-    within a second: what changes evenly during a turn cancels out, and the median leaves out turns in which it leapt.
+    within a second: what changes evenly during a turn cancels out, and the median leaves out a turn in which it leapt.
     """
     ids = [operator.op_id for operator in dag.adjustable]
     steps = itertools.count()
